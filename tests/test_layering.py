@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops.ring_attention": {"kernels", "choices", "backend", "comm", "comm.collectives", "ops"},
     "layers": {"_lazy", "comm", "ops", "ops.linear"},
     "parallel": {"choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
-    "drop_in": {"comm", "comm.collectives", "ops", "ops.linear", "layers", "parallel"},
+    "drop_in": {"comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "parallel"},
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "zero.reducer"},
     "models": {"ops", "layers", "parallel"},

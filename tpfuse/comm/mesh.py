@@ -80,6 +80,13 @@ def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     return device_mesh.get_group() if device_mesh.size() > 1 else None
 
 
+def groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Returns this rank's process group of each dimension of a mesh that has more than one rank."""
+    if device_mesh is None:
+        return []
+    return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
+
+
 def check_group(operator: str, group: object) -> None:
     """Raises ValueError, with the operator's name, unless `group` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):

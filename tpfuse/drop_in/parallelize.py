@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.comm.mesh import group_of
+from tpfuse.comm.mesh import context_mesh, group_of
+from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_forward
 from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
 from tpfuse.drop_in.structure import recognise
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
+from tpfuse.parallel.context import ContextParallel, Schedule
 from tpfuse.parallel.stored import StoredTensor
 
 Plan = str | Mapping[str, ParallelStyle]
@@ -38,20 +40,27 @@ def parallelize(
     plan: Plan = "auto",
     *,
     sequence_parallel: bool = True,
+    context_parallel: Schedule = "auto",
     weights: str | Path | None = None,
     check: bool = False,
 ) -> nn.Module:
     """Convert a model in place for the ranks of a mesh, and return it.
 
     model: whole, with the same weights on all ranks (those of the mesh's first rank count), or on the meta device.
-    mesh: one-dimensional, or with a dimension "tp". plan: "auto" recognises decoders of Hugging Face's transformers by
-    their structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by patterns of module names,
-    in which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the activations between attention
-    and MLP along the sequence. weights: the folder of a Hugging Face model, or a safetensors file, that fills the
-    model, which may be empty (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts them
-    to the dtype of the model's parameters. check: run the model on a few tokens before and after; if the logits differ
-    by more than rounding (with weights: are not finite), or between ranks, the model is restored and the call raises
-    ValueError.
+    mesh: one-dimensional, or with a dimension "tp" for tensor parallelism, a dimension "cp" (or "ring" and "ulysses")
+    for context parallelism, or both, as `tpfuse.build_mesh` makes it. plan: "auto" recognises decoders of Hugging
+    Face's transformers by their structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by
+    patterns of module names, in which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the
+    activations between attention and MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`,
+    if the mesh has a dimension for it. weights: the folder of a Hugging Face model, or a safetensors file, that fills
+    the model, which may be empty (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts
+    them to the dtype of the model's parameters. check: run the model on a few tokens before and after; if the logits
+    differ by more than rounding (with weights: are not finite), or between ranks, the model is restored and the call
+    raises ValueError.
+
+    The forward pass of a model of transformers takes and returns whole sequences on all ranks. With labels, its loss is
+    computed without whole logits, and there are no logits in training (`tpfuse.drop_in.huggingface`). Gradients are
+    summed over the ranks of context parallelism, but not over data-parallel ranks.
 
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.
@@ -65,29 +74,45 @@ def parallelize(
     not divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected or of
     another shape, or that cannot be read. The model is then as it was.
     """
-    mesh = _tensor_mesh(mesh)
+    tensor_mesh, context = _meshes(mesh, context_parallel)
     _check_whole(model)
-    if isinstance(plan, str):
-        if plan not in ("auto",):
-            raise ValueError(f'plan {plan!r}: expected "auto", or styles by patterns of module names')
-        recognised = recognise(model, mesh.size(), sequence_parallel)
+    ranks = 1 if tensor_mesh is None else tensor_mesh.size()
+    if context.groups:
+        huggingface.check_context(model, context, ranks)
+    styles: dict[str, list[ParallelStyle]] = {}
+    kept: dict[str, str] = {}
+    if not isinstance(plan, str):
+        styles = _matched(model, plan)
+    elif plan not in ("auto",):
+        raise ValueError(f'plan {plan!r}: expected "auto", or styles by patterns of module names')
+    elif tensor_mesh is not None:
+        recognised = recognise(model, ranks, sequence_parallel)
         styles, kept = recognised.styles, recognised.kept
-    else:
-        styles, kept = _matched(model, plan), {}
+    if styles and tensor_mesh is None:
+        raise ValueError(f'mesh has the dimensions {mesh.mesh_dim_names}: expected one named "tp" for the plan')
     before = small_forward(model, mesh.size()) if check and weights is None else None
-    outlined = outline(model, {})
-    _apply(outlined, mesh, styles, kept, None)  # it finds all errors before the model is changed
-    _check_ties(model, outlined)
+    done: list[Replacement] = []
     found: dict[str, list[StoredTensor]] = {}
+    if tensor_mesh is not None:
+        outlined = outline(model, {})
+        _apply(outlined, tensor_mesh, styles, kept, None)  # it finds all errors before the model is changed
+        _check_ties(model, outlined)
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             found = find_weights(model, Path(weights))
-    model.__dict__["replacements"] = _apply(model, mesh, styles, kept, 0 if weights is None else None)
+    if tensor_mesh is not None:
+        done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
+    if context.groups:
+        reason = f"attention over cp {context.size}, schedule {context.schedule}"
+        done.append(Replacement("", type(model).__name__, huggingface.ATTENTION, reason))
+    model.__dict__["replacements"] = done
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             load_weights(model, found, mesh.device_type)
+    if huggingface.is_transformers(model):
+        huggingface.adapt(model, context, tensor_mesh)
     offer_save_pretrained(model)
-    share_generators(mesh)
+    share_generators(tensor_mesh)
     if check:
         try:
             compare(before, small_forward(model, mesh.size()), mesh)
@@ -119,10 +144,10 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def share_generators(mesh: DeviceMesh) -> None:
+def share_generators(mesh: DeviceMesh | None) -> None:
     """Set the states of torch's default generators, of the CPU and of the devices, to those of the first rank."""
     group = group_of(mesh)
-    if group is None:
+    if group is None or mesh is None:
         return
     state = torch.get_rng_state().to(mesh.device_type)
     dist.broadcast(state, group=group, group_src=0)
@@ -134,16 +159,22 @@ def share_generators(mesh: DeviceMesh) -> None:
         devices.set_rng_state(state.cpu())
 
 
-def _tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the one-dimensional mesh of the tensor-parallel ranks."""
+def _meshes(mesh: DeviceMesh, schedule: Schedule) -> tuple[DeviceMesh | None, ContextParallel]:
+    """Return the one-dimensional mesh of the tensor-parallel ranks, None if there is none, and the context."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh is a {type(mesh).__name__}: expected a DeviceMesh")
     names = mesh.mesh_dim_names or ()
+    shared = context_mesh(mesh)
+    if shared is None and schedule != "auto":
+        raise ValueError(f'context_parallel {schedule!r}: expected a mesh with a dimension "cp"')
+    context = ContextParallel(shared, schedule)
     if "tp" in names:
-        return mesh["tp"]
+        return mesh["tp"], context
+    if shared is not None:
+        return None, context
     if mesh.ndim != 1:
         raise ValueError(f'mesh has the dimensions {names or mesh.ndim}: expected one named "tp", or one dimension')
-    return mesh
+    return mesh, context
 
 
 def _check_whole(model: nn.Module) -> None:

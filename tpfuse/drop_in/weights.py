@@ -91,9 +91,7 @@ def agreement(what: str, mesh: DeviceMesh) -> Iterator[None]:
         yield
     except Exception as own:
         error = own
-    failed = error is not None
-    for axis in mesh.mesh_dim_names or (None,):
-        failed = anywhere(failed, mesh if axis is None else mesh[axis])
+    failed = anywhere(error is not None, mesh)
     if error is not None:
         raise error
     if failed:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import Slices, local_slices, local_tensor
-from tpfuse.comm.mesh import group_of
+from tpfuse.comm.mesh import groups_of
 
 
 @torch.no_grad()
@@ -35,8 +35,9 @@ def load_part_(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
 
 
 def anywhere(flag: bool, device_mesh: DeviceMesh | None) -> bool:
-    """Return whether the flag is true on any rank of a one-dimensional mesh. The call is a collective of its ranks."""
-    group = group_of(device_mesh)
-    if group is None or device_mesh is None:
-        return flag
-    return bool(collectives.all_reduce_max(torch.tensor([int(flag)], device=device_mesh.device_type), group).item())
+    """Return whether the flag is true on any rank of a mesh. The call is a collective of its ranks."""
+    for group in groups_of(device_mesh):
+        assert device_mesh is not None
+        value = torch.tensor([int(flag)], device=device_mesh.device_type)
+        flag = bool(collectives.all_reduce_max(value, group).item())
+    return flag

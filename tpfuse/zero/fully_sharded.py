@@ -39,7 +39,7 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.counted_collectives import CountedAllGather, CountedReduceScatter
 from tpfuse.zero.equal_start import broadcast_model
 from tpfuse.zero.micro_batches import MicroBatches
-from tpfuse.zero.taken_parameters import taken_gradient
+from tpfuse.zero.taken_parameters import take_context_sums, taken_gradient
 
 _REPLACED = (
     "{name} was replaced by its shards when FullySharded took the model: make optimizers and lists of"
@@ -120,6 +120,7 @@ class FullySharded(MicroBatches):
         replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         tensor_sharded = {name for name, p in model.named_parameters() if is_sharded(p)}
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
+        take_context_sums(model)
         self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
         self.members: list[ShardedParameter] = []
         for index, name in enumerate(replaced):

@@ -39,7 +39,7 @@ from tpfuse.zero.micro_batches import MicroBatches
 from tpfuse.zero.reducer.backend import make_reducer
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.inter_node import Compression
-from tpfuse.zero.taken_parameters import move_, take_partial_gradients, taken_gradient
+from tpfuse.zero.taken_parameters import move_, take_context_sums, take_partial_gradients, taken_gradient
 
 _WITHOUT_GRADIENT = (
     "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"
@@ -101,6 +101,7 @@ class GradientBuckets(MicroBatches):
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
         self._next = 0
         partial = take_partial_gradients(model)
+        take_context_sums(model)
         if partial and world_group is None:
             raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")
         trained = _trained(model)

@@ -29,6 +29,16 @@ def take_partial_gradients(model: nn.Module) -> set[str]:
     return names
 
 
+def take_context_sums(model: nn.Module) -> None:
+    """Stop a model's own sums of gradients over the ranks of a context (`tpfuse.drop_in.huggingface`).
+
+    They are among the ranks over which the engine sums.
+    """
+    for module in model.modules():
+        if getattr(module, "sum_over_context", False):
+            setattr(module, "sum_over_context", Borrowed(False, own=True))  # noqa: B010 (see above)
+
+
 def _local(parameter: Tensor) -> Tensor:
     """Return the tensor that has the parameter's memory: for a DTensor its own local tensor, not a view of it."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,521 @@
+"""Hugging Face's models through transformers' own interfaces: context parallelism, the loss, and styles for `tp_plan`.
+
+This is the one module that knows transformers; it imports it inside functions, when a model of it is converted. It
+works with the releases 4.57 and 5.
+
+**The forward pass.** `adapt` replaces the forward of a model by a `ParallelForward`; transformers, PEFT and accelerate
+call it in several ways, and all of them find it there. Its arguments and its result are those of the original, with
+whole sequences on every rank:
+
+| called with     | loss                             | logits                                                       |
+|-----------------|----------------------------------|--------------------------------------------------------------|
+| labels, train() | the mean over all tokens         | none, since no rank computes whole ones                      |
+| labels, eval()  | the mean over all tokens         | whole                                                        |
+| no labels       |                                  | whole                                                        |
+
+The loss is that of transformers' causal language models with `tpfuse.ops.cross_entropy` on each rank's slice of the
+vocabulary and its tokens. A model with another loss keeps it, and computes it from whole logits. (Liger's kernels
+return no logits in training either.) On one rank nothing is different.
+
+**Context parallelism.** The ranks of a context are given the same whole ids, labels, attention mask and positions, and
+take their shards (`tpfuse.parallel.context`). The attention of every layer is `ring_attention`, under the name
+"tpfuse_ring" of transformers' AttentionInterface. Where rows are padded, or packed from documents whose positions
+start again, the batch becomes one sequence of documents that do not see each other. The outputs at padding tokens are
+not those of the original, which has no use for them either.
+
+A hook on every parameter sums its gradients over the ranks of the context in each backward pass. So optimizers,
+gradient accumulation and clipping need nothing else, and other data-parallel code sums over the data-parallel ranks
+alone. The engines of `tpfuse.zero` take this sum over: their ranks are those of data and context parallelism, as for
+the GPT.
+
+With a key/value cache (generate()), every rank of a context computes everything, without gradients.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.drop_in.converted import ConvertedColumnLinear, original_of, set_attributes
+from tpfuse.ops.collectives import all_reduce
+from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
+from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.parallel.context import ContextParallel, ShardedBatch
+
+ATTENTION = "tpfuse_ring"
+_THEIR_IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTokens:
+    """The tokens of a forward pass, sharded over the ranks of a context. Layers get them as their attention mask.
+
+    cu_seqlens: as for `ring_attention`, if the batch is one sequence of documents. last_position: [1, 1], the largest
+    position of all tokens. dropout_keys: [layers] int64, for the dropout of attention, if there is one. tensor_rank,
+    tensor_ranks: which of how many tensor-parallel ranks this is.
+    """
+
+    sharded: ShardedBatch
+    cu_seqlens: Tensor | None
+    last_position: Tensor
+    dropout_keys: Tensor | None
+    tensor_rank: int
+    tensor_ranks: int
+
+    def dropout(self, layer: int, p: float, query: Tensor) -> dict[str, Any]:
+        """Return the arguments of `ring_attention` that drop probabilities; query: [batch, heads, tokens, size]."""
+        assert self.dropout_keys is not None
+        sequences, heads = len(query) if self.cu_seqlens is None else len(self.cu_seqlens) - 1, query.shape[1]
+        sequence_rows = torch.arange(sequences, device=query.device).unsqueeze(1) * (heads * self.tensor_ranks)
+        head_rows = torch.arange(heads, device=query.device) + heads * self.tensor_rank
+        return {"dropout_p": p, "key": self.dropout_keys[layer], "head_rows": sequence_rows + head_rows}
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """The forward pass that runs. head: the projection to the vocabulary if it keeps its output sharded.
+
+    tokens: None if every rank has all tokens. targets: this rank's labels, shifted, if tokens are sharded; items: the
+    number of labels of all ranks.
+    """
+
+    head: ConvertedColumnLinear | None
+    tokens: ShardedTokens | None = None
+    targets: Tensor | None = None
+    items: Tensor | int | None = None
+
+
+_running: ContextVar[_Pass | None] = ContextVar("tpfuse_forward_pass", default=None)
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Return whether `model` is a PreTrainedModel of transformers."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
+        for base in type(model).__mro__
+    )
+
+
+def register() -> None:
+    """Register attn_implementation="tpfuse_ring" and the styles of `tp_plan` with transformers.
+
+    `tpfuse.parallelize` calls this; call it yourself before `from_pretrained` is given one of these names. Outside of
+    context parallelism the attention is transformers' "sdpa".
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def check_context(model: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
+    """Raise ValueError if the attention of `model` cannot be sharded over a context."""
+    if not is_transformers(model):
+        raise ValueError(
+            f"context parallelism: the model is a {type(model).__name__}: expected a decoder of transformers;"
+            " other models call tpfuse.ring_attention themselves"
+        )
+    config: Any = model.config
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"context parallelism: {type(model).__name__} does not use transformers' AttentionInterface")
+    if model.base_model is not model and not _has_causal_loss(model):
+        raise ValueError(f"context parallelism: {type(model).__name__} is no base model and no causal language model")
+    if "position_ids" not in inspect.signature(model.forward).parameters or not getattr(config, "is_causal", True):
+        raise ValueError(f"context parallelism: {type(model).__name__} is no causal decoder with position_ids")
+    context.check(context.size, config.num_attention_heads // tensor_ranks)
+
+
+def _has_causal_loss(model: Any) -> bool:
+    """Return whether transformers computes the model's loss as that of a causal language model."""
+    head = model.get_output_embeddings()
+    return head is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+def adapt(model: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None) -> None:
+    """Replace the forward of a model of transformers whose layers have been converted. `restore_module` undoes it.
+
+    context: the ranks that share each sequence; those of one rank share nothing.
+    """
+    register()
+    their: Any = model
+    causal = _has_causal_loss(their) if their.base_model is not model else False
+    head = their.get_output_embeddings() if causal else None
+    sharded = isinstance(head, ConvertedColumnLinear) and head.gather_output and head.group is not None
+    forward = ParallelForward(model, head if sharded else None, context if context.groups else None, tensor_mesh)
+    set_attributes(model, forward=forward)
+    if causal:
+        set_attributes(model, _loss_function=causal_loss)  # what transformers' setter of loss_function sets
+    if context.groups:
+        set_attributes(model, sum_over_context=True)
+        original_of(model).hooks.append(_AttentionChoice(model, their.config._attn_implementation))
+        their.set_attn_implementation(ATTENTION)
+        for module in model.modules():
+            if _frequencies_depend_on_length(module):
+                original_of(module).hooks += [
+                    module.register_forward_pre_hook(_append_last_position, with_kwargs=True),
+                    module.register_forward_hook(_drop_last_position),
+                ]
+
+
+class _AttentionChoice:
+    """The attention that the model had before. `remove` chooses it again."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model, self.name = model, name
+
+    def remove(self) -> None:
+        """Choose the attention that the model had before."""
+        self.model.set_attn_implementation(self.name)  # type: ignore[operator]
+
+
+class ParallelForward:
+    """The forward of a converted model (see the module). It is an attribute of the model, and is copied with it.
+
+    head: the projection to the vocabulary, whose output stays sharded for the loss. context: None for one rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: ConvertedColumnLinear | None,
+        context: ContextParallel | None,
+        tensor_mesh: DeviceMesh | None,
+    ) -> None:
+        self.model, self.head, self.context, self.tensor_mesh = model, head, context, tensor_mesh
+        self.own: Callable[..., Any] | None = model.__dict__.get("forward")
+        self.names = list(inspect.signature(model.forward).parameters)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Return the model's own forward; `inspect.signature` reads its arguments, and so does transformers."""
+        return MethodType(type(self.model).forward, self.model) if self.own is None else self.own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's own forward returns for the whole sequences; the module says which logits."""
+        kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
+        if self.context is None:
+            return self._run(kwargs, None)
+        if not cached:
+            self.sum_gradients()
+            return self._run(kwargs, self.context)
+        with torch.no_grad():  # the ranks' gradients would be whole, and not parts of a sum
+            return self._run(kwargs, None)
+
+    def _run(self, kwargs: dict[str, Any], context: ContextParallel | None) -> Any:
+        with_loss = kwargs.get("labels") is not None
+        running, keep, shape = _Pass(self.head if with_loss else None), 0, torch.Size()
+        if context is not None:
+            keep, shape = kwargs.pop("logits_to_keep", 0), _given(kwargs).shape[:2]
+            kwargs, running = self._shard(kwargs, running.head, context)
+        wanted = kwargs.pop("return_dict", None)
+        token = _running.set(running)
+        try:
+            with _keeping_shards(running.head):
+                out = self.__wrapped__(**kwargs, return_dict=True)
+        finally:
+            _running.reset(token)
+        if with_loss and self.model.training and (running.head is not None or running.tokens is not None):
+            out = type(out)(**{name: value for name, value in out.items() if name != "logits"})
+        elif running.head is not None:
+            out["logits"] = running.head.finish(out["logits"])
+        if running.tokens is not None:
+            _gather(out, running.tokens.sharded, shape, keep)
+        if wanted is None:
+            wanted = getattr(self.model.config, "return_dict", True)
+        return out if wanted else out.to_tuple()
+
+    def _shard(
+        self, kwargs: dict[str, Any], head: ConvertedColumnLinear | None, context: ContextParallel
+    ) -> tuple[dict[str, Any], _Pass]:
+        """Return the arguments with this rank's tokens, and the pass that they belong to. They are equal on all ranks.
+
+        All tensors [batch, length, ...] are sharded. Raise ValueError for a mask or positions of another shape.
+        """
+        given = _given(kwargs)
+        batch, length = given.shape[:2]
+        positions = kwargs.get("position_ids")
+        for name in ("attention_mask", "position_ids"):
+            x = kwargs.get(name)
+            if x is not None and (not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != length):
+                described = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise ValueError(f"context parallelism: {name} is {described}: expected a tensor {(batch, length)}")
+        starts = _document_starts(kwargs.pop("attention_mask", None), positions, batch, length)
+        if positions is None:
+            positions = torch.arange(length, device=given.device).unsqueeze(0)
+        labels, shifted = kwargs.get("labels"), kwargs.pop("shift_labels", None)
+        kwargs.pop("cache_position", None)
+        per_token = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) and x.shape[:2] == (batch, length)}
+        per_token["position_ids"] = positions.expand(batch, length)
+        items = kwargs.get("num_items_in_batch")
+        if labels is not None:
+            shifted = F.pad(labels, (0, 1), value=_THEIR_IGNORE)[:, 1:] if shifted is None else shifted
+            per_token["labels"] = shifted
+            items = (shifted != _THEIR_IGNORE).sum() if items is None else items
+        cu_seqlens = None
+        if starts is not None:
+            ends = torch.tensor([batch * length], device=starts.device)
+            cu_seqlens = torch.cat([starts.flatten().nonzero().flatten(), ends]).to(given.device, torch.int32)
+            per_token = {name: x.reshape(1, batch * length, *x.shape[2:]) for name, x in per_token.items()}
+        sharded = context.sharded_batch(per_token["position_ids"])
+        fills = {"labels": _THEIR_IGNORE}
+        mine = {name: sharded.shard(x, fills.get(name, 0)) for name, x in per_token.items()}
+        tokens = ShardedTokens(
+            sharded,
+            cu_seqlens,
+            positions.max().view(1, 1),
+            self._dropout_keys(context),
+            *rank_and_size(group_of(self.tensor_mesh)),
+        )
+        return kwargs | mine | {"use_cache": False}, _Pass(head, tokens, mine.get("labels"), items)
+
+    def _dropout_keys(self, context: ContextParallel) -> Tensor | None:
+        """Return keys for the dropout of attention that are equal on all ranks of the context, and new for each pass.
+
+        The first rank draws them. They are drawn before the layers run, since a layer that is recomputed draws nothing.
+        """
+        config: Any = self.model.config
+        dropped = any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
+        if not self.model.training or not dropped:
+            return None
+        keys = torch.randint(-(2**63), 2**63 - 1, (config.num_hidden_layers,), device="cpu")
+        keys = keys.to(next(self.model.parameters()).device)
+        for group in context.groups:
+            keys = collectives.all_gather(keys, group)[: len(keys)]
+        return keys
+
+    def sum_gradients(self) -> None:
+        """Register hooks that sum gradients over the context on all parameters that have none, if they are trained.
+
+        A layer that PEFT has added, or a parameter that is trained from now on, gets its hook in the next forward pass.
+        """
+        if not torch.is_grad_enabled() or not self.model.sum_over_context:
+            return
+        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            raise ValueError(
+                "context parallelism: torch's fully_shard replaces the parameters whose gradients are summed over the"
+                " context: use tpfuse.FullySharded, over the ranks of data and context parallelism"
+            )
+        assert self.context is not None
+        for parameter in self.model.parameters():
+            hooks = (parameter._backward_hooks or {}).values()
+            if parameter.requires_grad and not any(isinstance(hook, _ContextSum) for hook in hooks):
+                handle = parameter.register_hook(_ContextSum(self.model, self.context))  # type: ignore[no-untyped-call]
+                original_of(self.model).hooks.append(handle)
+
+
+class _ContextSum:
+    """A hook of a parameter that sums its gradient over the ranks of a context, before it is accumulated."""
+
+    __torch_unserializable__ = True  # a copy of the model registers hooks of its own
+
+    def __init__(self, model: nn.Module, context: ContextParallel) -> None:
+        self.model, self.context = model, context
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        """Return the sum of the ranks' gradients; None for this rank's own, if an engine has taken the sums over."""
+        if not self.model.sum_over_context:
+            return None
+        total = local_tensor(gradient)
+        for group in self.context.groups:
+            total = collectives.all_reduce(total, group)
+        if isinstance(gradient, DTensor):
+            return DTensor(total, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
+        return total
+
+
+@contextmanager
+def _keeping_shards(head: ConvertedColumnLinear | None) -> Iterator[None]:
+    """Let `head` return this rank's slice of the vocabulary."""
+    if head is None:
+        yield
+        return
+    head.gather_output = False
+    try:
+        yield
+    finally:
+        head.gather_output = True
+
+
+def _given(kwargs: dict[str, Any]) -> Tensor:
+    """Return the tensor of the arguments that says how many sequences and tokens there are."""
+    ids: Tensor | None = kwargs.get("input_ids")
+    given: Tensor | None = kwargs.get("inputs_embeds") if ids is None else ids
+    if given is None:
+        raise ValueError("the model got neither input_ids nor inputs_embeds")
+    return given
+
+
+def _document_starts(mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return [batch, length], where a document begins; None if each row is one document.
+
+    As in transformers, positions that do not increase by one begin a document if there is no attention mask. The tokens
+    of a row that the mask leaves out are documents of their own. Raise ValueError if they are amid the others.
+    """
+    if mask is not None:
+        mask = mask.bool()
+        starts = torch.cat([mask.new_ones(batch, 1), mask[:, 1:] != mask[:, :-1]], dim=1)
+        if bool(((starts & mask).sum(1) > 1).any()):
+            raise ValueError(
+                "context parallelism: the attention mask leaves out tokens between others: expected padding at the"
+                " left or the right"
+            )
+    elif positions is not None:
+        positions = positions.expand(batch, length)
+        starts = torch.ones_like(positions, dtype=torch.bool)
+        starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    else:
+        return None
+    return starts if bool(starts[:, 1:].any()) else None
+
+
+def _gather(out: Any, sharded: ShardedBatch, shape: torch.Size, keep: int | Tensor) -> None:
+    """Replace the tensors of a model's output by those of all tokens. shape: (batch, length) of the whole sequences."""
+    if out.get("hidden_states") is not None:
+        raise ValueError("context parallelism: output_hidden_states is not supported: the states are shards of tokens")
+    for name in ("logits", "last_hidden_state"):
+        if out.get(name) is not None:
+            whole = sharded.gather(out[name])
+            out[name] = whole.reshape(*shape, whole.shape[-1])
+    if out.get("logits") is not None and not (isinstance(keep, int) and keep == 0):
+        out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = _THEIR_IGNORE,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the loss of transformers' causal language models, equal on all ranks that compute it together.
+
+    It is the sum over all tokens divided by num_items_in_batch (None for the number of labels), in float32, or float64
+    for float64. In a forward pass of `ParallelForward` the logits may be of this rank's tokens and of its slice of the
+    vocabulary; a rank's gradients are those of its own tokens.
+    """
+    running = _running.get() or _Pass(None)
+    if running.targets is not None:
+        target, num_items_in_batch = running.targets, running.items
+    elif shift_labels is not None:
+        target = shift_labels
+    else:
+        target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = target.reshape(-1).to(logits.device)
+    target = torch.where(target == ignore_index, IGNORE, target)
+    group = None if running.head is None else running.head.group
+    logits = logits.reshape(-1, logits.shape[-1])
+    losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, vocab_size, group)
+    items = (target != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    loss = losses.sum() / (items.to(losses.device) if isinstance(items, Tensor) else items)
+    for context_group in () if running.tokens is None else running.tokens.sharded.context.groups:
+        loss = all_reduce(loss, context_group)
+    return loss
+
+
+def _mask(*args: Any, **kwargs: Any) -> Any:
+    """Return the attention mask of a forward pass, for transformers' AttentionMaskInterface."""
+    running = _running.get()
+    if running is None or running.tokens is None:
+        from transformers.masking_utils import sdpa_mask
+
+        return sdpa_mask(*args, **kwargs)
+    if kwargs.get("use_vmap"):
+        raise ValueError("context parallelism: the model has attention masks of its own: expected causal attention")
+    return running.tokens
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return (attention [batch, tokens, heads, size], None), for transformers' AttentionInterface.
+
+    query, key, value: [batch, heads, tokens, size]. attention_mask: what `_mask` returned. Raise ValueError, with the
+    number of the layer, for what `ring_attention` cannot do.
+    """
+    layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    running = _running.get()
+    for name in ("softcap", "s_aux", "head_mask"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}")
+    if not isinstance(attention_mask, ShardedTokens):
+        if running is not None and running.tokens is not None:
+            raise ValueError(f"{layer}: context parallelism: the model makes its attention masks by itself")
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    unscaled = ("scale_attn_by_inverse_layer_idx", True), ("scale_attn_weights", False)
+    if scaling is None and any(getattr(module, name, not value) is value for name, value in unscaled):
+        raise ValueError(f"{layer}: this release of transformers does not pass its scale to the attention")
+    sharded = attention_mask.sharded
+    if dropout > 0 and attention_mask.dropout_keys is None:
+        raise ValueError(f"{layer}: context parallelism: its dropout {dropout} is not that of the configuration")
+    dropped = attention_mask.dropout(int(module.layer_idx), dropout, query) if dropout > 0 else {}
+    attended = ring_attention(
+        query,
+        key,
+        value,
+        group=sharded.context.group,
+        schedule=sharded.context.schedule,
+        balance=sharded.context.balance,
+        length=sharded.length,
+        window=sliding_window,
+        scale=scaling,
+        cu_seqlens=attention_mask.cu_seqlens,
+        **dropped,
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _frequencies_depend_on_length(module: nn.Module) -> bool:
+    """Return whether a rotary embedding has other frequencies for longer sequences."""
+    kinds = getattr(module, "rope_type", ())
+    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+    return bool(kinds & {"dynamic", "longrope"})
+
+
+def _append_last_position(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give a rotary embedding the largest position of all ranks too, so that its frequencies are equal on all."""
+    running = _running.get()
+    if running is None or running.tokens is None:
+        return None
+    positions = args[1] if len(args) > 1 else kwargs["position_ids"]
+    last = running.tokens.last_position.expand(positions.shape[0], 1)
+    positions = torch.cat([positions, last], dim=1)
+    if len(args) > 1:
+        return (args[0], positions, *args[2:]), kwargs
+    return args, {**kwargs, "position_ids": positions}
+
+
+def _drop_last_position(module: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Return the tables without the position that `_append_last_position` has appended."""
+    running = _running.get()
+    return None if running is None or running.tokens is None else tuple(table[:, :-1] for table in out)
