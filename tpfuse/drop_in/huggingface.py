@@ -29,6 +29,19 @@ alone. The engines of `tpfuse.zero` take this sum over: their ranks are those of
 the GPT.
 
 With a key/value cache (generate()), every rank of a context computes everything, without gradients.
+
+**transformers' own plans.** `register` adds styles for `tp_plan`:
+
+| style                         | converts                                                         |
+|-------------------------------|------------------------------------------------------------------|
+| tpfuse_colwise                | nn.Linear, whose output features are sharded                     |
+| tpfuse_colwise_gather_output  | nn.Linear, whose output is gathered                              |
+| tpfuse_rowwise                | nn.Linear, whose input features are sharded                      |
+| tpfuse_embedding_rowwise      | nn.Embedding, whose rows are sharded                             |
+
+Release 5 takes such a plan as DistributedConfig(tp_plan={...}); 4.57 takes it from the model's configuration
+(`config.base_model_tp_plan`) with tp_plan="auto". Packed projections keep transformers' styles, since its loader knows
+no weights of another shape than in the file.
 """
 
 import inspect
@@ -44,12 +57,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
 from tpfuse.drop_in.converted import ConvertedColumnLinear, original_of, set_attributes
+from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
 from tpfuse.ops.collectives import all_reduce
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
@@ -116,9 +130,12 @@ def register() -> None:
     context parallelism the attention is transformers' "sdpa".
     """
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.tensor_parallel import ParallelInterface
 
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _mask)
+    for name, style in _STYLES.items():
+        ParallelInterface.register(name, style)
 
 
 def check_context(model: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
@@ -519,3 +536,58 @@ def _drop_last_position(module: nn.Module, args: tuple[Any, ...], out: tuple[Ten
     """Return the tables without the position that `_append_last_position` has appended."""
     running = _running.get()
     return None if running is None or running.tokens is None else tuple(table[:, :-1] for table in out)
+
+
+class _PlanStyle:
+    """A style of transformers' `tp_plan`. style: what converts a module. dims: the sharded dimension of its parameters.
+
+    transformers makes the model on the meta device, lets styles prepare its modules, and then loads each parameter.
+    Release 5 loads the parts that DTensors say; release 4.57 asks the style for each part.
+    """
+
+    def __init__(self, style: FusedColwiseParallel | FusedRowwiseParallel, **dims: int) -> None:
+        self.style, self.dims = style, dims
+
+    def prepare_module_tp(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Convert a module, in release 4.57."""
+        return self.style._apply(module, device_mesh)
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Convert a module, in release 5."""
+        return self.style._apply(module, mesh)
+
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Do nothing: `install_forward` checks the module."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Do nothing: `install_forward` shards the parameters."""
+
+    def partition_tensor(
+        self,
+        param: Any,
+        empty_param: Tensor,
+        param_type: str,
+        param_casting_dtype: torch.dtype,
+        to_contiguous: bool,
+        rank: int,
+        device_mesh: DeviceMesh,
+    ) -> nn.Parameter:
+        """Return this rank's part of a parameter, which release 4.57 loads. param: a tensor, or a slice of a file."""
+        dim, index = self.dims.get(param_type), [slice(None)] * empty_param.ndim
+        if dim is not None:
+            index[dim] = slice(*shard_range(empty_param.shape[dim], rank, device_mesh.size()))
+        part = param[tuple(index)].to(param_casting_dtype).contiguous()
+        shape, stride = empty_param.shape, empty_param.stride()
+        placement = Replicate() if dim is None else Shard(dim)
+        tensor = DTensor.from_local(part, device_mesh, [placement], run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(tensor)
+
+
+_STYLES = {
+    "tpfuse_colwise": _PlanStyle(FusedColwiseParallel(), weight=0, bias=0),
+    "tpfuse_colwise_gather_output": _PlanStyle(FusedColwiseParallel(output_layouts=Replicate()), weight=0, bias=0),
+    "tpfuse_rowwise": _PlanStyle(FusedRowwiseParallel(), weight=1),
+    "tpfuse_embedding_rowwise": _PlanStyle(FusedRowwiseParallel(input_layouts=Replicate()), weight=0),
+}

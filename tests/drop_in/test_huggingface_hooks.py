@@ -1,0 +1,403 @@
+"""transformers' own hooks: attention over a context, the loss of shards of the vocabulary, and styles of `tp_plan`."""
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tpfuse.comm.mesh import flat_group
+from tpfuse.drop_in.parallelize import parallelize, replacements, restore
+from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.gradient_buckets import GradientBuckets
+
+IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
+SIZES: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 1},
+    "Mistral": {"sliding_window": 5},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "attn_logit_softcapping": None, "sliding_window": 5},
+    "Gemma3": {"head_dim": 8, "sliding_window": 5},
+    "Phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "Phi3": {},
+    "GPTNeoX": {},
+    "GPT2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+def _model(family: str, **settings: Any) -> Any:
+    """Returns a float64 model in eval mode, the same on all ranks, with float64 attention written out and loss."""
+    import transformers
+
+    settings = SIZES | FAMILIES[family] | settings
+    if family == "GPT2":
+        del settings["intermediate_size"]
+    config_name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
+    model_name = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    config = getattr(transformers, config_name)(**settings)
+    transformers.AttentionInterface.register("eager_float64", _eager)
+    transformers.AttentionMaskInterface.register("eager_float64", _eager_mask)
+    config._attn_implementation = "eager_float64"
+    torch.manual_seed(0)
+    model = getattr(transformers, model_name)(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) / 20)
+    return model
+
+
+def _eager(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any) -> tuple[Tensor, None]:
+    """Attention as transformers' eager_attention_forward computes it, but not in float32."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scaling).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2).contiguous(), None
+
+
+def _eager_mask(*args: Any, **kwargs: Any) -> Tensor:
+    from transformers.masking_utils import sdpa_mask
+
+    mask: Tensor = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    return mask
+
+
+def _float64_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
+) -> Tensor:
+    """transformers' ForCausalLMLoss, but not in float32."""
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return losses / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+@contextlib.contextmanager
+def _float64_norms(model: nn.Module) -> Iterator[None]:
+    """Lets transformers' RMSNorms compute in float64: in float32 a shard may be rounded otherwise than the whole."""
+    with contextlib.ExitStack() as stack:
+        for kind in {type(module) for module in model.modules() if type(module).__name__.endswith("RMSNorm")}:
+            stack.enter_context(mock.patch.object(kind, "forward", _rms_norm))
+        yield
+
+
+def _rms_norm(self: Any, x: Tensor) -> Tensor:
+    weight = self.weight if hasattr(self, "variance_epsilon") else 1 + self.weight
+    eps = getattr(self, "variance_epsilon", None) or self.eps
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _inputs(case: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the arguments of the forward pass, and where its logits are to be compared."""
+    ids, labels, valid = IDS.clone(), IDS.clone(), torch.ones_like(IDS, dtype=torch.bool)
+    labels[1, 3:5] = -100
+    arguments = {"input_ids": ids, "labels": labels}
+    if case == "left":
+        valid[0, :4] = False
+        labels[0, :5] = -100
+    elif case == "right":
+        valid[1, -3:] = False
+        labels[1, -3:] = -100
+    elif case == "packed":
+        arguments["position_ids"] = torch.cat([torch.arange(n) for n in (5, 8, 10, 3)]).view(2, 13)
+    if not valid.all():
+        arguments["attention_mask"] = valid.long()
+    return arguments, valid
+
+
+def _gradient(parameter: nn.Parameter, like: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return (gather_whole(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad).reshape(like.shape)
+
+
+def _close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() < 1e-10
+
+
+def _agrees(family: str, tp: int, cp: int, ulysses: int, sequence_parallel: bool, settings: dict[str, Any]) -> None:
+    plain = _model(family, **settings)
+    plain.loss_function = _float64_loss
+    for case in ("whole", "left", "right", "packed"):
+        arguments, valid = _inputs(case)
+        with _float64_norms(plain):
+            plain.zero_grad()
+            expected = plain(**arguments, use_cache=False)
+            expected.loss.backward()
+            model = _model(family, **settings)
+            parallelize(model, mesh_of(1, tp, cp, ulysses), sequence_parallel=sequence_parallel)
+            assert (replacements(model)[-1].style == "tpfuse_ring") or replacements(model)[-1].style is None
+            out = model(**arguments)
+            model(**arguments).loss.backward()
+            out.loss.backward()  # the gradients of two backward passes are accumulated
+            _close(out.loss, expected.loss)
+            _close(out.logits[valid], expected.logits[valid])
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                _close(_gradient(mine, theirs), 2 * theirs.grad)
+            model.train()
+            trained = model(**arguments)
+            assert trained.logits is None and "logits" not in trained
+            _close(trained.loss, expected.loss)
+            labels = arguments.pop("labels")
+            _close(model(**arguments).logits[valid], expected.logits[valid])
+            _close(model(**arguments, labels=labels, return_dict=False)[0], expected.loss)
+    model.eval()
+    prompt = IDS[:, :5]
+    theirs = plain.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), theirs)
+    restore(model)
+    assert "forward" not in model.__dict__ and model.config._attn_implementation == "eager_float64"
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    _close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "cp", "ulysses", "sequence_parallel"),
+    [
+        ("Mistral", 1, 2, 1, False),
+        *exhaustive(
+            *((family, 1, 2, 1, False) for family in FAMILIES if family != "Mistral"),
+            *((family, 1, 4, 1, False) for family in ("Mistral", "GPT2", "Llama")),
+            *((family, 2, 2, 1, True) for family in ("Mistral", "GPT2", "Llama", "Phi3", "Gemma3")),
+            ("Qwen3", 2, 2, 1, False),
+            ("Mistral", 1, 4, 2, False),
+        ),
+    ],
+)
+def test_a_context_gives_the_results_of_eager_attention(
+    family: str, tp: int, cp: int, ulysses: int, sequence_parallel: bool
+) -> None:
+    pool(tp * cp).run(_agrees, family, tp, cp, ulysses, sequence_parallel, {})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "rope_theta": 1e4,
+            "original_max_position_embeddings": 8,
+        },
+    ],
+)  # fmt: skip
+def test_rotary_tables_are_those_of_the_whole_length(scaling: dict[str, Any]) -> None:
+    settings = {"rope_parameters": scaling, "max_position_embeddings": 8}
+    pool(4).run(_agrees, "Llama", 1, 4, 1, False, settings)
+
+
+def _loss_of_shards() -> None:
+    model, plain = _model("Llama"), _model("Llama")
+    parallelize(model, tensor_mesh(), sequence_parallel=False)
+    widths = []
+    model.lm_head.register_forward_hook(lambda module, inputs, out: widths.append(out.shape[-1]))
+    arguments, _ = _inputs("whole")
+    assert "logits" not in model.train()(**arguments)
+    assert model.eval()(**arguments).logits.shape[-1] == model(input_ids=IDS).logits.shape[-1] == 101
+    part = 51 if dist.get_rank() == 0 else 50
+    assert widths == [part, part, 101]
+    plain.loss_function = model.loss_function = _float64_loss  # a loss of the user's own gets whole logits
+    parallelize(restore(model), tensor_mesh())
+    model.loss_function = _float64_loss
+    shifted = F.pad(arguments["labels"], (0, 1), value=-100)[:, 1:]
+    for more in ({}, {"num_items_in_batch": 7}, {"shift_labels": shifted.roll(1, 1)}):
+        _close(model(**arguments, **more).loss, plain(**arguments, **more).loss)
+
+
+def test_no_rank_holds_whole_logits_in_training() -> None:
+    pool(2).run(_loss_of_shards)
+
+
+def _counts_and_copies() -> None:
+    model, plain = _model("Mistral"), _model("Mistral")
+    plain.loss_function = _float64_loss
+    parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    arguments, _ = _inputs("left")
+    shifted = F.pad(arguments["labels"], (0, 1), value=-100)[:, 1:].roll(1, 1)
+    for more in ({"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}):
+        _close(model(**arguments, **more).loss, plain(**arguments, **more).loss)
+    embeds = plain.get_input_embeddings()(IDS).detach()
+    _close(model(inputs_embeds=embeds).logits, plain(inputs_embeds=embeds).logits)
+    _close(model(IDS, logits_to_keep=2).logits, plain(IDS, logits_to_keep=2).logits)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert each.forward.model is each
+        each.model.layers[0].mlp.up_proj.weight.requires_grad_(True)  # trained from now on
+        plain.zero_grad()
+        plain(**arguments, use_cache=False).loss.backward()
+        each.activation_checkpointing_enable()
+        each.train()(**arguments).loss.backward()
+        for mine, theirs in zip(each.parameters(), plain.parameters(), strict=True):
+            _close(_gradient(mine, theirs), theirs.grad)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        model(**arguments, use_cache=True).loss.backward()
+
+
+@pytest.mark.exhaustive
+def test_counts_of_labels_copies_and_checkpointing() -> None:
+    pool(2).run(_counts_and_copies)
+
+
+def _dropped() -> tuple[Tensor, Tensor]:
+    model = _model("GPT2", attn_pdrop=0.5)
+    parallelize(model, mesh_of(1, 1, dist.get_world_size()))
+    model.train().gradient_checkpointing_enable()
+    torch.manual_seed(dist.get_rank())
+    arguments, _ = _inputs("right")
+    losses = [model(**arguments).loss for _ in range(2)]
+    assert losses[0] != losses[1]
+    losses[0].backward()
+    return losses[0].detach(), _gradient(next(model.parameters()), next(model.parameters()))
+
+
+@pytest.mark.exhaustive
+def test_dropout_of_attention_depends_on_the_position_alone() -> None:
+    (two, gradient), (four, other) = (pool(world).run(_dropped)[0] for world in (2, 4))
+    _close(two, four)
+    _close(gradient, other)
+
+
+def _in_buckets(dp: int, cp: int) -> None:
+    mesh = mesh_of(dp, 1, cp)
+    model, plain = _model("Mistral"), _model("Mistral")
+    plain.loss_function = _float64_loss
+    parallelize(model, mesh)
+    arguments, _ = _inputs("whole")
+    if dp == 2:  # each data-parallel rank has one of the sequences
+        mine = {name: x[dist.get_rank() // cp].unsqueeze(0) for name, x in arguments.items()}
+    else:
+        mine = arguments
+        model(**arguments).loss.backward()  # hooks that are there before the buckets are made
+        model.zero_grad()
+    group = flat_group(mesh, "dp", "cp")
+    buckets = GradientBuckets(model, stage=0, data_group=group, world_group=group)
+    buckets.start(last=True)
+    items = (arguments["labels"][:, 1:] != -100).sum()
+    model(**mine, num_items_in_batch=items).loss.backward()
+    buckets.finish()
+    plain(**arguments, use_cache=False).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for bucket in buckets.buckets:
+        for segment in bucket.layout.segments:
+            summed = bucket.layout.view(bucket.reduced_shard, segment)
+            _close(summed, gradients[segment.name].view(summed.shape))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
+def test_an_engine_takes_the_sums_over_the_context(dp: int, cp: int) -> None:
+    pool(dp * cp).run(_in_buckets, dp, cp)
+
+
+def _refuse() -> None:
+    import transformers
+
+    mesh = mesh_of(1, 1, 2)
+    model = parallelize(_model("Mistral"), mesh)
+    amid = torch.ones_like(IDS)
+    amid[0, 3] = 0
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"attention_mask": amid}, "leaves out tokens between others"),
+        (
+            {"attention_mask": torch.ones(2, 1, 13, 13)},
+            r"attention_mask is \(2, 1, 13, 13\): expected a tensor \(2, 13",
+        ),
+        ({"output_hidden_states": True}, "output_hidden_states is not supported"),
+        ({"input_ids": IDS[:, :1]}, "a sequence of 1 tokens cannot be sharded over 2 ranks"),
+        ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            model(**{"input_ids": IDS} | arguments)
+    capped = parallelize(_model("Gemma2", attn_logit_softcapping=50.0), mesh)
+    with pytest.raises(ValueError, match="Gemma2Attention of layer 0: softcap is not supported"):
+        capped(IDS)
+    with pytest.raises(ValueError, match="the model is a Linear: expected a decoder of transformers"):
+        parallelize(nn.Linear(2, 2), mesh)
+    classifier = transformers.MistralForSequenceClassification(model.config)
+    with pytest.raises(ValueError, match="MistralForSequenceClassification is no base model and no causal language"):
+        parallelize(classifier, mesh)
+    plain = _model("Mistral")
+    with pytest.raises(ValueError, match=r"context_parallel 'ring': expected a mesh with a dimension \"cp\""):
+        parallelize(plain, tensor_mesh(), context_parallel="ring")
+    with pytest.raises(ValueError, match="schedule 'rings': expected one of ring"):
+        parallelize(plain, mesh, context_parallel="rings")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='expected one named "tp" for the plan'):
+        parallelize(plain, mesh["cp"], {"*.o_proj": _row_style()})
+    assert "forward" not in plain.__dict__ and plain.config._attn_implementation == "eager_float64"
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"fully_shard replaces the parameters .* use tpfuse.FullySharded"):
+        model(IDS)
+
+
+def _row_style() -> Any:
+    from tpfuse.drop_in.styles import FusedRowwiseParallel
+
+    return FusedRowwiseParallel()
+
+
+def test_what_a_context_cannot_do_is_refused() -> None:
+    pool(2).run(_refuse)
+
+
+PLAN = {
+    "model.embed_tokens": "tpfuse_embedding_rowwise",
+    **{f"model.layers.*.self_attn.{name}": "tpfuse_colwise" for name in ("q_proj", "k_proj", "v_proj")},
+    "model.layers.*.self_attn.o_proj": "tpfuse_rowwise",
+    **{f"model.layers.*.mlp.{name}": "tpfuse_colwise" for name in ("gate_proj", "up_proj")},
+    "model.layers.*.mlp.down_proj": "tpfuse_rowwise",
+    "lm_head": "tpfuse_colwise_gather_output",
+}
+
+
+def _from_pretrained(folder: Path) -> None:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedEmbedding, ConvertedRowLinear
+    from tpfuse.drop_in.huggingface import register
+
+    register()
+    plan = DistributedConfig(tp_plan=PLAN, tp_size=2)
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=plan)
+    converted = [type(module) for module in model.modules()]
+    assert [converted.count(kind) for kind in (ConvertedEmbedding, ConvertedColumnLinear, ConvertedRowLinear)] == [
+        1, 2 * 5 + 1, 2 * 2,
+    ]  # fmt: skip
+    assert model.model.layers[0].mlp.up_proj.weight.to_local().shape == (48, 48)
+    arguments, _ = _inputs("whole")
+    expected, actual = plain(**arguments), model(**arguments)
+    _close(actual.logits, expected.logits)
+    expected.loss.backward()
+    actual.loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        _close(_gradient(mine, theirs), theirs.grad)
+    saved = folder.parent / "saved"
+    model.save_pretrained(saved)
+    again = transformers.LlamaForCausalLM.from_pretrained(saved, dtype=torch.float64)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(again.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.exhaustive
+def test_transformers_loads_a_model_by_a_plan_of_fused_styles(tmp_path: Path) -> None:
+    _model("Llama", num_key_value_heads=4, attention_bias=True).save_pretrained(tmp_path / "plain")
+    pool(2).run(_from_pretrained, tmp_path / "plain")
