@@ -554,9 +554,9 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> 
 
 def _refused_meshes() -> None:
     model = _plain()
-    other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "cp"))
+    other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "pp"))
     for mesh, message in (
-        (other, r"mesh has the dimensions \('dp', 'cp'\): expected one named \"tp\""),
+        (other, r"mesh has the dimensions \('dp', 'pp'\): expected one named \"tp\""),
         (2, "mesh is a int"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tpfuse.comm.layout import copy_whole_, has_values, local_tensor
@@ -45,19 +44,26 @@ from tpfuse.parallel.whole import gather_whole
 Ranges = tuple[tuple[int, int], ...]
 
 
+class Removable(Protocol):
+    """A change that `remove` undoes, such as torch's handle of a hook."""
+
+    def remove(self) -> None:
+        """Undo the change."""
+
+
 @dataclass
 class Original:
     """What `restore_module` needs: the class, attributes as they were, and the whole shapes of the parameters.
 
     attributes: the values that the conversion replaced; added: the names of attributes that it added; hooks: the
-    handles of the hooks that `parallelize` saw it register.
+    handles of the hooks that `parallelize` saw it register, and other changes that can be removed.
     """
 
     kind: type[nn.Module]
     attributes: dict[str, Any] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list[Removable] = field(default_factory=list)
 
 
 # The DTensor of each parameter that was converted, by the parameter it replaced: modules may share parameters.

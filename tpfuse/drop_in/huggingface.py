@@ -135,7 +135,7 @@ def register() -> None:
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _mask)
     for name, style in _STYLES.items():
-        ParallelInterface.register(name, style)
+        ParallelInterface.register(name, style)  # type: ignore[arg-type]
 
 
 def check_context(model: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
@@ -234,8 +234,11 @@ class ParallelForward:
 
     def _run(self, kwargs: dict[str, Any], context: ContextParallel | None) -> Any:
         with_loss = kwargs.get("labels") is not None
-        running, keep, shape = _Pass(self.head if with_loss else None), 0, torch.Size()
+        of_shards = with_loss and self.model.loss_function is causal_loss
+        running, keep, shape = _Pass(self.head if of_shards else None), 0, torch.Size()
         if context is not None:
+            if with_loss and not of_shards:
+                raise ValueError("context parallelism: the model has a loss of its own: expected that of transformers")
             keep, shape = kwargs.pop("logits_to_keep", 0), _given(kwargs).shape[:2]
             kwargs, running = self._shard(kwargs, running.head, context)
         wanted = kwargs.pop("return_dict", None)
@@ -245,7 +248,7 @@ class ParallelForward:
                 out = self.__wrapped__(**kwargs, return_dict=True)
         finally:
             _running.reset(token)
-        if with_loss and self.model.training and (running.head is not None or running.tokens is not None):
+        if of_shards and self.model.training and (running.head is not None or running.tokens is not None):
             out = type(out)(**{name: value for name, value in out.items() if name != "logits"})
         elif running.head is not None:
             out["logits"] = running.head.finish(out["logits"])
@@ -350,7 +353,7 @@ class _ContextSum:
         for group in self.context.groups:
             total = collectives.all_reduce(total, group)
         if isinstance(gradient, DTensor):
-            return DTensor(total, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
+            return DTensor(total, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return total
 
 
@@ -458,7 +461,7 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -493,7 +496,7 @@ def _attention(
     sharded = attention_mask.sharded
     if dropout > 0 and attention_mask.dropout_keys is None:
         raise ValueError(f"{layer}: context parallelism: its dropout {dropout} is not that of the configuration")
-    dropped = attention_mask.dropout(int(module.layer_idx), dropout, query) if dropout > 0 else {}
+    dropped = attention_mask.dropout(module.layer_idx, dropout, query) if dropout > 0 else {}
     attended = ring_attention(
         query,
         key,
