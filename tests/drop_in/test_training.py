@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpfuse
+from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedRowLinear
+from tpfuse.drop_in.parallelize import replacements
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing.inputs import integers
+from tpfuse.testing.decoders import decoder, exact
+from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
@@ -27,26 +31,6 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.
 CLIP, STEPS = 0.2, 4
 
 
-def _made(dtype: torch.dtype) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    def norm(self: Any, x: Tensor) -> Tensor:  # theirs computes in float32 even in a float64 model
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return self.weight * F.rms_norm(x.to(wide), (x.shape[-1],), eps=self.variance_epsilon).to(x.dtype)
-
-    LlamaRMSNorm.forward = norm  # type: ignore[method-assign]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=12,
-        num_key_value_heads=4, attention_bias=True,
-    )  # fmt: skip
-    model: nn.Module = LlamaForCausalLM(config).train()
-    for parameter in model.parameters():  # norms start at one and biases at zero, so that forgetting one is no error
-        parameter.data.add_(torch.randn_like(parameter) * 0.05)
-    return model.to(dtype)
-
-
 def _loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
     """Return the mean loss, in the logits' dtype; the models' own loss is float32."""
     logits = model(input_ids=ids[:, :-1]).logits
@@ -54,27 +38,20 @@ def _loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
 
 
 def _steps(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    ids: Tensor,
-    autocast: bool = False,
+    model: nn.Module, forward: Callable[..., Any], optimizer: Any, ids: Tensor, autocast: bool = False
 ) -> list[float]:
     """Train with two micro-batches in each step; return the norms of the gradients."""
     zero = isinstance(optimizer, ZeroOptimizer)
+    clip = optimizer.clip_grad_norm_ if zero else partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     results: list[float] = []
     for _ in range(STEPS):
         *early, last = ids.chunk(2)
         for micro in (*early, last):
-            waits = zero and micro is not last
-            with optimizer.no_sync() if waits else contextlib.nullcontext():  # type: ignore[attr-defined]
+            with optimizer.no_sync() if zero and micro is not last else contextlib.nullcontext():
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     loss = _loss(forward, micro)
                 (loss / 2).backward()
-        if zero:
-            norm = optimizer.clip_grad_norm_(CLIP)  # type: ignore[attr-defined]
-        else:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        norm = clip(CLIP)
         results.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         optimizer.step()
         optimizer.zero_grad()
@@ -101,19 +78,20 @@ def _weights(model: nn.Module, whole: nn.Module) -> dict[str, Tensor]:
 def _plain(kind: str) -> tuple[Trained, Trained]:
     """Train the whole model and the parallelized one in an ordinary loop; return the norms and weights of both."""
     dtype = torch.float32 if kind == "autocast" else torch.float64
-    whole, model = _made(dtype), _made(dtype)
+    whole, model = decoder("llama", dtype), decoder("llama", dtype)
     tpfuse.parallelize(model, mesh_of(1, dist.get_world_size()))
     if kind == "checkpointing":
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     forward = torch.compile(model, backend="aot_eager") if kind == "compile" else model
-    expected = _steps(whole, whole, _adamw(whole), IDS, kind == "autocast")
-    found = _steps(model, forward, _adamw(model), IDS, kind == "autocast")
+    with contextlib.nullcontext() if kind == "autocast" else exact(whole):
+        expected = _steps(whole, whole, _adamw(whole), IDS, kind == "autocast")
+        found = _steps(model, forward, _adamw(model), IDS, kind == "autocast")
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
 def _zero(stage: int) -> tuple[Trained, Trained]:
     """Train the whole model, and the parallelized one at dp 2 with ZeRO; return the norms and weights of both."""
-    whole, model = _made(torch.float64), _made(torch.float64)
+    whole, model = decoder("llama"), decoder("llama")
     mesh = mesh_of(2, 2)
     tpfuse.parallelize(model, mesh)
     engine: Any
@@ -123,8 +101,9 @@ def _zero(stage: int) -> tuple[Trained, Trained]:
         engine = GradientBuckets(
             model, stage=stage, data_group=mesh.get_group("dp"), world_group=dist.group.WORLD, bucket_bytes=20_000
         )
-    expected = _steps(whole, whole, _adamw(whole), IDS)
-    found = _steps(model, model, ZeroOptimizer(engine, **SETTINGS), IDS[mesh.get_local_rank("dp") :: 2])
+    with exact(whole):
+        expected = _steps(whole, whole, _adamw(whole), IDS)
+        found = _steps(model, model, ZeroOptimizer(engine, **SETTINGS), IDS[mesh.get_local_rank("dp") :: 2])
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
@@ -162,3 +141,87 @@ def test_autocast_trains_as_exactly_as_on_one_rank() -> None:
 @pytest.mark.parametrize("stage", exhaustive(0, 1, 2, 3))
 def test_zero_trains_as_on_one_rank(stage: int) -> None:
     _agree(pool(4).run(_zero, stage), 1e-9)
+
+
+# Models with PEFT's adapters: the family, what differs from the settings below, and what tpfuse leaves alone.
+ADAPTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "llama": ("llama", {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]}, []),
+    "shared heads": ("llama_three_kv_heads", {"target_modules": ["k_proj", "v_proj", "o_proj"]}, []),
+    "tied": ("llama_tied", {"target_modules": ["q_proj", "down_proj"]}, []),
+    "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"]}, []),
+    "phi3": ("phi3_shared", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}, []),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "k_proj"], "lora_bias": False}, ["embed_tokens"]),
+    "dora": (
+        "llama",
+        {"target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True, "lora_bias": False},
+        ["self_attn", "mlp", "lm_head"],
+    ),
+}
+
+
+def _adapted(case: str, **settings: Any) -> Any:
+    import peft
+
+    family, own, _ = ADAPTED[case]
+    config = peft.LoraConfig(**{"r": 3, "lora_bias": True, "init_lora_weights": False, **own, **settings})
+    model: Any = peft.get_peft_model(decoder(family), config).double()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for seed, p in enumerate(trained):
+        p.data = normal(seed, *p.shape, dtype=torch.float64) / 8
+    return model
+
+
+def _lora(case: str, sequence_parallel: bool) -> dict[str, str]:
+    """Compare the logits of a model with adapters, and all their gradients, with the untouched model's.
+
+    Return the reasons why modules were left alone.
+    """
+    whole, model = _adapted(case), _adapted(case)
+    tpfuse.parallelize(model, mesh_of(1, dist.get_world_size()), sequence_parallel=sequence_parallel)
+    with exact(whole):
+        outs = [each(input_ids=IDS).logits for each in (whole, model)]
+        for each in (whole, model):
+            _loss(each, IDS).backward()
+    assert (outs[0] - outs[1]).abs().max() < 1e-10
+    for (name, p), (other, q) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other and p.requires_grad == q.requires_grad == ("lora_" in name)
+        if p.requires_grad:
+            assert p.grad.abs().max() > 1e-6, name
+            assert (gather_whole(q.grad).reshape(p.shape) - p.grad).abs().max() < 1e-10, name
+    for name, module in model.named_modules():
+        if case != "dora" and hasattr(module, "lora_A") and "default" in module.lora_A:
+            base, a, b = module.base_layer, module.lora_A.default, module.lora_B.default
+            assert isinstance(base, ConvertedColumnLinear | ConvertedRowLinear), name
+            assert type(base) is type(a if isinstance(base, ConvertedRowLinear) else b), name
+    return {done.module.rpartition(".")[2]: done.reason for done in replacements(model) if done.reason}
+
+
+@pytest.mark.parametrize(
+    ("world", "case", "sequence_parallel"),
+    [
+        (2, "llama", True),
+        *exhaustive(*((2, case, sp) for case in ADAPTED for sp in (True, False) if (case, sp) != ("llama", True))),
+        *exhaustive((4, "llama", True), (4, "phi3", True)),
+    ],
+)
+def test_lora_computes_as_in_the_untouched_model(world: int, case: str, sequence_parallel: bool) -> None:
+    pytest.importorskip("peft")
+    for reasons in pool(world).run(_lora, case, sequence_parallel):
+        assert all("expected" in reasons[name] for name in ADAPTED[case][2])
+
+
+def _lora_dropout() -> Tensor:
+    """Return the features of the input of a row-parallel layer that this rank drops before its adapter."""
+    model = tpfuse.parallelize(_adapted("llama", lora_dropout=0.5), mesh_of(1, 2))
+    layer: Any = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
+    out: Tensor = layer.lora_dropout.default(torch.ones(1, 64, 24, dtype=torch.float64))
+    return out
+
+
+@pytest.mark.exhaustive
+def test_dropout_before_a_row_parallel_adapter_differs_between_ranks() -> None:
+    pytest.importorskip("peft")
+    first, second = pool(2).run(_lora_dropout)
+    both = torch.cat([first, second], -1)
+    assert set(both.unique().tolist()) == {0.0, 2.0} and abs(both.mean() - 1) < 0.1
+    assert 0.4 < (first == second).double().mean() < 0.6

@@ -16,6 +16,10 @@ layers, which model families share:
 |           | c_fc; fc1; dense_h_to_4h                   | c_proj; fc2;     | GPT-2; Phi; GPT-NeoX           |
 |           |                                            | dense_4h_to_h    |                                |
 
+A linear layer may be wrapped as PEFT's LoRA does: in a module with its `base_layer` and adapters `lora_A`, `lora_B`.
+The base is sharded as without the wrapper. Beside a column-parallel base lora_A is replicated and lora_B sharded like
+the base; beside a row-parallel one lora_A is row-parallel and lora_B replicated.
+
 Everything else runs its own forward, with parameters that every rank holds whole.
 """
 
@@ -93,7 +97,15 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
             'plan "auto": found no list of layers with an attention that it knows; give a plan {"pattern": style, …}'
         )
     for name, base, layers in decoders:
-        _plan_decoder(plan, model, name, base, layers, ranks, length if sequence_parallel else None)
+        _plan_decoder(plan, name, base, layers, ranks, length if sequence_parallel else None)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _HEADS:
+            try:
+                if isinstance(_base(module), nn.Linear):
+                    _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
+            except NotImplementedError as reason:
+                plan.kept[name] = str(reason)
+                plan.add(name, ReplicatedParallel())
     for name, module in model.named_modules():
         if name not in plan.styles and any(True for _ in module.parameters(recurse=False)):
             plan.add(name, ReplicatedParallel())
@@ -119,7 +131,6 @@ def _join(*names: str) -> str:
 
 def _plan_decoder(
     plan: Recognised,
-    model: nn.Module,
     name: str,
     base: nn.Module,
     layers: str,
@@ -130,7 +141,12 @@ def _plan_decoder(
     children = dict(base.named_children())
     embedding = next((child for child in _TOKEN_EMBEDDINGS if child in children), None)
     if embedding is not None:
-        plan.add(_join(name, embedding), FusedRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
+        path, module = _join(name, embedding), children[embedding]
+        if isinstance(module, nn.Embedding):
+            plan.add(path, FusedRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
+        else:
+            plan.add(path, ReplicatedParallel())
+            plan.kept[path] = f"it is a {type(module).__module__}.{type(module).__name__}: expected an nn.Embedding"
     stack: Any = children[layers]
     if length is not None:
         norm = next((child for child in _LAST_NORMS if child in children), None)
@@ -146,15 +162,10 @@ def _plan_decoder(
         )
         plan.add(_join(name, norm), FusedSequenceParallel(gather_output=length))
     for index, layer in enumerate(stack):
-        _plan_layer(plan, model, _join(name, layers, str(index)), layer, ranks, length)
-    for child, module in model.named_children():
-        if child in _HEADS and isinstance(module, nn.Linear):
-            plan.add(child, FusedColwiseParallel(output_layouts=Replicate()))
+        _plan_layer(plan, _join(name, layers, str(index)), layer, ranks, length)
 
 
-def _plan_layer(
-    plan: Recognised, model: nn.Module, name: str, layer: nn.Module, ranks: int, length: SequenceLength | None
-) -> None:
+def _plan_layer(plan: Recognised, name: str, layer: nn.Module, ranks: int, length: SequenceLength | None) -> None:
     sequence_parallel = length is not None
     for child, module in layer.named_children():
         path = _join(name, child)
@@ -206,17 +217,63 @@ def _plan_mlp(
         _linear(module, name)
     plan.add(path, _input(inner, sequence_parallel))
     for name in inner:
-        plan.add(_join(path, name), FusedColwiseParallel(parts=2 if name == "gate_up_proj" else 1))
-    plan.add(_join(path, outer), FusedRowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate()))
+        style = FusedColwiseParallel(parts=2 if name == "gate_up_proj" else 1)
+        _plan_linear(plan, _join(path, name), module.get_submodule(name), style)
+    _plan_linear(plan, _join(path, outer), module.get_submodule(outer), _row_style(sequence_parallel))
+
+
+def _row_style(sequence_parallel: bool) -> FusedRowwiseParallel:
+    return FusedRowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate())
 
 
 def _linear(module: nn.Module, name: str) -> tuple[int, int]:
     """Return `features` of a child. Raise NotImplementedError if it is no linear layer, so that its parent is kept."""
-    child = module.get_submodule(name)
     try:
-        return features(child)
-    except ValueError as error:
+        return features(_base(module.get_submodule(name)))
+    except (NotImplementedError, ValueError) as error:
         raise NotImplementedError(f"{name}: {error}") from None
+
+
+def _base(module: nn.Module) -> nn.Module:
+    """Return the layer that LoRA adapters wrap, or the module itself if it is no such wrapper.
+
+    Raise NotImplementedError for a wrapper that does more than add lora_B(lora_A(dropout(x))) to the base's output.
+    """
+    children = dict(module.named_children())
+    if "base_layer" not in children:
+        return module
+    known = {"base_layer", "lora_A", "lora_B"}
+    more = [name for name, child in children.items() if name not in known and any(True for _ in child.parameters())]
+    more += [name for name, _ in module.named_parameters(recurse=False)]
+    more += [f"the variant of adapter {name}" for name in getattr(module, "lora_variant", ())]
+    if not known <= children.keys() or more:
+        raise NotImplementedError(
+            f"its adapters have {', '.join(more) or ', '.join(children)}: expected lora_A and lora_B alone"
+        )
+    return children["base_layer"]
+
+
+def _plan_linear(
+    plan: Recognised, path: str, module: nn.Module, style: FusedColwiseParallel | FusedRowwiseParallel
+) -> None:
+    """Add the style of a linear layer, and those that follow for its LoRA adapters."""
+    if _base(module) is module:
+        plan.add(path, style)
+        return
+    plan.add(_join(path, "base_layer"), style)
+    for name, child in module.named_modules():
+        part = _join(path, name)
+        kind = name.partition(".")[0]
+        if kind == "lora_dropout" and type(child) is nn.Dropout and isinstance(style, FusedRowwiseParallel):
+            plan.add(part, FusedSequenceParallel(use_local_output=True))  # so that the ranks' masks differ
+        if kind not in ("lora_A", "lora_B") or not any(True for _ in child.parameters(recurse=False)):
+            continue
+        if isinstance(style, FusedColwiseParallel):
+            plan.add(part, ReplicatedParallel() if kind == "lora_A" else style)
+        elif kind == "lora_A":
+            plan.add(part, FusedRowwiseParallel(output_layouts=style.output_layouts[0]))
+        else:
+            plan.add(part, ReplicatedParallel(sum_gradients=isinstance(style.output_layouts[0], Shard)))
 
 
 def _plan_attention(
@@ -247,25 +304,23 @@ def _plan_attention(
     keys = (
         None if sharded else [tuple((head * size, (head + 1) * size) for head in served[rank]) for rank in range(ranks)]
     )
+    styles = dict.fromkeys(inner, FusedColwiseParallel())
     if inner == ("c_attn",):
-        plan.add(_join(path, "c_attn"), FusedColwiseParallel(parts=3))
-    elif inner == ("query_key_value",):
-        plan.add(_join(path, "query_key_value"), FusedColwiseParallel())
+        styles["c_attn"] = FusedColwiseParallel(parts=3)
     elif inner == ("qkv_proj",):
         attributes["config"] = LocalHeads(module.config, num_attention_heads=local, num_key_value_heads=len(served[0]))
-        packed = (
+        styles["qkv_proj"] = (
             FusedColwiseParallel(parts=3)
             if heads == shared
             else FusedColwiseParallel(
                 ranges=[_packed_ranges(heads, shared, size, served[rank], rank, ranks) for rank in range(ranks)]
             )
         )
-        plan.add(_join(path, "qkv_proj"), packed)
-    else:
-        plan.add(_join(path, "q_proj"), FusedColwiseParallel())
-        for name in inner[1:]:
-            plan.add(_join(path, name), FusedColwiseParallel(ranges=keys))
-    plan.add(_join(path, outer), FusedRowwiseParallel(output_layouts=Replicate() if length is None else Shard(1)))
+    elif len(inner) == 3:
+        styles |= dict.fromkeys(inner[1:], FusedColwiseParallel(ranges=keys))
+    for name, style in styles.items():
+        _plan_linear(plan, _join(path, name), module.get_submodule(name), style)
+    _plan_linear(plan, _join(path, outer), module.get_submodule(outer), _row_style(length is not None))
     plan.add(path, _input(inner, length is not None, length, **attributes))
     for name, child in module.named_children():
         if name not in (*inner, outer) and any(True for _ in child.parameters()):
