@@ -398,9 +398,12 @@ class Attention(nn.Module):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8, bias=False) for _ in range(4))
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, others: Tensor | None = None) -> Tensor:
+        """Returns the output of self-attention, or of attention to the keys and values of `others`."""
+        others = hidden_states if others is None else others
         shape = (*hidden_states.shape[:-1], -1, 2)
-        q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k, v = (each(others).view(shape).transpose(1, 2) for each in (self.k_proj, self.v_proj))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).reshape(*shape[:-2], -1))
 
@@ -428,6 +431,8 @@ def _gathers_at_the_input() -> None:
     plan = {"": at_input, "[qkv]_proj": FusedColwiseParallel(), "o_proj": row}
     right = parallelize(copy.deepcopy(whole), tensor_mesh(), plan)
     assert (right(shard) - expected).abs().max() < 1e-12
+    with pytest.raises(ValueError, match=r"^k_proj \(ConvertedColumnLinear\): the input is not the first input of its"):
+        right(shard, shard + 1)
 
 
 def test_projections_that_gather_themselves_would_scramble_data_without_an_error() -> None:
