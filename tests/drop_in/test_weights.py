@@ -189,6 +189,7 @@ class _Own(nn.Module):
         self.two.weight = self.one.weight
         self.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mean", torch.zeros(2, 3))
         self.register_buffer("table", torch.arange(8.0), persistent=False)
 
 
@@ -205,6 +206,7 @@ def _load_own(folder: Path) -> None:
     parallelize(model, tensor_mesh(), plan, weights=folder / "model.safetensors")
     assert model.one.weight is model.two.weight and isinstance(model.one.weight, DTensor)
     assert model.scale == 5 and not model.scale.requires_grad and model.count == 7 and model.table[7] == 7
+    assert torch.equal(model.mean, torch.arange(6.0).view(2, 3))
     tensors = load_file(folder / "model.safetensors")
     assert torch.equal(model.one.weight.full_tensor(), tensors["two.weight"])
     with pytest.raises(ValueError, match=r"two.weight differs from another tensor, but the model shares them"):
@@ -213,7 +215,7 @@ def _load_own(folder: Path) -> None:
 
 def test_shared_parameters_scalars_and_buffers_are_filled(tmp_path: Path) -> None:
     tensors = {name: torch.randn_like(x) if x.is_floating_point() else x for name, x in _Own().state_dict().items()}
-    tensors |= {"scale": torch.tensor(5.0), "count": torch.tensor(7)}
+    tensors |= {"scale": torch.tensor(5.0), "count": torch.tensor(7), "mean": torch.arange(6.0).view(2, 3)}
     del tensors["one.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     tensors["one.weight"] = tensors["two.weight"] + 1

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +180,7 @@ def load_weights(model: nn.Module, found: dict[str, list[StoredTensor]], device:
             if buffer is None:
                 continue
             for tensor in found.get(prefix + name, ()):
-                buffer.copy_(tensor[...])
+                buffer.copy_(tensor[()])
             module._buffers[name] = buffer.to(device)
 
 
