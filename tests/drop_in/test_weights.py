@@ -456,6 +456,21 @@ def _two_meshes(folder: Path, out: Path) -> None:
     _loaded(folder, halves[half]).save_pretrained(out / str(half))
 
 
+def _context_alone(folder: Path, out: Path) -> None:
+    model = _loaded(folder, DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",)))
+    written = mock.Mock()
+    with mock.patch.object(type(model), "save_pretrained", written):
+        model.save_pretrained(out)
+    assert written.call_count == (dist.get_rank() == 0)
+    model.save_pretrained(out)
+
+
+@pytest.mark.exhaustive
+def test_one_rank_writes_a_model_that_every_rank_holds_whole(folders: Any, tmp_path: Path) -> None:
+    pool(2).run(_context_alone, folders("llama"), tmp_path / "out")
+    _same(_tensors(folders("llama")), _tensors(tmp_path / "out"))
+
+
 @pytest.mark.exhaustive
 def test_models_on_two_meshes_are_saved_by_the_first_rank_of_each(folders: Any, tmp_path: Path) -> None:
     pool(4).run(_two_meshes, folders("llama"), tmp_path)

@@ -384,7 +384,10 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
         weight = weight.t() if self.transposed else weight
         if self.output_dim is None or group is None:
             out = linear_all_reduce(x, weight, bias, group, residual=residual)
-            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, Replicate(), out.shape)
+            if self.use_local_output:
+                return out
+            layout = Replicate() if self.output_dim is None else Shard(self.output_dim % out.ndim)
+            return _as_dtensor(out, self.device_mesh, layout, out.shape)
         length = x.shape[self.output_dim]
         rows = pad_sequence(sequence_first(x, self.output_dim), 0, ranks)
         if residual is not None:

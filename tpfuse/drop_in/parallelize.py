@@ -111,7 +111,7 @@ def parallelize(
             load_weights(model, found, mesh.device_type)
     if huggingface.is_transformers(model):
         huggingface.adapt(model, context, tensor_mesh)
-    offer_save_pretrained(model)
+    offer_save_pretrained(model, mesh)
     share_generators(tensor_mesh)
     if check:
         try:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -223,29 +223,30 @@ def _pieces(
         )
 
 
-def offer_save_pretrained(model: nn.Module) -> None:
-    """Make `save_pretrained` of the model, and of its modules that have it, the function below."""
+def offer_save_pretrained(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make `save_pretrained` of a model on a mesh, and of its modules that have it, the function below."""
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
-            set_attributes(module, save_pretrained=partial(save_pretrained, module))
+            set_attributes(module, save_pretrained=partial(save_pretrained, module, mesh))
 
 
 @torch.no_grad()
-def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
+def save_pretrained(model: nn.Module, mesh: DeviceMesh, folder: str | Path, **options: Any) -> None:
     """Write a parallelized model of transformers as its own `save_pretrained` does, with the same names and shapes.
 
-    options: those of transformers' method, such as max_shard_size. All ranks that hold the model's parameters call
-    this; the first of them gathers the whole parameters and writes. If several replicas call it, only the first writes.
-    An error on the writing rank is raised on all. `parallelize` makes this the model's own `save_pretrained`.
+    mesh: that of `parallelize`, which makes this the model's own `save_pretrained`. options: those of transformers'
+    method, such as max_shard_size; with a state_dict of whole tensors, it is the rank that calls that writes it.
+    Otherwise all ranks that hold the model's parameters call this; the first of them gathers the whole parameters and
+    writes. If several replicas call it, only the first writes. An error on the writing rank is raised on all.
     """
     write = cast(Any, type(model)).save_pretrained
     given: dict[str, Any] | None = options.pop("state_dict", None)
     state = model.state_dict(keep_vars=True) if given is None else given
     meshes = [value.device_mesh for value in state.values() if isinstance(value, DTensor)]
-    if not meshes:
-        write(model, folder, state_dict=state, **options)
+    if given is not None and not meshes:
+        write(model, folder, state_dict=given, **options)
         return
-    mesh = max(meshes, key=lambda mesh: mesh.ndim)
+    mesh = max(meshes, key=lambda mesh: mesh.ndim) if meshes else mesh
     writes = options.pop("is_main_process", True) and not any(mesh._get_root_mesh().get_coordinate() or ())
     whole: dict[int, tuple[Any, Any]] = {}
     tensors: dict[str, Any] = {}
