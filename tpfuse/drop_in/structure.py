@@ -103,8 +103,8 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
             try:
                 if isinstance(_base(module), nn.Linear):
                     _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
-            except NotImplementedError as reason:
-                plan.kept[name] = str(reason)
+            except NotImplementedError as error:
+                plan.kept[name] = str(error)
                 plan.add(name, ReplicatedParallel())
     for name, module in model.named_modules():
         if name not in plan.styles and any(True for _ in module.parameters(recurse=False)):
