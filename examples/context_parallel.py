@@ -8,7 +8,9 @@ import tpfuse
 dist.init_process_group("gloo")
 mesh = tpfuse.build_mesh("cpu", dp=1, tp=1, cp=dist.get_world_size())  # with tp=2 too, four ranks
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=8)
+config = LlamaConfig(
+    vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=8
+)
 model = LlamaForCausalLM(config)
 tpfuse.parallelize(model, mesh)
 ids = torch.randint(1000, (1, 512))  # whole sequences on every rank, which takes its half of the tokens
