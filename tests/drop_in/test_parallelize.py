@@ -44,6 +44,7 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 24), nn.Linear(24, width)
+        self.norm.register_buffer("calls", torch.zeros(1))
         self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -292,6 +293,7 @@ def _restores() -> None:
             for name, parameter in found.items():
                 assert type(parameter) is nn.Parameter and torch.equal(parameter, tensors[name]), name
             assert len({id(parameter) for parameter in found.values()}) == len(first)  # what is tied is tied
+            assert not any(isinstance(buffer, DTensor) for buffer in model.buffers())
             assert torch.equal(_logits(model), logits)
 
 
@@ -558,14 +560,23 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> 
 
 
 def _refused_meshes() -> None:
-    model = _plain()
-    other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "pp"))
-    for mesh, message in (
-        (other, r"mesh has the dimensions \('dp', 'pp'\): expected one named \"tp\""),
-        (2, "mesh is a int"),
-    ):
+    model, llama = _plain(), decoder("llama")
+    cases = [
+        (
+            model,
+            DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "ep")),
+            r"dimensions \('dp', 'ep'\): expected one named",
+        ),
+        (
+            llama,
+            DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",)),
+            r"mesh has the dimensions .*'cp'.*: expected one named",
+        ),
+        (model, 2, "mesh is a int: expected a DeviceMesh"),
+    ]
+    for refused, mesh, message in cases:
         with pytest.raises(ValueError, match=message):
-            parallelize(model, mesh, PLAN)
+            parallelize(refused, mesh, {"*": FusedColwiseParallel()})
     with pytest.raises(ValueError, match="not parallelized"):
         restore(model)
 
