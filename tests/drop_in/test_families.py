@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,25 +34,14 @@ def _batch(sequences: int, length: int, padding: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
-def _loss(model: Any, batch: dict[str, Tensor], wide: bool) -> Tensor:
-    """Returns the loss. wide: transformers' own loss is computed in float32; compute it here in float64."""
-    out = model(**batch)
-    if not wide:
-        return out.loss
-    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-    assert (loss - out.loss).abs() < 1e-5
-    return loss
-
-
-def _evaluate(model: Any, batch: dict[str, Tensor], wide: bool = False) -> dict[str, Tensor]:
-    """Returns the logits, the loss and, by name, the whole gradients of all parameters. wide: as for `_loss`."""
-    with torch.no_grad():
-        logits = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
+def _evaluate(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the logits, the loss and, by name, the whole gradients of all parameters."""
+    loss = model(**batch).loss
+    loss.backward()
+    logits = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
     if "attention_mask" in batch:  # what padded tokens give is nobody's concern
         logits = logits[batch["attention_mask"].bool()]
-    loss = _loss(model, batch, wide)
-    loss.backward()
-    found = {"logits": logits, "loss": loss.detach()}
+    found = {"logits": logits.detach(), "loss": loss.detach()}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         found[name] = gather_whole(parameter.grad)
@@ -65,7 +53,7 @@ def _agree(family: str, dtype: torch.dtype, sequence_parallel: bool, sequences: 
     model = copy.deepcopy(whole).to(dtype)
     same = copy.deepcopy(model)
     with exact(whole):
-        wide = _evaluate(whole, batch, wide=True)
+        wide = _evaluate(whole, batch)
         if dtype == torch.float64:
             actual = _evaluate(parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel), batch)
     if dtype != torch.float64:
@@ -117,7 +105,7 @@ def _steps_agree(family: str, sequence_parallel: bool) -> None:
             optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4)
             for batch in batches:
                 optimizer.zero_grad()
-                _loss(each, batch, each is whole).backward()
+                each(**batch).loss.backward()
                 optimizer.step()
     for (name, expected), parameter in zip(whole.named_parameters(), model.parameters(), strict=True):
         actual = gather_whole(parameter).reshape(expected.shape)

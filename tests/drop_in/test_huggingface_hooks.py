@@ -1,12 +1,9 @@
 """transformers' own hooks: attention over a context, the loss of shards of the vocabulary, and styles of `tp_plan`."""
 
-import contextlib
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
+from tpfuse.drop_in.styles import FusedRowwiseParallel
 from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.decoders import FAMILIES, decoder, exact, exact_loss
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -27,82 +26,8 @@ from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
 IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
-SIZES: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 CASES = ("whole", "left", "right", "packed")
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {"num_key_value_heads": 1},
-    "Mistral": {"sliding_window": 5},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 8},
-    "Gemma": {"head_dim": 8},
-    "Gemma2": {"head_dim": 8, "attn_logit_softcapping": None, "sliding_window": 5},
-    "Gemma3": {"head_dim": 8, "sliding_window": 5},
-    "Phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "Phi3": {},
-    "GPTNeoX": {},
-    "GPT2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-}
-
-
-def _model(family: str, **settings: Any) -> Any:
-    """Returns a float64 model in eval mode, the same on all ranks, with float64 attention written out and loss."""
-    import transformers
-
-    settings = SIZES | FAMILIES[family] | settings
-    if family == "GPT2":
-        del settings["intermediate_size"]
-    config_name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
-    model_name = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
-    config = getattr(transformers, config_name)(**settings)
-    transformers.AttentionInterface.register("eager_float64", _eager)
-    transformers.AttentionMaskInterface.register("eager_float64", _eager_mask)
-    config._attn_implementation = "eager_float64"
-    torch.manual_seed(0)
-    model = getattr(transformers, model_name)(config).double().eval()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) / 20)
-    return model
-
-
-def _eager(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any) -> tuple[Tensor, None]:
-    """Attention as transformers' eager_attention_forward computes it, but not in float32."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q @ k.mT * scaling).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2).contiguous(), None
-
-
-def _eager_mask(*args: Any, **kwargs: Any) -> Tensor:
-    from transformers.masking_utils import sdpa_mask
-
-    mask: Tensor = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
-    return mask
-
-
-def _float64_loss(
-    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
-) -> Tensor:
-    """transformers' ForCausalLMLoss, but not in float32."""
-    targets = F.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return losses / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-@contextlib.contextmanager
-def _float64_norms(model: nn.Module) -> Iterator[None]:
-    """Lets transformers' RMSNorms compute in float64: in float32 a shard may be rounded otherwise than the whole."""
-    with contextlib.ExitStack() as stack:
-        for kind in {type(module) for module in model.modules() if type(module).__name__.endswith("RMSNorm")}:
-            stack.enter_context(mock.patch.object(kind, "forward", _rms_norm))
-        yield
-
-
-def _rms_norm(self: Any, x: Tensor) -> Tensor:
-    weight = self.weight if hasattr(self, "variance_epsilon") else 1 + self.weight
-    eps = getattr(self, "variance_epsilon", None) or self.eps
-    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+UNCAPPED = {"gemma2": {"attn_logit_softcapping": None}}  # ring attention has no soft caps
 
 
 def _inputs(case: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -144,56 +69,55 @@ def _agrees(
 ) -> None:
     for case in cases:
         arguments, valid = _inputs(case)
-        plain = _model(family, **settings)
-        plain.loss_function = _float64_loss
-        with _float64_norms(plain):
+        without = {name: x for name, x in arguments.items() if name != "labels"}
+        plain, model = decoder(family, **settings), decoder(family, **settings)
+        plain.set_attn_implementation("eager")
+        with exact(plain):
             expected = plain(**arguments, use_cache=False)
             expected.loss.backward()
-            model = _model(family, **settings)
             parallelize(model, mesh_of(1, tp, cp, ulysses), sequence_parallel=sequence_parallel)
             assert any(x.style == "tpfuse_ring" and x.module == "" for x in replacements(model))
             out = model(**arguments)
+            assert out.logits is None and "logits" not in out
             model(**arguments).loss.backward()
             out.loss.backward()  # the gradients of two backward passes are accumulated
             _close(out.loss, expected.loss)
-            _close(out.logits[valid], expected.logits[valid])
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 _close(_gradient(mine, theirs), 2 * theirs.grad)
-            model.train()
-            trained = model(**arguments)
-            assert trained.logits is None and "logits" not in trained
-            _close(trained.loss, expected.loss)
-            labels = arguments.pop("labels")
-            _close(model(**arguments).logits[valid], expected.logits[valid])
-            _close(model(**arguments, labels=labels, return_dict=False)[0], expected.loss)
-    model.eval()
-    prompt = IDS[:, :5]
-    theirs = plain.generate(prompt, max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), theirs)
+            _close(model(**without).logits[valid], expected.logits[valid])
+            evaluated = model.eval()(**arguments)
+            _close(evaluated.logits[valid], expected.logits[valid])
+            _close(model(**arguments, return_dict=False)[0], expected.loss)
+            if case == "whole":
+                prompt = IDS[:, :5]
+                theirs = plain.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+                assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), theirs)
     restore(model)
-    assert "forward" not in model.__dict__ and model.config._attn_implementation == "eager_float64"
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True))
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
-    _close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    untouched = decoder(family, **settings)
+    assert model.__dict__.keys() == untouched.__dict__.keys()
+    assert model.config._attn_implementation == untouched.config._attn_implementation
+    for mine, parameter in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(mine, parameter) and not mine._backward_hooks
+    _close(model(input_ids=IDS).logits, untouched(input_ids=IDS).logits)
 
 
 @pytest.mark.parametrize(
     ("cases", "family", "tp", "cp", "ulysses", "sequence_parallel"),
     [
-        (("whole", "left"), "Mistral", 1, 2, 1, False),
+        (("whole", "left"), "mistral", 1, 2, 1, False),
         *exhaustive(
             *((CASES, family, 1, 2, 1, False) for family in FAMILIES),
-            *((CASES, family, 1, 4, 1, False) for family in ("Mistral", "GPT2", "Llama")),
-            *((CASES, family, 2, 2, 1, True) for family in ("Mistral", "GPT2", "Llama", "Phi3", "Gemma3")),
-            (CASES, "Qwen3", 2, 2, 1, False),
-            (CASES, "Mistral", 1, 4, 2, False),
+            *((CASES, family, 1, 4, 1, False) for family in ("mistral", "gpt2", "llama_one_kv_head")),
+            *((CASES, family, 2, 2, 1, True) for family in ("mistral", "gpt2", "llama_one_kv_head", "phi3", "gemma3")),
+            (CASES, "qwen3", 2, 2, 1, False),
+            (CASES, "mistral", 1, 4, 2, False),
         ),
     ],
 )
 def test_a_context_gives_the_results_of_eager_attention(
     cases: tuple[str, ...], family: str, tp: int, cp: int, ulysses: int, sequence_parallel: bool
 ) -> None:
-    pool(tp * cp).run(_agrees, cases, family, tp, cp, ulysses, sequence_parallel, {})
+    pool(tp * cp).run(_agrees, cases, family, tp, cp, ulysses, sequence_parallel, UNCAPPED.get(family, {}))
 
 
 @pytest.mark.exhaustive
@@ -209,12 +133,13 @@ def test_a_context_gives_the_results_of_eager_attention(
 )  # fmt: skip
 def test_rotary_tables_are_those_of_the_whole_length(scaling: dict[str, Any]) -> None:
     settings = {"rope_parameters": scaling, "max_position_embeddings": 8}
-    pool(4).run(_agrees, CASES, "Llama", 1, 4, 1, False, settings)
+    pool(4).run(_agrees, CASES, "llama", 1, 4, 1, False, settings)
 
 
 def _loss_of_shards() -> None:
-    model, plain = parallelize(_model("Llama"), tensor_mesh(), sequence_parallel=False), _model("Llama")
-    plain.loss_function = _float64_loss
+    model, plain = decoder("llama_three_kv_heads"), decoder("llama_three_kv_heads")
+    parallelize(model, tensor_mesh(), sequence_parallel=False)
+    plain.loss_function = exact_loss
     widths = []
     model.lm_head.register_forward_hook(lambda module, inputs, out: widths.append(out.shape[-1]))
     arguments, _ = _inputs("whole")
@@ -225,7 +150,7 @@ def _loss_of_shards() -> None:
     shifted = F.pad(arguments["labels"], (0, 1), value=-100)[:, 1:]
     for more in ({}, {"num_items_in_batch": 7}, {"shift_labels": shifted.roll(1, 1)}):
         _close(model(**arguments, **more).loss, plain(**arguments, **more).loss)
-    model.loss_function = _float64_loss  # a loss of the user's own gets whole logits
+    model.loss_function = exact_loss  # a loss of the user's own gets whole logits
     _close(model.train()(**arguments).loss, plain(**arguments).loss)
     assert model(**arguments).logits.shape[-1] == 101
 
@@ -235,8 +160,8 @@ def test_no_rank_holds_whole_logits_in_training() -> None:
 
 
 def _counts_and_copies() -> None:
-    model, plain = _model("Mistral"), _model("Mistral")
-    plain.loss_function = _float64_loss
+    model, plain = decoder("mistral"), decoder("mistral")
+    plain.loss_function = exact_loss
     parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
     arguments, _ = _inputs("left")
     shifted = F.pad(arguments["labels"], (0, 1), value=-100)[:, 1:].roll(1, 1)
@@ -265,7 +190,7 @@ def test_counts_of_labels_copies_and_checkpointing() -> None:
 
 
 def _dropped() -> tuple[Tensor, Tensor]:
-    model = _model("GPT2", attn_pdrop=0.5)
+    model = decoder("gpt2", attn_pdrop=0.5)
     parallelize(model, mesh_of(1, 1, dist.get_world_size()))
     model.train().gradient_checkpointing_enable()
     torch.manual_seed(dist.get_rank())
@@ -285,8 +210,8 @@ def test_dropout_of_attention_depends_on_the_position_alone() -> None:
 
 def _in_buckets(dp: int, cp: int) -> None:
     mesh = mesh_of(dp, 1, cp)
-    model, plain = _model("Mistral"), _model("Mistral")
-    plain.loss_function = _float64_loss
+    model, plain = decoder("mistral"), decoder("mistral")
+    plain.loss_function = exact_loss
     parallelize(model, mesh)
     arguments, _ = _inputs("whole")
     if dp == 2:  # each data-parallel rank has one of the sequences
@@ -319,7 +244,7 @@ def _refuse() -> None:
     import transformers
 
     mesh = mesh_of(1, 1, 2)
-    model = parallelize(_model("Mistral"), mesh)
+    model = parallelize(decoder("mistral"), mesh)
     amid = torch.ones_like(IDS)
     amid[0, 3] = 0
     cases: list[tuple[dict[str, Any], str]] = [
@@ -335,10 +260,10 @@ def _refuse() -> None:
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
             model(**{"input_ids": IDS} | arguments)
-    model.loss_function = _float64_loss
+    model.loss_function = exact_loss
     with pytest.raises(ValueError, match="context parallelism: the model has a loss of its own"):
         model(IDS, labels=IDS)
-    capped = parallelize(_model("Gemma2", attn_logit_softcapping=50.0), mesh)
+    capped = parallelize(decoder("gemma2"), mesh)
     with pytest.raises(ValueError, match="Gemma2Attention of layer 0: softcap is not supported"):
         capped(IDS)
     with pytest.raises(ValueError, match="the model is a Linear: expected a decoder of transformers"):
@@ -346,23 +271,17 @@ def _refuse() -> None:
     classifier = transformers.MistralForSequenceClassification(model.config)
     with pytest.raises(ValueError, match="MistralForSequenceClassification is no base model and no causal language"):
         parallelize(classifier, mesh)
-    plain = _model("Mistral")
+    plain = decoder("mistral")
     with pytest.raises(ValueError, match=r"context_parallel 'ring': expected a mesh with a dimension \"cp\""):
         parallelize(plain, tensor_mesh(), context_parallel="ring")
     with pytest.raises(ValueError, match="schedule 'rings': expected one of auto, ring"):
         parallelize(plain, mesh, context_parallel="rings")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='expected one named "tp" for the plan'):
-        parallelize(plain, mesh["cp"], {"*.o_proj": _row_style()})
-    assert "forward" not in plain.__dict__ and plain.config._attn_implementation == "eager_float64"
+        parallelize(plain, mesh["cp"], {"*.o_proj": FusedRowwiseParallel()})
+    assert "forward" not in plain.__dict__ and plain.config._attn_implementation == "sdpa"
     fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"fully_shard replaces the parameters .* use tpfuse.FullySharded"):
         model(IDS)
-
-
-def _row_style() -> Any:
-    from tpfuse.drop_in.styles import FusedRowwiseParallel
-
-    return FusedRowwiseParallel()
 
 
 def test_what_a_context_cannot_do_is_refused() -> None:
@@ -411,5 +330,5 @@ def _from_pretrained(folder: Path) -> None:
 @pytest.mark.exhaustive
 def test_transformers_loads_a_model_by_a_plan_of_fused_styles(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")  # transformers loads no plan without it
-    _model("Llama", num_key_value_heads=4, attention_bias=True).save_pretrained(tmp_path / "plain")
+    decoder("llama").save_pretrained(tmp_path / "plain")
     pool(2).run(_from_pretrained, tmp_path / "plain")

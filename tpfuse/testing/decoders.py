@@ -65,7 +65,7 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) ->
 
 @contextlib.contextmanager
 def exact(*models: nn.Module) -> Iterator[None]:
-    """Let the RMS norms of these models, and the softmax of eager attention, compute in the dtype of their input.
+    """Let these models' RMS norms, losses and softmax of eager attention compute in the dtype of their input.
 
     The families' own compute in float32, whose reciprocal square root differs by one unit in the last place between
     vector and scalar code, so with the shape. Float64 results of shards and of the whole would differ by that; and the
@@ -78,7 +78,18 @@ def exact(*models: nn.Module) -> Iterator[None]:
             if kind.__module__.startswith("transformers."):
                 stack.enter_context(mock.patch.object(kind, "forward", _exact_norm))
         stack.enter_context(mock.patch.object(nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)))
+        for model in models:
+            stack.enter_context(mock.patch.object(model, "_loss_function", exact_loss, create=True))
         yield
+
+
+def exact_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
+) -> Tensor:
+    """Return the loss of transformers' causal language models in the dtype of the logits."""
+    targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def _exact_norm(self: Any, x: Tensor) -> Tensor:
