@@ -23,6 +23,7 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
 IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
@@ -238,6 +239,58 @@ def _in_buckets(dp: int, cp: int) -> None:
 @pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
 def test_an_engine_takes_the_sums_over_the_context(dp: int, cp: int) -> None:
     pool(dp * cp).run(_in_buckets, dp, cp)
+
+
+def _fully_sharded() -> None:
+    mesh = mesh_of(1, 1, 2)
+    model, plain = decoder("mistral"), decoder("mistral")
+    plain.loss_function = exact_loss
+    arguments, _ = _inputs("whole")
+    engine = FullySharded(parallelize(model, mesh), mesh=mesh, units=model.model.layers)
+    engine.start(last=True)
+    model(**arguments).loss.backward()
+    engine.finish()
+    plain(**arguments, use_cache=False).loss.backward()
+    for member, parameter in zip(engine.members, plain.parameters(), strict=True):
+        assert member.sharded.grad is not None
+        _close(gather_whole(member.sharded.grad).reshape(parameter.shape), parameter.grad)
+
+
+@pytest.mark.exhaustive
+def test_shards_of_all_parameters_take_the_sums_over_the_context() -> None:
+    pool(2).run(_fully_sharded)
+
+
+def _adapted(tp: int, cp: int) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=3, init_lora_weights=False, target_modules=["q_proj", "o_proj"])
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(decoder("mistral"), config).double())
+    plain, model = models
+    plain.loss_function = plain.base_model.model.loss_function = exact_loss
+    arguments, _ = _inputs("right")
+    parallelize(model, mesh_of(1, tp, cp), sequence_parallel=False)
+    plain(**arguments, use_cache=False).loss.backward()
+    out = model(**arguments)
+    assert out.logits is None
+    out.loss.backward()
+    trained = 0
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad
+        if theirs.grad is not None:
+            _close(_gradient(mine, theirs), theirs.grad)
+            trained += 1
+    assert trained == 2 * 2 * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])
+def test_adapters_of_peft_train_under_a_context(tp: int, cp: int) -> None:
+    pytest.importorskip("peft")
+    pool(tp * cp).run(_adapted, tp, cp)
 
 
 def _refuse() -> None:

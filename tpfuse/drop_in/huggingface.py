@@ -115,12 +115,13 @@ class _Pass:
 _running: ContextVar[_Pass | None] = ContextVar("tpfuse_forward_pass", default=None)
 
 
-def is_transformers(model: nn.Module) -> bool:
-    """Return whether `model` is a PreTrainedModel of transformers."""
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
-        for base in type(model).__mro__
-    )
+def outermost(model: nn.Module) -> nn.Module | None:
+    """Return `model` if it is a PreTrainedModel of transformers, or the first one in it: PEFT wraps models."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils":
+                return module
+    return None
 
 
 def register() -> None:
@@ -138,11 +139,12 @@ def register() -> None:
         ParallelInterface.register(name, style)  # type: ignore[arg-type]
 
 
-def check_context(model: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
-    """Raise ValueError if the attention of `model` cannot be sharded over a context."""
-    if not is_transformers(model):
+def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
+    """Raise ValueError if the attention of `whole`, or of the model in it, cannot be sharded over a context."""
+    model = outermost(whole)
+    if model is None:
         raise ValueError(
-            f"context parallelism: the model is a {type(model).__name__}: expected a decoder of transformers;"
+            f"context parallelism: the model is a {type(whole).__name__}: expected a decoder of transformers;"
             " other models call tpfuse.ring_attention themselves"
         )
     config: Any = model.config
@@ -161,11 +163,14 @@ def _has_causal_loss(model: Any) -> bool:
     return head is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
-def adapt(model: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None) -> None:
-    """Replace the forward of a model of transformers whose layers have been converted. `restore_module` undoes it.
+def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None) -> None:
+    """Replace the forward of `outermost` after its layers have been converted. `restore_module` undoes it.
 
     context: the ranks that share each sequence; those of one rank share nothing.
     """
+    model = outermost(whole)
+    if model is None:
+        return
     register()
     their: Any = model
     causal = _has_causal_loss(their) if their.base_model is not model else False

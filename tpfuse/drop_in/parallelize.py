@@ -109,8 +109,7 @@ def parallelize(
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             load_weights(model, found, mesh.device_type)
-    if huggingface.is_transformers(model):
-        huggingface.adapt(model, context, tensor_mesh)
+    huggingface.adapt(model, context, tensor_mesh)
     offer_save_pretrained(model, mesh)
     share_generators(tensor_mesh)
     if check:
