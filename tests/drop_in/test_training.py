@@ -96,14 +96,18 @@ def _plain(kind: str) -> tuple[Trained, Trained]:
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
-def _zero(stage: int) -> tuple[Trained, Trained]:
-    """Train the whole model, and the parallelized one at dp 2 with ZeRO; return the norms and weights of both."""
-    whole, model = decoder("llama"), decoder("llama")
+def _zero(stage: int, adapters: bool) -> tuple[Trained, Trained]:
+    """Train the whole model, and the parallelized one at dp 2 with ZeRO; return the norms and weights of both.
+
+    adapters: train those of PEFT alone.
+    """
+    whole, model = (_adapted("llama") if adapters else decoder("llama") for _ in range(2))
+    layers = model.get_submodule("base_model.model.model.layers" if adapters else "model.layers")
     mesh = mesh_of(2, 2)
     tpfuse.parallelize(model, mesh)
     engine: Any
     if stage == 3:
-        engine = FullySharded(model, mesh=mesh, units=model.model.layers)  # type: ignore[arg-type, union-attr]
+        engine = FullySharded(model, mesh=mesh, units=layers)
     else:
         engine = GradientBuckets(
             model, stage=stage, data_group=mesh.get_group("dp"), world_group=dist.group.WORLD, bucket_bytes=20_000
@@ -145,9 +149,13 @@ def test_autocast_trains_as_exactly_as_on_one_rank() -> None:
         assert 0 < _error(found, exact) < 1.2 * expected
 
 
-@pytest.mark.parametrize("stage", exhaustive(0, 1, 2, 3))
-def test_zero_trains_as_on_one_rank(stage: int) -> None:
-    _agree(pool(4).run(_zero, stage), 1e-9)
+@pytest.mark.parametrize(
+    ("stage", "adapters"), exhaustive((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))
+)
+def test_zero_trains_as_on_one_rank(stage: int, adapters: bool) -> None:
+    if adapters:
+        pytest.importorskip("peft")
+    _agree(pool(4).run(_zero, stage, adapters), 1e-9)
 
 
 # Models with PEFT's adapters: the family, what differs from the settings below, and what tpfuse leaves alone.
@@ -215,6 +223,19 @@ def test_lora_computes_as_in_the_untouched_model(world: int, case: str, sequence
     pytest.importorskip("peft")
     for reasons in pool(world).run(_lora, case, sequence_parallel):
         assert all("expected" in reasons[name] for name in ADAPTED[case][2])
+
+
+def _save_adapters(folder: Path) -> None:
+    _adapted("phi3").save_pretrained(folder / f"whole{dist.get_rank()}")
+    tpfuse.parallelize(_adapted("phi3"), mesh_of(1, 2)).save_pretrained(folder / "parallel")  # type: ignore[operator]
+
+
+@pytest.mark.exhaustive
+def test_adapters_are_saved_as_those_of_the_untouched_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pool(2).run(_save_adapters, tmp_path)
+    expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole0", "parallel"))
+    assert expected.keys() == found.keys() and all(torch.equal(x, found[name]) for name, x in expected.items())
 
 
 def _lora_dropout() -> Tensor:
