@@ -150,11 +150,16 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
     config: Any = model.config
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"context parallelism: {type(model).__name__} does not use transformers' AttentionInterface")
-    if model.base_model is not model and not _has_causal_loss(model):
+    if not _is_base(model) and not _has_causal_loss(model):
         raise ValueError(f"context parallelism: {type(model).__name__} is no base model and no causal language model")
     if "position_ids" not in inspect.signature(model.forward).parameters or not getattr(config, "is_causal", True):
         raise ValueError(f"context parallelism: {type(model).__name__} is no causal decoder with position_ids")
     context.check(context.size, config.num_attention_heads // tensor_ranks)
+
+
+def _is_base(model: Any) -> bool:
+    """Return whether the model is a decoder without a head; Gemma 3 of 4.57 with a head calls itself its base."""
+    return model.base_model is model and model.get_output_embeddings() is None
 
 
 def _has_causal_loss(model: Any) -> bool:
@@ -173,7 +178,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
         return
     register()
     their: Any = model
-    causal = _has_causal_loss(their) if their.base_model is not model else False
+    causal = not _is_base(their) and _has_causal_loss(their)
     head = their.get_output_embeddings() if causal else None
     sharded = isinstance(head, ConvertedColumnLinear) and head.gather_output and head.group is not None
     forward = ParallelForward(model, head if sharded else None, context if context.groups else None, tensor_mesh)
