@@ -67,7 +67,10 @@ def parallelize(
 
     The ranks of the mesh must draw equal random numbers, for dropout and for sampled tokens. So the call sets the
     states of torch's default generators to those of the mesh's first rank; whoever seeds them later must seed them
-    equally.
+    equally. Where attention drops probabilities, the first heads of all ranks draw the same mask, and so on.
+
+    With sequence_parallel the outputs of layers are shards of the sequence, also those that hooks and transformers'
+    output_hidden_states show.
 
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
     dimension, a pattern that matches no module, and for modules that a style cannot convert: sizes that the ranks do
