@@ -298,7 +298,9 @@ class SequenceShards:
 
     def after(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         """Return the output in the layout that the style promises."""
-        if self.gather_output is not None and self.mesh.size() > 1:
+        if self.gather_output is not None:
+            if self.mesh.size() == 1:
+                return out
             return gather_sequence(out, self.dim, self.mesh.get_group(), self.gather_output.value)
         if self.use_local_output:
             return out
