@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tpfuse.backend import chosen_implementation, chosen_kernels, implementation, kernels
 from tpfuse.cli import run
 from tpfuse.testing.command import Commands
 from tpfuse.train import hardware
@@ -29,6 +30,13 @@ def _signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _switches() -> Iterator[None]:
+    """Restores the kernels and the implementation, which a run in this process chooses."""
+    with kernels(chosen_kernels()), implementation(chosen_implementation()):
+        yield
 
 
 @pytest.fixture(scope="session")
