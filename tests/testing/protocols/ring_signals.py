@@ -1,4 +1,4 @@
-"""Signals for ring.py, in which semantics and scopes are written in every form that source code may have."""
+"""Signals for ring.py: semantics and scopes in every form of source code, and one call that has several lines."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,12 @@ import triton.language as tl
 @triton.jit
 def signal(flag_ptr, epoch):
     tl.debug_barrier()
-    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(
+        flag_ptr,
+        epoch,
+        sem="release",
+        scope="sys",
+    )
 
 
 @triton.jit
