@@ -30,7 +30,7 @@ from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
-from tpfuse.layers.parameter import Borrowed, OnMesh, local, sequence_back, sequence_first
+from tpfuse.layers.parameter import Borrowed, OnMesh, gather_features, local, sequence_back, sequence_first
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -54,10 +54,11 @@ class Removable(Protocol):
 
 @dataclass
 class Original:
-    """What `restore_module` needs: the class, attributes as they were, and the whole shapes of the parameters.
+    """A module as it was before its conversion, for `restore_module`.
 
-    attributes: the values that the conversion replaced; added: the names of attributes that it added; hooks: the
-    handles of the hooks that `parallelize` saw it register, and other changes that can be removed.
+    kind: its class; shapes: the whole shapes of its parameters; attributes: the values that the conversion replaced;
+    added: the names of attributes that it added; hooks: the handles of the hooks that `parallelize` saw it register,
+    and other changes that can be removed.
     """
 
     kind: type[nn.Module]
@@ -343,12 +344,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
         """Return `out` [..., this rank's features] in the layout that the module promises."""
         group = self.group
         if self.gather_output and group is not None:
-            width = -(-self.out_features // group.size())
-            if self.parts == 1:
-                out = gather_last(F.pad(out, (0, width - out.shape[-1])), group)[..., : self.out_features]
-            else:  # [.., rank, part, feature] -> [.., part, rank, feature]
-                out = gather_last(out, group)
-                out = out.reshape(*out.shape[:-1], group.size(), self.parts, -1).transpose(-3, -2).flatten(-3)
+            out = gather_features(out, self.out_features, self.parts, group)
         if self.use_local_output:
             return out
         layout = Replicate() if self.gather_output else Shard(out.ndim - 1)
@@ -454,9 +450,8 @@ class ReplicatedModule(Converted):
     """A module with any forward, whose own parameters are DTensors that every rank holds whole.
 
     During forward the module has plain tensors instead, and so have its children of this class, whose parameters it may
-    read without calling them. sum_gradients: each rank computes a part of the gradients, for
-    its tokens or its heads, and they are summed. The class of an instance is made of this one and of the module's own
-    by `combined_class`.
+    read without calling them. sum_gradients: each rank computes a part of the gradients, for its tokens or its heads,
+    and they are summed. The class of an instance is made of this one and of the module's own by `combined_class`.
     """
 
     sum_gradients: bool
@@ -526,9 +521,7 @@ def as_local(x: Tensor, dim: int | None, mesh: DeviceMesh | None) -> tuple[Tenso
     ranks = x.device_mesh.size()
     share = -(-x.shape[dim] // ranks)
     part = x.redistribute(placements=[Shard(dim)]).to_local()
-    if part.shape[dim] < share:
-        part = F.pad(part, (0, 0) * (x.ndim - 1 - dim) + (0, share - part.shape[dim]))
-    return part, False
+    return _padded(part, dim, share - part.shape[dim]), False
 
 
 def _as_dtensor(x: Tensor, mesh: DeviceMesh | None, layout: Replicate | Shard, shape: Sequence[int]) -> Tensor:
@@ -549,9 +542,11 @@ def shard_as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int, length: int) 
 
 def pad_sequence(x: Tensor, dim: int, ranks: int) -> Tensor:
     """Return x with zeros appended along `dim`, up to a multiple of the number of ranks."""
-    dim %= x.ndim
-    missing = -x.shape[dim] % ranks
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+    return _padded(x, dim, -x.shape[dim] % ranks)
+
+
+def _padded(x: Tensor, dim: int, zeros: int) -> Tensor:
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, zeros)) if zeros else x
 
 
 def gather_sequence(x: Tensor, dim: int, group: Any, length: int | None) -> Tensor:

@@ -86,7 +86,7 @@ def parallelize(
     kept: dict[str, str] = {}
     if not isinstance(plan, str):
         styles = _matched(model, plan)
-    elif plan not in ("auto",):
+    elif plan != "auto":
         raise ValueError(f'plan {plan!r}: expected "auto", or styles by patterns of module names')
     elif tensor_mesh is not None:
         recognised = recognise(model, ranks, sequence_parallel)

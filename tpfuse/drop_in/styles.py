@@ -52,6 +52,7 @@ from tpfuse.drop_in.converted import (
     split_sequence,
 )
 from tpfuse.layers.parameter import sequence_back, sequence_first, splits
+from tpfuse.layers.vocab_parallel_embedding import check_embedding
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
@@ -177,8 +178,8 @@ class FusedRowwiseParallel(RowwiseParallel):
 
     input_layouts: Shard(-1) (default), or Replicate(): the module takes this rank's slice of the features.
     output_layouts: Replicate() (default), or Shard(d): the output is this rank's shard along dimension d.
-    use_local_output: return a plain tensor. An nn.Embedding, or a subclass whose forward
-    calls that of nn.Embedding, is sharded by rows; its input is whole.
+    use_local_output: return a plain tensor. An nn.Embedding, or a subclass whose forward calls that of nn.Embedding, is
+    sharded by rows; its input is whole.
     """
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -192,9 +193,7 @@ class FusedRowwiseParallel(RowwiseParallel):
                 f"output_layouts {output_layout}: expected Replicate() or Shard(dimension of the sequence)"
             )
         if isinstance(module, nn.Embedding):
-            for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
-                if getattr(module, name) != off:
-                    raise ValueError(f"it has {name}={getattr(module, name)}: expected {off}")
+            check_embedding("it", module)
             return
         inner, _ = features(module)
         if not isinstance(input_layout, Replicate) and input_layout != Shard(-1):
@@ -426,9 +425,6 @@ class WholeSequences(ParallelStyle):
         self, *, sequence_dim: int = 1, length_arguments: Sequence[str] = (), length: "SequenceLength | None" = None
     ) -> None:
         self.sequence_dim, self.length_arguments, self.length = sequence_dim, tuple(length_arguments), length
-
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Accept every module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_arguments, self.length)

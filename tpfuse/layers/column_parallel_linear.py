@@ -17,6 +17,7 @@ from tpfuse.layers.parameter import (
     OnMesh,
     check_sequence_dim,
     empty_parameter,
+    gather_features,
     local_linear,
     reset_linear_,
     sequence_back,
@@ -25,7 +26,7 @@ from tpfuse.layers.parameter import (
     take_,
 )
 from tpfuse.ops.activation import GATED, check_activation
-from tpfuse.ops.collectives import gather_last, replicate
+from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 
@@ -131,10 +132,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         else:
             out = gemm(replicate(x, group), weight, bias, activation=self.activation)
         if self.gather_output and group is not None:
-            out = gather_last(out, group)
-            if self.parts > 1:  # [.., rank, part, feature] -> [.., part, rank, feature]
-                shape = (*out.shape[:-1], group.size(), self.parts, -1)
-                out = out.reshape(shape).transpose(-3, -2).flatten(-3)
+            out = gather_features(out, self.out_features, self.parts, group)
         return out
 
     @property

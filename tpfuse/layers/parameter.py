@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 from tpfuse.comm.layout import copy_whole_, from_local, local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
 from tpfuse.ops.autograd import apply
+from tpfuse.ops.collectives import gather_last
 
 
 class OnMesh:
@@ -135,6 +137,19 @@ def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tens
 def splits(size: int, most: int) -> str:
     """Return, as text, the numbers of ranks up to `most` that divide `size` features."""
     return ", ".join(str(tp) for tp in range(1, most + 1) if size % tp == 0)
+
+
+def gather_features(out: Tensor, size: int, parts: int, group: dist.ProcessGroup) -> Tensor:
+    """Return all `size` features of which `out` [..., n] has this rank's, on every rank.
+
+    parts: the matrices whose slices a rank's features are, concatenated; the ranks divide each. With one part the last
+    ranks may have fewer features.
+    """
+    if parts == 1:
+        widest = -(-size // group.size())
+        return gather_last(F.pad(out, (0, widest - out.shape[-1])), group)[..., :size]
+    out = gather_last(out, group)  # [.., rank, part, feature] -> [.., part, rank, feature]
+    return out.reshape(*out.shape[:-1], group.size(), parts, -1).transpose(-3, -2).flatten(-3)
 
 
 def offer_leaf(parameter: DTensor) -> Tensor:

@@ -3,7 +3,6 @@
 from typing import Any, NoReturn, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,17 +12,25 @@ from tpfuse.layers.parameter import (
     OnMesh,
     check_sequence_dim,
     empty_parameter,
+    gather_features,
     local,
     sequence_back,
     sequence_first,
     shared_generator,
     take_,
 )
-from tpfuse.ops.collectives import all_gather, gather_last, replicate
+from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
+
+
+def check_embedding(called: str, embedding: nn.Embedding) -> None:
+    """Raise ValueError for an embedding with max_norm, scale_grad_by_freq or sparse gradients. called: its name."""
+    for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        if getattr(embedding, name) != off:
+            raise ValueError(f"{called} has {name}={getattr(embedding, name)}: expected {off}")
 
 
 class VocabParallelEmbedding(OnMesh, nn.Embedding):
@@ -77,9 +84,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
         Raise ValueError for an embedding with max_norm, scale_grad_by_freq or sparse gradients: the layer has none.
         """
-        for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
-            if getattr(embedding, name) != off:
-                raise ValueError(f"embedding has {name}={getattr(embedding, name)}: expected {off}")
+        check_embedding("embedding", embedding)
         layer = cls(
             embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh, device="meta",
@@ -132,9 +137,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
             logits = gemm(replicate(x, group), weight)
         if not gather_output or group is None:
             return logits
-        widest = -(-self.num_embeddings // group.size())
-        padded = F.pad(logits, (0, widest - logits.shape[-1]))
-        return gather_last(padded, group)[..., : self.num_embeddings]
+        return gather_features(logits, self.num_embeddings, 1, group)
 
     def loss(self, x: Tensor, target: Tensor, weight: float) -> Tensor:
         """Return weight Σ cross_entropy(x wᵀ, target), float32 [], equal on all ranks.
