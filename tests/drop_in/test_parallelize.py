@@ -606,3 +606,42 @@ def _whole_input() -> None:
 
 def test_whole_input_where_a_shard_is_due_is_refused() -> None:
     pool(2).run(_whole_input)
+
+
+class _Scaled(ParallelStyle):
+    """A wrong style: it multiplies the output of a module by `factors` of each rank, or fails where one is None."""
+
+    def __init__(self, *factors: float | None) -> None:
+        self.factors = factors
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(self._scale)
+        return module
+
+    def _scale(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        factor = self.factors[dist.get_rank()]
+        if factor is None:
+            raise RuntimeError("the style does not fit")
+        return out * factor
+
+
+def _checked() -> None:
+    model = decoder("llama").train()
+    logits, anatomy = _logits(model).detach(), _anatomy(model)
+    for factors, error, message in (
+        ((1.5, 1.5), ValueError, "differ from the whole model's by 5.0e-01 of the largest"),
+        ((1.0, 1.5), ValueError, "the ranks' logits differ from each other"),
+        ((1.0, torch.nan), ValueError, "logits are not finite"),
+        ((None, None), RuntimeError, "the style does not fit"),
+    ):
+        with pytest.raises(error, match=message):
+            parallelize(model, tensor_mesh(), {"lm_head": _Scaled(*factors)}, check=True)
+        assert _anatomy(model) == anatomy and model.training
+        assert torch.equal(_logits(model), logits)
+    with pytest.raises(ValueError, match=r"no config\.vocab_size"):
+        parallelize(_plain(), tensor_mesh(), PLAN, check=True)
+    assert parallelize(model, tensor_mesh(), check=True).training
+
+
+def test_a_check_finds_wrong_logits_and_restores_the_model() -> None:
+    pool(2).run(_checked)

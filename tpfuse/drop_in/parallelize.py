@@ -118,7 +118,7 @@ def parallelize(
     if check:
         try:
             compare(before, small_forward(model, mesh.size()), mesh)
-        except ValueError:
+        except Exception:
             restore(model)
             raise
     return model
