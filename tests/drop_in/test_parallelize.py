@@ -147,7 +147,7 @@ def _hook(*args: Any) -> None:
     """A user's hook that changes nothing."""
 
 
-# What survives
+# These attributes of modules and models survive.
 
 
 def _mix() -> None:
@@ -324,7 +324,7 @@ def test_state_dicts_of_whole_tensors_make_the_round_trip(family: str) -> None:
     pool(2).run(_state_dicts, family)
 
 
-# What is left alone
+# These modules are left alone.
 
 
 class Experts(nn.Module):

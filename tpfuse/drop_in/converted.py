@@ -226,7 +226,7 @@ def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
 
 
 class Converted(OnMesh):
-    """What all converted modules have in common: tensors in their original shapes in state dicts.
+    """The base of all converted modules, whose tensors have their original shapes in state dicts.
 
     A packed parameter is a DTensor there too, but a copy, which a collective of its mesh makes.
     """

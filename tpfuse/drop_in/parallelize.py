@@ -26,7 +26,7 @@ Plan = str | Mapping[str, ParallelStyle]
 
 @dataclass(frozen=True)
 class Replacement:
-    """What `parallelize` did with one module, by a style. reason: why it keeps its own forward, "" if it does not."""
+    """The style that `parallelize` gave a module. reason: why it keeps its own forward, "" if it does not."""
 
     module: str
     kind: str

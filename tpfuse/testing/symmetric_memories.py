@@ -1,4 +1,4 @@
-"""What every kind of symmetric memory must do, with one rank or several, on CPUs or GPUs.
+"""A suite of tests that every kind of symmetric memory passes, with one rank or several, on CPUs or GPUs.
 
 `do` in these functions runs an action on the stream on which the memory signals; without streams it calls the action.
 """
