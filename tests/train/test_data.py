@@ -21,7 +21,7 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import (
     HEADER_BYTES,
-    MAGIC,
+    VERSIONS,
     DamagedTokens,
     TokenFiles,
     open_token_files,
@@ -37,11 +37,11 @@ def open_token_file(path: Path) -> TokenFiles:
     return open_token_files((path,), ByteTokenizer)
 
 
-def write_shard(path: Path, tokens: np.ndarray, magic: int = MAGIC) -> Path:
+def write_shard(path: Path, tokens: np.ndarray, magic: int = 20240520, dtype: str = "<u2") -> Path:
     """Writes a token file as llm.c's scripts do, without a JSON file."""
     header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, 1, len(tokens)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    header[:3] = magic, VERSIONS.get(magic, 1), len(tokens)
+    path.write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())
     return path
 
 
@@ -99,12 +99,29 @@ def test_token_file_is_llm_c_format(tmp_path: Path) -> None:
     assert written.open()[3:9].tobytes() == raw[1024 + 6 : 1024 + 18]
 
 
+def test_a_vocabulary_above_16_bits_has_tokens_of_32_bits(tmp_path: Path) -> None:
+    vocabulary = {f"w{index}": index for index in range(70_000)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    large = FileTokenizer(tokenizer.to_str())
+    tokens = large.encode("w3 w65536 w69999 w65535")
+    expected = [3, 65_536, 69_999, 65_535]
+    assert tokens.tolist() == expected and tokens.dtype == np.uint32
+    written = write_token_file(tmp_path, tokens, large, "test")
+    assert (tmp_path / "tokens.bin").read_bytes()[:8] == np.array([20240801, 7], "<i4").tobytes()
+    assert written.open()[:].tolist() == expected
+    other = write_shard(tmp_path / "llama3.bin", tokens[:3], magic=20240801, dtype="<u4")
+    assert open_token_files((other,), lambda: large).open()[1:3].tolist() == expected[1:3]
+    with pytest.raises(UserError, match="token 69999 at 2 is outside the vocabulary of 256"):
+        open_token_file(other)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda raw: raw[:10], "not a token file"),
         (lambda raw: b"", "not a token file"),
-        (lambda raw: np.int32(7).tobytes() + raw[4:], "found magic 7, expected magic 20240520"),
+        (lambda raw: np.int32(7).tobytes() + raw[4:], "found magic 7, expected magic 20240520 or 20240801"),
         (lambda raw: raw[:4] + np.int32(9).tobytes() + raw[8:], "version 9, expected 1"),
         (lambda raw: raw[:-2], "bytes, but"),
         (lambda raw: raw[:-2] + np.uint16(300).tobytes(), "token 300 at .* outside the vocabulary of 256"),

@@ -1,8 +1,10 @@
 """Token files in llm.c's .bin format. Several files are concatenated to one sequence.
 
-A .bin file begins with 256 int32: the magic 20240520, the version 1, the number of tokens, then zeros; uint16 tokens
-follow (github.com/karpathy/llm.c, dev/data). `tpfuse prepare` writes a JSON file beside it, with the tokenizer and the
-SHA-256 of the .bin file. The files of llm.c have no JSON file.
+A .bin file begins with 256 int32: a magic, a version, the number of tokens, then zeros. The tokens follow. With the
+magic 20240520 and the version 1 they are uint16; with 20240801 and 7, which llm.c uses for Llama 3, they are uint32
+(github.com/karpathy/llm.c, dev/data/data_common.py). tpfuse writes uint32 for vocabularies above 65,536 tokens.
+`tpfuse prepare` writes a JSON file beside it, with the tokenizer and the SHA-256 of the .bin file. The files of llm.c
+have no JSON file.
 
 Several files are one sequence in the order of their names, and a window of tokens may begin in one file and end in the
 next: batches do not depend on where the tokens were split. Scripts such as llm.c's fill a file to its last token and
@@ -27,10 +29,12 @@ import numpy as np
 
 from tpfuse.train.durable import replace_file
 from tpfuse.train.errors import UserError, of_disk
-from tpfuse.train.tokenizer import Tokenizer, Tokens, from_json
+from tpfuse.train.tokenizer import Tokenizer, Tokens, from_json, token_dtype
 from tpfuse.train.untrusted import Unreadable, check_regular, read_json
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+HEADER_BYTES = 1024
+VERSIONS = {20240520: 1, 20240801: 7}  # by magic
+DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # by magic
 _CHUNK = 1 << 24  # tokens that are written or verified at once
 _BLOCK = 2048  # tokens of each of the blocks by which a file without a JSON file is identified
 _VALIDATION = re.compile(r"(^|[^a-z])val(id(ation)?)?([^a-z]|$)")
@@ -51,14 +55,19 @@ class _File:
         self.path, self.count, self.vocab_size = path, count, vocab_size
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
+        magic = int.from_bytes(os.pread(self._descriptor, 4, 0), "little")
+        if magic not in DTYPES:
+            raise DamagedTokens(f"{path} is not a token file any more: found magic {magic}")
+        self.dtype = DTYPES[magic]
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Returns tokens [start, stop), which must be fewer than 2^30. Raises DamagedTokens."""
-        data = os.pread(self._descriptor, 2 * (stop - start), HEADER_BYTES + 2 * start)
-        if len(data) < 2 * (stop - start):
-            left = max(0, os.fstat(self._descriptor).st_size - HEADER_BYTES) // 2
+        """Returns tokens [start, stop), which must be fewer than 2^29. Raises DamagedTokens."""
+        width = self.dtype.itemsize
+        data = os.pread(self._descriptor, width * (stop - start), HEADER_BYTES + width * start)
+        if len(data) < width * (stop - start):
+            left = max(0, os.fstat(self._descriptor).st_size - HEADER_BYTES) // width
             raise DamagedTokens(f"{self.path} has become shorter: expected {self.count} tokens, found {left}")
-        tokens = np.frombuffer(data, dtype="<u2")
+        tokens: Tokens = np.frombuffer(data, dtype=self.dtype)
         if len(tokens) and tokens.max() >= self.vocab_size:
             index, token = start + int(tokens.argmax()), int(tokens.max())
             raise DamagedTokens(f"{self.path}: token {token} at {index} is outside the vocabulary of {self.vocab_size}")
@@ -172,12 +181,15 @@ def write_token_file(
     """Writes folder/NAME.bin and folder/NAME.json and returns them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
+    dtype = token_dtype(tokenizer.vocab_size)
+    magic = next(magic for magic, its in DTYPES.items() if its == dtype)
+    header[:3] = magic, VERSIONS[magic], len(tokens)
     digest = hashlib.sha256()
     path = folder / f"{name}.bin"
     staging = folder / f".staging-{path.name}"
     with staging.open("wb") as file:
-        for data in (header.tobytes(), *(tokens[i : i + _CHUNK].tobytes() for i in range(0, len(tokens), _CHUNK))):
+        chunks = (tokens[i : i + _CHUNK].astype(dtype) for i in range(0, len(tokens), _CHUNK))
+        for data in (header.tobytes(), *(chunk.tobytes() for chunk in chunks)):
             digest.update(data)
             file.write(data)
     description: dict[str, Any] = {
@@ -203,17 +215,18 @@ def _read_header(path: Path) -> bytes:
     except Unreadable as error:
         raise UserError(f"cannot read {path}: {error}") from None
     header = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<i4")
-    if len(raw) < HEADER_BYTES or header[0] != MAGIC:
+    if len(raw) < HEADER_BYTES or header[0] not in VERSIONS:
         found = f"magic {header[0]}" if len(header) else "an empty file"
         raise UserError(
-            f"{path} is not a token file: found {found}, expected magic {MAGIC}"
+            f"{path} is not a token file: found {found}, expected magic {' or '.join(map(str, VERSIONS))}"
             " (files of nanoGPT have no header: make one from the text with `tpfuse prepare`)"
         )
-    if header[1] != VERSION:
-        raise UserError(f"{path}: version {header[1]}, expected {VERSION} (uint16 tokens)")
-    count = int(header[2])
-    if size != HEADER_BYTES + 2 * count:
-        raise UserError(f"{path}: {size} bytes, but {count} tokens need {HEADER_BYTES + 2 * count}")
+    magic, version, count = header[:3].tolist()
+    if version != VERSIONS[magic]:
+        raise UserError(f"{path}: version {version}, expected {VERSIONS[magic]} ({DTYPES[magic]} tokens)")
+    expected = HEADER_BYTES + DTYPES[magic].itemsize * count
+    if size != expected:
+        raise UserError(f"{path}: {size} bytes, but {count} tokens need {expected}")
     return raw
 
 

@@ -14,10 +14,14 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tpfuse.train.errors import UserError
 from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_text
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]  # the latter for vocabularies above 65,536 tokens
 _GPT2_MODEL = "openai-community/gpt2"
 END_OF_TEXT = "<|endoftext|>"  # as GPT-2 names it
-LARGEST = 2**16  # the largest vocabulary, since token ids are stored in 16 bits
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    """Returns the dtype of token ids of a vocabulary, which is the same in memory and in token files."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class TokenSequence(Protocol):
@@ -77,8 +81,6 @@ class CharTokenizer:
     def of_text(cls, text: str) -> Self:
         """Returns the tokenizer of a text. Raises UserError if it has more than 65,536 different characters."""
         characters = "".join(sorted(set(text)))
-        if len(characters) > LARGEST:
-            raise UserError(f"the text has {len(characters)} different characters; at most {LARGEST} fit 16 bits")
         return cls(characters)
 
     def encode(self, text: str) -> Tokens:
@@ -87,7 +89,7 @@ class CharTokenizer:
         known = self._points[np.minimum(ids, self.vocab_size - 1)] == points
         if not known.all():
             raise UserError(f"the character {chr(points[~known][0])!r} is not among the {self.vocab_size} of the text")
-        return ids.astype(np.uint16)
+        return ids.astype(token_dtype(self.vocab_size))
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.characters[token] for token in tokens)
@@ -103,12 +105,11 @@ class FileTokenizer:
         self._text = text
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self.vocab_size = self._tokenizer.get_vocab_size()
-        if self.vocab_size > LARGEST:
-            raise UserError(f"the tokenizer has {self.vocab_size} tokens; at most {LARGEST} fit 16 bits")
         self.end_of_text: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
 
     def encode(self, text: str) -> Tokens:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=token_dtype(self.vocab_size))
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
