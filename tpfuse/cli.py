@@ -180,7 +180,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a GPT on text, on one rank or many"),
     "evaluate": (_evaluate, "measure the loss of a trained model on a whole text"),
     "sample": (_sample, "generate text with a trained model"),
-    "export": (_export, "write a trained model as a Hugging Face GPT-2"),
+    "export": (_export, "write a trained model for Hugging Face's transformers"),
     "memory": (_memory, "count the memory that each rank of a run will hold"),
     "prepare": (_prepare, "turn text into a token file"),
     "verify": (_verify, "compare every kernel with its reference on this machine"),

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.initialize import initialize
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.command import Commands
 from tpfuse.train import evaluate
+from tpfuse.train.language_model import language_model
+from tpfuse.train.options import TrainCommand
 from tpfuse.train.token_file import write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer
 
@@ -23,17 +24,17 @@ CPU = torch.device("cpu")
 def test_every_token_is_predicted_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has 3 windows of 8 tokens."""
     monkeypatch.setattr(evaluate, "_TOKENS", 24)
-    model = GPT(GPTConfig(61, 8, 16, 2, 4), dtype=torch.float64)
-    initialize(model, 1)
+    model = language_model(GPTConfig(61, 8, 16, 2, 4), TrainCommand(), None, CPU, torch.float64)
+    model.draw(1)
     tokens = np.random.default_rng(count).integers(0, 61, count).astype(np.uint16)
     expected = 0.0
     for target in range(1, count):
         start = (target - 1) // 8 * 8
         ids = torch.from_numpy(tokens[start:target].astype(np.int64))
         with torch.no_grad():
-            logits = model(ids[None])[0, -1]
+            logits = model.module(ids[None])[0, -1]
         expected += F.cross_entropy(logits, torch.tensor(int(tokens[target]))).item()
-    assert evaluate.mean_loss(model.eval(), tokens, CPU) == pytest.approx(expected / (count - 1), rel=1e-10)
+    assert evaluate.mean_loss(model, tokens, CPU) == pytest.approx(expected / (count - 1), rel=1e-10)
 
 
 # Loss, perplexity, bits per byte, the number of tokens and their source.

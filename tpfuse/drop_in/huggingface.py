@@ -45,7 +45,7 @@ no weights of another shape than in the file.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -122,6 +122,40 @@ def outermost(model: nn.Module) -> nn.Module | None:
             if base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils":
                 return module
     return None
+
+
+def configuration(settings: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a model with this config.json. Raise ValueError if it cannot be used."""
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        raise ValueError("transformers is not installed: pip install transformers") from None
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ValueError(f"model_type is {kind!r}: expected a model that transformers knows")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(settings))
+    except Exception as error:  # each class checks its values in a way of its own
+        raise ValueError(f"transformers refuses the configuration: {' '.join(str(error).split())[:200]}") from error
+
+
+def causal_model(settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Return a causal language model with this config.json and random weights. Raise ValueError if there is none."""
+    config = configuration(settings)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except Exception as error:  # a wrong size may fail anywhere in the model
+        raise ValueError(f"transformers cannot make the model: {' '.join(str(error).split())[:200]}") from error
+
+
+def quiet() -> None:
+    """Silence the warnings and the progress bars of transformers in this process: commands print what users need."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def register() -> None:

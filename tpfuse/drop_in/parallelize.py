@@ -124,6 +124,17 @@ def parallelize(
     return model
 
 
+def outlined_shards(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return this rank's model after `parallelize(model, mesh)`, on the meta device and without communication.
+
+    mesh: one-dimensional. It shows the shapes of the shards. Raise ValueError as `parallelize` does.
+    """
+    recognised = recognise(model, mesh.size(), sequence_parallel=True)
+    shards = outline(model, {})
+    _apply(shards, mesh, recognised.styles, recognised.kept, None)
+    return shards
+
+
 def replacements(model: nn.Module) -> list[Replacement]:
     """Return what `parallelize` did with each module of its plan. Raise ValueError for another model."""
     done: list[Replacement] | None = model.__dict__.get("replacements")

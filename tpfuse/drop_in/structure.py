@@ -61,6 +61,7 @@ _LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _LENGTHS = ("position_ids", "cache_position")  # GPT-2 of transformers 4 gives its attention the latter alone
 _HEADS = ("lm_head", "embed_out")
+_NO_DECODER = "found no list of layers with an attention that tpfuse knows"
 
 
 @dataclass
@@ -93,9 +94,7 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     plan, length = Recognised(), SequenceLength()
     decoders = list(_decoders(model))
     if not decoders:
-        raise ValueError(
-            'plan "auto": found no list of layers with an attention that it knows; give a plan {"pattern": style, …}'
-        )
+        raise ValueError(f'plan "auto": {_NO_DECODER}; give a plan {{"pattern": style, …}}')
     for name, base, layers in decoders:
         _plan_decoder(plan, name, base, layers, ranks, length if sequence_parallel else None)
     for name, module in model.named_modules():
@@ -123,6 +122,15 @@ def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 _match(part, _ATTENTION) for layer in layers for part in layer.children()
             ):
                 yield name, module, child
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the layers of a model's decoder. Raise ValueError if it has none with an attention that is known."""
+    for _, decoder, layers in _decoders(model):
+        found = getattr(decoder, layers)
+        assert isinstance(found, nn.ModuleList)
+        return found
+    raise ValueError(_NO_DECODER)
 
 
 def _join(*names: str) -> str:

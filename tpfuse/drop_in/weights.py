@@ -9,7 +9,7 @@ No rank ever holds more than its shards and one whole parameter while it loads.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -157,12 +157,13 @@ def _check_tensor(tensor: StoredTensor, value: Tensor) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, found: dict[str, list[StoredTensor]], device: torch.device | str) -> None:
+def load_weights(model: nn.Module, found: Mapping[str, Sequence[StoredTensor]], device: torch.device | str) -> None:
     """Fill a parallelized model with what `find_weights` found for it before: each rank reads its own slices alone.
 
     Parameters on the meta device are replaced by parameters on `device`, shared ones by one, and buffers move there.
-    Tensors of any float dtype are converted to the dtype that the parameter has. Raise ValueError for files that cannot
-    be read any more, and for tensors of one shared parameter that differ.
+    Parameters for which nothing was found are left uninitialised. Tensors of any float dtype are converted to the dtype
+    that the parameter has. Raise ValueError for files that cannot be read any more, and for tensors of one shared
+    parameter that differ.
     """
     filled: dict[int, tuple[Parameter, Parameter]] = {}
     for path, module in model.named_modules():
@@ -172,8 +173,8 @@ def load_weights(model: nn.Module, found: dict[str, list[StoredTensor]], device:
                 continue
             if id(parameter) not in filled:
                 new = parameter if has_values(parameter) else _allocated(parameter, device)
-                for index, tensor in enumerate(found[prefix + name]):
-                    _read(new, tensor, compare=index > 0)
+                local, slices = local_tensor(new), local_slices(new)
+                read_shard(local, slices, new.shape, found.get(prefix + name, ()))
                 filled[id(parameter)] = parameter, new
             module._parameters[name] = filled[id(parameter)][1]
         for name, buffer in list(module._buffers.items()):
@@ -190,27 +191,29 @@ def _allocated(parameter: Parameter, device: torch.device | str) -> Parameter:
     return new
 
 
-def _read(parameter: Parameter, tensor: StoredTensor, *, compare: bool) -> None:
-    """Read this rank's shard of a parameter, or (compare) raise ValueError if it is not the one in memory."""
-    local = local_tensor(parameter)
-    if not local.numel():
-        return
-    for target, slices in _pieces(local, local_slices(parameter), parameter.shape, tensor.shape):
-        part = tensor[tuple(slice(*bounds) for bounds in slices)]
-        if not compare:
-            target.copy_(part)
-        elif not torch.equal(target, part.to(target)):
-            raise ValueError(f"{tensor.file}: {tensor.name} differs from another tensor, but the model shares them")
+def read_shard(local: Tensor, slices: Slices, shape: Sequence[int], tensors: Sequence[StoredTensor]) -> None:
+    """Fill a shard, the `slices` of a parameter of `shape`, from a file's tensor. All `tensors` must be equal there.
 
-
-def _pieces(
-    local: Tensor, slices: Slices, shape: torch.Size, stored: torch.Size
-) -> Iterator[tuple[Tensor, tuple[tuple[int, int], ...]]]:
-    """Yield (piece of this rank's shard, [start, stop) of it in the dimensions of the tensor in the file).
-
-    A parameter whose `shape` is not that of the tensor in the file has a dimension of it as two: (parts, rows).
+    Raise ValueError for tensors that differ, and for files that cannot be read.
     """
-    if shape == stored:
+    for index, tensor in enumerate(tensors if local.numel() else ()):
+        for target, ranges in file_pieces(local, slices, shape, tensor.shape):
+            part = tensor[tuple(slice(*bounds) for bounds in ranges)]
+            if index == 0:
+                target.copy_(part)
+            elif not torch.equal(target, part.to(target)):
+                raise ValueError(f"{tensor.file}: {tensor.name} differs from another tensor, but the model shares them")
+
+
+def file_pieces(
+    local: Tensor, slices: Slices, shape: Sequence[int], stored: Sequence[int]
+) -> Iterator[tuple[Tensor, Slices]]:
+    """Yield (piece of this rank's shard, [start, stop) of it in each dimension of the tensor in a file).
+
+    local: the `slices` of a parameter of `shape`. stored: the shape of the tensor in the file. If it is not `shape`,
+    the parameter has a dimension of it as two: (parts, rows).
+    """
+    if tuple(shape) == tuple(stored):
         yield local, slices
         return
     dim = next(dim for dim in range(len(stored)) if shape[dim] * shape[dim + 1] == stored[dim] != shape[dim])

@@ -22,11 +22,17 @@ import tpfuse.models
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
 from tpfuse.train.messages import nearest
-from tpfuse.train.options import PrepareCommand, Preset, TrainCommand
+from tpfuse.train.options import ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.untrusted import Unreadable, quoted
 
 T = TypeVar("T")
 PRESETS: tuple[str, ...] = get_args(Preset)
+_SHAPE = tuple(item.name for item in fields(ModelOptions) if item.name not in ("from_", "n_positions"))
+
+
+def _key(field: str) -> str:
+    """Returns the key of a field in TOML. A field that would be a keyword of Python, such as from, ends in _."""
+    return field.rstrip("_")
 
 
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -34,7 +40,7 @@ def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(kind)
     for item in fields(kind):
         hint = hints[item.name]
-        name = prefix + item.name.replace("_", "-")
+        name = prefix + _key(item.name).replace("_", "-")
         if isinstance(hint, type) and is_dataclass(hint):
             yield from _flags(hint, name + ".")
         else:
@@ -135,13 +141,14 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
 def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """Returns `options` with the values of a TOML table. Raises UserError for unknown keys and wrong types."""
     hints = get_type_hints(type(options))
-    names = [item.name for item in fields(options)]  # type: ignore[arg-type]
+    names = {_key(item.name): item.name for item in fields(options)}  # type: ignore[arg-type]
     changes = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         where = f"{source}: {prefix}{key}"
         if name not in names or (not prefix and name in ("config", "resume")):
-            raise UserError(f"{where} is not known{nearest(name, names)}")
+            raise UserError(f"{where} is not known{nearest(name, list(names))}")
+        name = names[name]
         current = getattr(options, name)
         if is_dataclass(current):
             if not isinstance(value, dict):
@@ -181,28 +188,55 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     if file is not None:
         sources.append((file, read_toml(Path(file))))
     preset, weights = flag_value(arguments, "--model.preset"), flag_value(arguments, "--init-from")
+    decoder = flag_value(arguments, "--model.from")
     for _, table in reversed(sources):
         model = table.get("model")
-        if preset is None and isinstance(model, dict) and "preset" in model:
-            preset = str(model["preset"])
+        if isinstance(model, dict):
+            preset = preset or (str(model["preset"]) if "preset" in model else None)
+            decoder = decoder or model.get("from")
         weights = weights or table.get("init_from", table.get("init-from"))
-    inherited: dict[str, Any] = {}
-    if isinstance(weights, str) and "--resume" not in arguments:  # a run's config.toml has these values too
-        from tpfuse.train.initial_weights import inherited_options  # this imports torch
-
-        inherited = inherited_options(Path(weights))
+    source, inherited = f"--init-from {weights}", {}
+    if isinstance(decoder, str):
+        _check_alone(decoder, arguments, sources)
+        source = f"--model.from {decoder}"
+        inherited = {} if "--resume" in arguments else _inherited(decoder, decodes=True)
+    elif isinstance(weights, str) and "--resume" not in arguments:  # a run's config.toml has these values too
+        inherited = _inherited(weights, decodes=False)
     options = TrainCommand()
     if preset is not None:
-        options = overlaid(options, inherited, f"--init-from {weights}")
+        options = overlaid(options, inherited, source)
         inherited.pop("model", None)
     preset = preset or options.model.preset
-    if preset in PRESETS:  # otherwise the parser below, or the TOML check, raises the error
+    # For another preset the parser below, or the TOML check, raises the error.
+    if preset in PRESETS and not isinstance(decoder, str):
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
-    options = overlaid(options, inherited, f"--init-from {weights}")
-    for source, table in sources:
-        options = overlaid(options, table, source)
+    options = overlaid(options, inherited, source)
+    for file, table in sources:
+        options = overlaid(options, table, file)
     return parse_command(TrainCommand, arguments, "train", options)
+
+
+def _inherited(folder: str, *, decodes: bool) -> dict[str, Any]:
+    """Returns the options that --init-from, or (decodes) --model.from, determines. Raises UserError."""
+    from tpfuse.train.initial_weights import decoder_options, inherited_options  # this imports torch
+
+    return decoder_options(Path(folder)) if decodes else inherited_options(Path(folder))
+
+
+def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raises UserError if an option stands beside --model.from that config.json of the folder determines."""
+    given = [name for name in _SHAPE if flag_value(arguments, f"--model.{name.replace('_', '-')}") is not None]
+    given += [f"no-{name}" for name in ("bias",) if "--model.no-bias" in arguments]
+    flags = [f"--model.{name.replace('_', '-')}" for name in given]
+    for file, table in sources:
+        keys = {key.replace("-", "_") for key in table.get("model", {})}
+        flags += [f"{file}: model.{name}" for name in _SHAPE if name in keys]
+        flags += [f"{file}: init_from"] if {"init_from", "init-from"} & set(table) else []
+    if flag_value(arguments, "--init-from") is not None:
+        flags.append("--init-from")
+    if flags:
+        raise UserError(f"--model.from {decoder} names the whole model and its weights: leave out {', '.join(flags)}")
 
 
 def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
@@ -223,11 +257,13 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
     document = asdict(options)
     for name in ("out", "resume", "config"):
         del document[name]
+    if options.model.from_ is not None:
+        document["model"] = {"from_": options.model.from_, "n_positions": options.model.n_positions}
     return _written(document)
 
 
 def _written(table: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a table that TOML can hold: paths become strings, and values that are not set are left out."""
-    given = {key: value for key, value in table.items() if value is not None}
+    given = {_key(key): value for key, value in table.items() if value is not None}
     tables = {key: _written(value) for key, value in given.items() if isinstance(value, dict)}
     return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()} | tables

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tpfuse.models.gpt import GPT
 from tpfuse.train.config import parse_train
 from tpfuse.train.corpus import read_text
 from tpfuse.train.data import kept_tokens, open_files_of, read_data, store
 from tpfuse.train.errors import UserError
+from tpfuse.train.language_model import LanguageModel
 from tpfuse.train.sample import load_run
 from tpfuse.train.token_file import token_paths
 from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence
@@ -19,7 +19,7 @@ _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
 
 
 @torch.no_grad()
-def mean_loss(model: GPT, tokens: TokenSequence, device: torch.device) -> float:
+def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device) -> float:
     """Returns the mean loss in nats over tokens 1 to n - 1 of n, each of which is predicted once.
 
     The windows of n_positions tokens are contiguous and do not overlap. The last one may be shorter.
@@ -32,9 +32,9 @@ def mean_loss(model: GPT, tokens: TokenSequence, device: torch.device) -> float:
         whole = (len(both) - 1) // length * length
         if whole:
             ids, targets = both[:whole].view(-1, length), both[1 : whole + 1].view(-1, length)
-            total += model(ids, targets, loss_weight=1.0).item()
+            total += model.loss(ids, targets, 1.0).item()
         if whole < len(both) - 1:
-            total += model(both[None, whole:-1], both[None, whole + 1 :], loss_weight=1.0).item()
+            total += model.loss(both[None, whole:-1], both[None, whole + 1 :], 1.0).item()
     return total / (len(tokens) - 1)
 
 

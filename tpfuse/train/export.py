@@ -1,4 +1,4 @@
-"""`tpfuse export` writes the newest good checkpoint of a run as a Hugging Face GPT-2."""
+"""`tpfuse export` writes the newest good checkpoint of a run as a folder of Hugging Face's transformers."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,18 @@ from typing import Any
 
 import torch
 
+from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
+from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.sample import load_run
 from tpfuse.train.tokenizer import END_OF_TEXT
 
 
 def export(run: Path, folder: Path) -> str:
-    """Writes config.json and model.safetensors, and the files of the tokenizer if the tokenizers library has made it.
+    """Writes config.json and safetensors files, and the files of the tokenizer if the tokenizers library has made it.
+
+    The GPT becomes a GPT-2; a model of transformers keeps its small files, such as those of its tokenizer.
 
     Weights are the float32 masters (float64 if the run was trained in float64). Returns in words what was written and
     what was not. Raises UserError if the folder is not empty or the run has no checkpoint, CheckpointError if all
@@ -23,15 +27,19 @@ def export(run: Path, folder: Path) -> str:
         raise UserError(f"{folder} exists and is not empty: choose a new folder")
     model, tokenizer = load_run(run, torch.device("cpu"))
     folder.mkdir(parents=True, exist_ok=True)
-    description = tokenizer.as_json()
-    written = "config.json, model.safetensors"
-    if description["kind"] == "tokenizers":
-        _write_tokenizer(folder, description["json"], model.config.n_positions, tokenizer.end_of_text is not None)
-        written += ", tokenizer.json, tokenizer_config.json"
+    description, config, module = tokenizer.as_json(), model.config, model.module
+    if isinstance(module, GPT):
+        save_pretrained(module, folder)
     else:
-        written += f" (no tokenizer: Hugging Face has none for {description['kind']})"
-    save_pretrained(model, folder)
-    return f"{folder}: {written}"
+        module.save_pretrained(folder)  # type: ignore[operator]
+    left_out = f" (no tokenizer: Hugging Face has none for {description['kind']})"
+    if description["kind"] == "tokenizers":
+        longest = config.longest if isinstance(config, DecoderConfig) else config.n_positions
+        _write_tokenizer(folder, description["json"], longest, tokenizer.end_of_text is not None)
+        left_out = ""
+    for name, text in config.files.items() if isinstance(config, DecoderConfig) else ():
+        (folder / name).write_text(text, encoding="utf-8")
+    return f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}{left_out}"
 
 
 def _write_tokenizer(folder: Path, text: str, longest: int, ends: bool) -> None:

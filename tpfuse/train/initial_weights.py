@@ -4,18 +4,23 @@ A folder with config.json is a Hugging Face GPT-2, and a folder with config.toml
 model's shape and the tokenizer unless flags or files of the user do (`inherited_options`). Before ranks start, the
 shapes of its weights are compared with the options (`find_source`), and then each rank reads its own shards
 (`load_weights`). The run takes only the weights: it begins at step 0, with a fresh optimizer.
+
+`--model.from` does the same with a model of transformers, which stays one, and whose folder may have no weights.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tpfuse.drop_in.weights import read_shard
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
 from tpfuse.train.checkpoint import Shards, open_checkpoint
+from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
+from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.options import ModelOptions, TrainCommand
-from tpfuse.train.saved_state import open_run, saved_state
+from tpfuse.train.saved_state import fits, open_run, saved_state
 from tpfuse.train.tokenizer import Tokenizer
 from tpfuse.train.untrusted import Unreadable, check, read_toml
 
@@ -27,26 +32,26 @@ _POSITIONS = "transformer.wpe.weight"
 class Source:
     """The location of the weights, and the model and the tokenizer that they belong to.
 
-    name: the folder that the user named. folder: the folder to read, which is a Hugging Face folder or a checkpoint.
-    tokenizer: the tokenizer of the run; None for a Hugging Face folder.
+    name: the option and the folder that the user gave. folder: the folder to read, which is a Hugging Face folder or a
+    checkpoint; None for random weights. tokenizer: the tokenizer of the run; None for a Hugging Face folder.
     """
 
-    name: Path
-    folder: Path
-    config: GPTConfig
+    name: str
+    folder: Path | None
+    config: ModelConfig
     tokenizer: Tokenizer | None
 
-    def weights_for(self, tokenizer: Tokenizer) -> Path:
+    def weights_for(self, tokenizer: Tokenizer) -> Path | None:
         """Returns the folder to read. Raises UserError if `tokenizer`, which encoded the text, is not the model's."""
-        if tokenizer.vocab_size != self.config.vocab_size:
+        if not fits(tokenizer, self.config):
             raise UserError(
-                f"--init-from {self.name}: the model has {self.config.vocab_size} tokens, the text's tokenizer"
+                f"{self.name}: the model has {self.config.vocab_size} tokens, the text's tokenizer"
                 f" {tokenizer.vocab_size}: give the model's --data.tokenizer, or text that was prepared with it"
             )
         if self.tokenizer is not None and tokenizer.as_json() != self.tokenizer.as_json():
             raise UserError(
-                f"--init-from {self.name}: the text's tokenizer is not the one that the model was trained with:"
-                f" leave --data.tokenizer out, or prepare the text with {self.name / 'tokenizer.json'}"
+                f"{self.name}: the text's tokenizer is not the one that the model was trained with: leave"
+                " --data.tokenizer out, or prepare the text with the run's tokenizer.json"
             )
         return self.folder
 
@@ -80,26 +85,47 @@ def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
     return {"model": {name: model[name] for name in _SHAPE if name in model}, "data": data}
 
 
+def decoder_options(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns the options that --model.from determines unless the user does, as tables of TOML.
+
+    They are the length of sequences and the tokenizer: tokenizer.json of the folder, or, if there is none, gpt2 or
+    bytes for a vocabulary of their size. Raises UserError for a folder without a model of transformers.
+    """
+    try:
+        config = DecoderConfig.read(folder)
+    except ValueError as error:
+        raise UserError(f"--model.from {error}") from None
+    tokenizer = folder / "tokenizer.json"
+    named = {GPTConfig().vocab_size: "gpt2", 256: "bytes"}.get(config.vocab_size, str(tokenizer))
+    return {
+        "model": {"n_positions": config.n_positions},
+        "data": {"tokenizer": str(tokenizer) if tokenizer.is_file() else named},
+    }
+
+
 def _is_huggingface(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def find_source(options: TrainCommand) -> Source | None:
-    """Checks the files of the source that `--init-from` names, and returns it; None if the option was not given.
+def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
+    """Checks the files of the source that an option names, and returns it; None if no option was given.
 
-    Raises UserError if its model is not that of the options, and CheckpointError if all checkpoints are damaged.
+    config: the model of the options. Raises UserError if it is not the source's, and CheckpointError if all checkpoints
+    are damaged.
     """
+    if isinstance(config, DecoderConfig):
+        return _decoder_source(options.model.from_ or Path(), config)
     name = options.init_from
     if name is None:
         return None
     if _is_huggingface(name):
         try:
-            source = Source(name, name, open_pretrained(name).config, None)
+            source = Source(f"--init-from {name}", name, open_pretrained(name).config, None)
         except ValueError as error:
             raise UserError(f"--init-from {error}") from None
     else:
-        saved, state, config, tokenizer = open_run(name)
-        source = Source(name, saved.folder, config, tokenizer)
+        saved, state, theirs, tokenizer = open_run(name)
+        source = Source(f"--init-from {name}", saved.folder, theirs, tokenizer)
         if (state["dtype"] == "float64") != (options.train.dtype == "float64"):
             raise UserError(
                 f"--init-from {name} with --train.dtype {options.train.dtype}: the run was trained in {state['dtype']}"
@@ -108,7 +134,24 @@ def find_source(options: TrainCommand) -> Source | None:
     return source
 
 
+def _decoder_source(folder: Path, config: DecoderConfig) -> Source:
+    name = f"--model.from {folder}"
+    if not [*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")]:
+        return Source(name, None, config, None)
+    try:
+        config.find_weights(folder)
+    except ValueError as error:
+        raise UserError(f"--model.from {error}") from None
+    return Source(name, folder, config, None)
+
+
 def _check_shape(source: Source, model: ModelOptions) -> None:
+    if isinstance(source.config, DecoderConfig):
+        kind = source.config.settings["model_type"]
+        raise UserError(
+            f"{source.name}: the run's model is a {kind} of transformers: write it with `tpfuse export RUN FOLDER`, and"
+            " give --model.from FOLDER"
+        )
     pairs = {name: (getattr(source.config, name), getattr(model, name)) for name in _SHAPE}
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if model.n_positions < source.config.n_positions:
@@ -118,18 +161,27 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
             f"{name} is {theirs} in the source and {ours} in the options" for name, (theirs, ours) in differing.items()
         )
         raise UserError(
-            f"--init-from {source.name} with a different model: {changes}; leave these options out (--model.dropout and"
+            f"{source.name} with a different model: {changes}; leave these options out (--model.dropout and"
             " a smaller --model.n-positions may differ)"
         )
 
 
-def load_weights(folder: Path, shards: Shards) -> None:
+def load_weights(folder: Path, config: ModelConfig, shards: Shards) -> None:
     """Fills the shards "model.NAME" of this rank from a source's folder, and no others.
 
     A shorter position table takes the first rows of the source's table. Raises UserError or CheckpointError if the
     folder has changed since `find_source` checked it.
     """
     held = {name: shards[name] for name in shards if name.startswith("model.")}
+    if isinstance(config, DecoderConfig):
+        try:
+            found = config.find_weights(folder)
+            for name, each in held.items():
+                for shard in each:
+                    read_shard(shard.tensor.detach(), shard.slices, shard.shape, found[name.removeprefix("model.")])
+        except ValueError as error:
+            raise UserError(f"--model.from {error}") from None
+        return
     if _is_huggingface(folder):
         try:
             pretrained = open_pretrained(folder)
@@ -140,7 +192,7 @@ def load_weights(folder: Path, shards: Shards) -> None:
             raise UserError(f"--init-from {error}") from None
         return
     saved = open_checkpoint(folder)
-    config = saved_state(saved)[1]
+    theirs = saved_state(saved)[1]
     positions = f"model.{_POSITIONS}"
-    whole = (config.n_positions, config.n_embd)
+    whole = (theirs.n_positions, theirs.n_embd)
     saved.load(held | {positions: [replace(shard, shape=whole) for shard in held.get(positions, [])]})

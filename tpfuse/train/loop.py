@@ -2,7 +2,6 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -23,10 +22,11 @@ from tpfuse.comm.measurement import measuring
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.layers.explain import plans, summary
-from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
+from tpfuse.train.config import resolved
+from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
 from tpfuse.train.hardware import (
     expand_segments,
@@ -38,6 +38,7 @@ from tpfuse.train.hardware import (
     set_threads,
 )
 from tpfuse.train.initial_weights import load_weights
+from tpfuse.train.language_model import as_json as model_as_json
 from tpfuse.train.launch import RankInfo, device_of, join
 from tpfuse.train.memory import count_on
 from tpfuse.train.messages import program, say, warn
@@ -134,14 +135,18 @@ class TrainingLoop:
         self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch)
         self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
         held = held_bytes(device)
-        self.trainer = Trainer(run.options, run.config, mesh, device)
+        draw = run.checkpoint is None and run.weights is None
+        try:
+            self.trainer = Trainer(run.options, run.config, mesh, device, draw=draw)
+        except ValueError as error:
+            raise RunError(str(error), UserError.status) from error
         self.held_before = held  # bytes that Python and torch themselves hold
         self.decisions: dict[str, Decision] = {}  # the implementations by which the ranks compute their products
         if run.checkpoint is not None:
             self._resume(run.checkpoint)
         elif run.weights is not None:
             weights, shards = run.weights, self.trainer.shards()
-            self._on_all_ranks(lambda: load_weights(weights, shards))
+            self._on_all_ranks(lambda: load_weights(weights, run.config, shards))
             self.trainer.optimizer.publish()
         self.peak, self.peak_source = peak_flops(device, self.trainer.compute_dtype)
         self.val_loss: float | None = None
@@ -215,9 +220,10 @@ class TrainingLoop:
         threads = f", {count} thread{'s' * (count > 1)} each" if self.device.type == "cpu" else ""
         if self.run.weights is not None:
             say(f"weights  from {self.run.weights}")
-        say(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
+        kind = f"{config.settings['model_type']}, " if isinstance(config, DecoderConfig) else ""
+        say(f"model    {kind}{config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
         say(f"text     {self._described_data()}, vocabulary {config.vocab_size}")
-        context = trainer.model.context
+        context = trainer.context
         cp = f" x cp {context.size}" if context.size > 1 else ""
         layout = f"tp {trainer.tp}{cp} x dp {trainer.dp} on {self.device.type}"
         say(f"ranks    {layout}{threads}, {self._precision()}, {self._kernels()}")
@@ -240,7 +246,7 @@ class TrainingLoop:
 
     def _counted(self) -> str:
         """Returns in words the memory that `tpfuse memory` counts for this rank."""
-        stage, mesh = self.options.zero.stage, self.trainer.model.device_mesh
+        stage, mesh = self.options.zero.stage, self.trainer.language_model.device_mesh
         account = count_on(mesh, self.options, self.run.config, (stage,)).accounts[stage]
         kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
         sizes = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
@@ -340,7 +346,7 @@ class TrainingLoop:
     ) -> Row:
         """Returns the row of a step. interval: (steps, seconds) since the last row, without evaluation and saving."""
         speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
-        flops = speed * self.trainer.model.flops_per_token() / self.info.world
+        flops = speed * self.trainer.language_model.flops_per_token() / self.info.world
         if self.device.type == "cpu":
             self.peak = max(self.peak, flops)  # another process may have slowed down the probe
         return Row(
@@ -372,12 +378,12 @@ class TrainingLoop:
                 f"step {trainer.step}: after the update the loss is {loss}; not saved, the last checkpoint is untouched"
             )
         state: dict[str, Any] = trainer.state()
-        state["model"] = asdict(self.run.config)
+        state["model"] = model_as_json(self.run.config)
         state["dtype"] = self.options.train.dtype
         state["data"] |= self.data.digests()
         state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
         state["versions"] = {"tpfuse": tpfuse.__version__, "torch": torch.__version__, "numpy": np.__version__}
-        state["config"] = _plain(asdict(self.options))
+        state["config"] = resolved(self.options)
         state["decisions"] = {"machine": machine(self.device.type), "cases": as_json(self.decisions)}
         saved = checkpoint.save(
             self.run.folder,
@@ -398,8 +404,11 @@ class TrainingLoop:
     def _conclude(self, seconds: float) -> None:
         """Prints the last lines: losses, a sample, and the files. It is collective, since all ranks generate."""
         start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
-        count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
-        ids = generate(self.trainer.model, start.unsqueeze(0), count, temperature=0.8, top_k=None, seed=0)
+        config = self.run.config
+        count = min(_SAMPLE_TOKENS, 4 * config.n_positions)
+        if isinstance(config, DecoderConfig):
+            count = min(count, config.longest - 1)
+        ids = self.trainer.language_model.generate(start.unsqueeze(0), count, temperature=0.8, top_k=None)
         if not self.first:
             return
         folder, vocabulary = self.run.folder, self.run.config.vocab_size
@@ -430,10 +439,3 @@ class TrainingLoop:
 def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:
     """Returns the mean number of seconds of a step over intervals of (steps, seconds)."""
     return sum(seconds for _, seconds in intervals) / sum(steps for steps, _ in intervals)
-
-
-def _plain(tree: Any) -> Any:
-    """Returns the tree as dictionaries, lists and scalars for JSON."""
-    if isinstance(tree, dict):
-        return {key: _plain(value) for key, value in tree.items()}
-    return str(tree) if isinstance(tree, Path) else tree

@@ -5,26 +5,26 @@ stands in for the others. That rank holds the most, since it has the longest sha
 computes the tensors that autograd saves by a formula, and `tpfuse.zero.memory` counts the rest.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import local_tensor
-from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import schedule_for
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
+from tpfuse.train.language_model import ModelConfig, blocks_of, outlined
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.setup import model_config, ulysses_ranks, with_layout
+from tpfuse.train.shape_mesh import shape_mesh
 from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
@@ -32,6 +32,10 @@ from tpfuse.zero.memory import STAGES, MemoryAccount, Width, account, account_sh
 from tpfuse.zero.taken_parameters import take_partial_gradients
 
 _LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
+_ACTIVATIONS = {
+    True: "Activations are what autograd saves of one micro-batch. Transient workspaces are not counted.",
+    False: "Activations of models of transformers, and transient workspaces, are not counted.",
+}
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # the vocabulary sizes of tokenizers that need no file
 
 
@@ -44,7 +48,7 @@ class Counted:
     """
 
     options: TrainCommand
-    config: GPTConfig
+    config: ModelConfig
     parameters: int
     micro_batches: int
     accounts: dict[int, MemoryAccount]
@@ -84,7 +88,7 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
 
 def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
     data = options.data
-    if command.vocab_size:
+    if command.vocab_size or options.model.from_ is not None:  # a model of transformers has its own vocabulary
         return command.vocab_size
     paths = None if data.path is None else token_paths(data.path)
     if paths is not None:
@@ -104,16 +108,18 @@ def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Coun
         raise UserError(
             f"parallel.replicas {parallel.replicas} does not divide {parallel.dp * parallel.cp} data-parallel ranks"
         )
-    with _tensor_mesh(parallel.tp) as mesh:
+    with shape_mesh(parallel.tp) as mesh:
         return count_on(mesh, options, config, stages)
 
 
-def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: GPTConfig, stages: Sequence[int]) -> Counted:
+def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, stages: Sequence[int]) -> Counted:
     """Counts the memory of this rank of a tensor-parallel mesh. options: checked, with the layout filled in."""
     sequences, micro_batches = _micro_batches(options)
-    ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
-    activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
-    whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
+    activations = 0
+    if isinstance(config, GPTConfig):
+        ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
+        activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
+    whole = outlined(config, mesh, getattr(torch, options.train.dtype))
     partial = take_partial_gradients(whole)  # once for all stages, since a model can be asked only once
     accounts = {stage: _account(whole, partial, stage, options, micro_batches > 1, activations) for stage in stages}
     less = [stage for stage in stages if stage >= 2 and micro_batches > 1]
@@ -152,29 +158,17 @@ def _micro_batch(options: TrainCommand, config: GPTConfig, sequences: int, ulyss
     return MicroBatch(config, sequences, tokens, dtype, parallel.tp, exchanged, triton, autocast)
 
 
-@contextlib.contextmanager
-def _tensor_mesh(tp: int) -> Iterator[DeviceMesh | None]:
-    """A mesh for shapes alone, of which this process is the first rank; None for one."""
-    if tp == 1:
-        yield None
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
-    try:
-        yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
-
-
 def _account(
-    model: GPT, partial: set[str], stage: int, options: TrainCommand, accumulating: bool, activations: int
+    model: nn.Module, partial: set[str], stage: int, options: TrainCommand, accumulating: bool, activations: int
 ) -> MemoryAccount:
     parallel, zero = options.parallel, options.zero
     replicas = parallel.dp * parallel.cp
     accumulated: Width = zero.gradient_dtype
     sent: Width = accumulated if zero.reduce_dtype == "gradient" else zero.reduce_dtype
     if stage == 3 and replicas * parallel.tp > 1:
-        blocks = [[tuple(local_tensor(p).shape) for p in block.parameters()] for block in model.transformer.h]
-        rest = [tuple(local_tensor(p).shape) for name, p in model.named_parameters() if ".h." not in name]
+        blocks = [[tuple(local_tensor(p).shape) for p in block.parameters()] for block in blocks_of(model)]
+        inside = {p for block in blocks_of(model) for p in block.parameters()}
+        rest = [tuple(local_tensor(p).shape) for p in model.parameters() if p not in inside]
         units, world, dtype = [*blocks, rest], replicas // parallel.replicas, getattr(torch, options.train.dtype)
         return account_sharded(units, world, dtype, sent, accumulating=accumulating, activations=activations)
     worlds: dict[Kind, int] = {"sharded": replicas, "replicated": replicas, "partial": replicas * parallel.tp}
@@ -207,7 +201,7 @@ def table(name: str, counted: Counted) -> str:
             *rows,
             "",
             "The table shows the bytes of the first rank, which holds the most. Parameters include the padding.",
-            "Activations are what autograd saves of one micro-batch. Transient workspaces are not counted.",
+            _ACTIVATIONS[isinstance(counted.config, GPTConfig)],
             *_accumulated(counted),
             *_offloaded(options),
         ]

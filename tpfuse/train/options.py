@@ -12,16 +12,21 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Autocast = Literal["none", "bfloat16", "float16"]
 LearningRateSchedule = Literal["cosine", "linear", "constant", "wsd"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
-OptionalPath = Annotated[
-    Path | None,
-    arg(metavar="PATH", help_behavior_hint=lambda default: "" if default == "None" else f"(default: {default})"),
-]
+
+
+def _hint(default: str) -> str:
+    """Returns what the help text says of a default path."""
+    return "" if default == "None" else f"(default: {default})"
+
+
+OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=_hint)]
 """An optional path. The help text of such an option says in words what None means."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """These options set the shape of the GPT. A preset sets all of them and some others; flags override it."""
+    """These options set the model: the shape of the GPT, or a model of transformers. A preset sets the whole shape and
+    some other options; flags override it."""
 
     preset: Preset = "tiny"
     """Start from this named configuration. Flags and --config override single values of it."""
@@ -32,13 +37,18 @@ class ModelOptions:
     n_embd: int = 128
     """Give each token this number of features. It must be a multiple of n_head."""
     n_positions: int = 128
-    """Train on sequences of this number of tokens, which is the longest context of the model."""
+    """Train on sequences of this number of tokens, which is the longest context of the GPT. Default with --model.from:
+    1024, or the longest context of that model if it is shorter."""
     bias: bool = True
     """Give linear layers and norms biases."""
     dropout: float = 0.0
     """Drop values with this probability in training: after the embedding, in attention and on the residual paths."""
     layer_norm_epsilon: float = 1e-5
     """Add this number to the variance in each layer norm."""
+    from_: Annotated[Path | None, arg(name="from", metavar="PATH", help_behavior_hint=_hint)] = None
+    """Train the model of transformers in this Hugging Face folder (config.json) instead of the GPT, with its tokenizer,
+    from its weights (safetensors), or from random ones if it has none. Of the options above only --model.n-positions
+    may be given then."""
 
 
 @dataclass(frozen=True)
@@ -298,9 +308,9 @@ class SampleCommand:
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write the newest good checkpoint of a run as a Hugging Face GPT-2.
+    """Write the newest good checkpoint of a run as a folder of Hugging Face's transformers.
 
-    The transformers library and `tpfuse train --init-from` can read the folder.
+    The GPT becomes a GPT-2, which `tpfuse train --init-from` can read too.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]

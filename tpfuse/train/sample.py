@@ -1,15 +1,16 @@
 """`tpfuse sample` generates texts with the newest good checkpoint of a run, on one rank."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from tpfuse.comm.layout import local_slices
-from tpfuse.models.generate import generate
-from tpfuse.models.gpt import GPT
 from tpfuse.train.checkpoint import Shard
+from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
-from tpfuse.train.options import SampleCommand
+from tpfuse.train.language_model import LanguageModel, language_model
+from tpfuse.train.options import SampleCommand, TrainCommand
 from tpfuse.train.saved_state import open_run
 from tpfuse.train.tokenizer import Tokenizer
 from tpfuse.train.untrusted import Unreadable, read_text
@@ -17,7 +18,7 @@ from tpfuse.train.untrusted import Unreadable, read_text
 BETWEEN = "\n------\n"  # separates two samples
 
 
-def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
+def load_run(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
     """Returns the model of a run's newest good checkpoint, and its tokenizer.
 
     The model is float32, or float64 if it was trained in float64. Raises UserError if there is no checkpoint, and
@@ -25,14 +26,15 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
     """
     saved, state, config, tokenizer = open_run(folder)
     dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
-    model = GPT(config, device=device, dtype=dtype)
+    model = language_model(config, TrainCommand(), None, device, dtype)
     saved.load(
         {
             f"model.{name}": [Shard(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)]
-            for name, parameter in model.named_parameters()
+            for name, parameter in model.module.named_parameters()
         }
     )
-    return model.eval(), tokenizer
+    model.module.eval()
+    return model, tokenizer
 
 
 def sample(folder: Path, options: SampleCommand) -> str:
@@ -54,17 +56,23 @@ def sample(folder: Path, options: SampleCommand) -> str:
     prompt = tokenizer.encode(text).astype("int64")
     if not len(prompt):
         raise UserError("the prompt is empty: give at least one token to continue")
-    out = generate(
-        model,
+    config, tokens = model.config, options.tokens
+    ends: tuple[int, ...] = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+    if isinstance(config, DecoderConfig):
+        ends = config.ends or ends
+        tokens = min(tokens, config.longest - len(prompt))
+        if tokens < 1:
+            raise UserError(f"the prompt has {len(prompt)} tokens: expected fewer than the model's {config.longest}")
+    out = model.generate(
         torch.from_numpy(prompt).to(device).expand(options.samples, -1),
-        options.tokens,
+        tokens,
         temperature=options.temperature,
         top_k=options.top_k or None,
         top_p=options.top_p,
-        eos=tokenizer.end_of_text,
+        ends=ends,
         seed=options.seed,
     )
-    return BETWEEN.join(tokenizer.decode(_until_end(ids, len(prompt), tokenizer)) for ids in out.tolist())
+    return BETWEEN.join(tokenizer.decode(_until_end(ids, len(prompt), ends)) for ids in out.tolist())
 
 
 def _prompt(options: SampleCommand) -> str:
@@ -80,7 +88,7 @@ def _prompt(options: SampleCommand) -> str:
         raise UserError(f"cannot read --prompt-file {options.prompt_file}: {error}") from None
 
 
-def _until_end(ids: list[int], prompt: int, tokenizer: Tokenizer) -> list[int]:
-    """Returns the first `prompt` tokens, and those after them up to the token that ends the text, which is left out."""
-    ends = (position for position in range(prompt, len(ids)) if ids[position] == tokenizer.end_of_text)
-    return ids[: next(ends, len(ids))]
+def _until_end(ids: list[int], prompt: int, ends: Collection[int]) -> list[int]:
+    """Returns the first `prompt` tokens, and those after them up to one of `ends`, which is left out."""
+    ending = (position for position in range(prompt, len(ids)) if ids[position] in ends)
+    return ids[: next(ending, len(ids))]

@@ -1,11 +1,12 @@
 """The state of a run in a checkpoint, without its tensors, and how other commands read it."""
 
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.train.checkpoint import Checkpoint, CheckpointError, newest_good
 from tpfuse.train.errors import UserError
+from tpfuse.train.language_model import ModelConfig, config_from_json
 from tpfuse.train.manifest import MANIFEST
 from tpfuse.train.messages import warn
 from tpfuse.train.tokenizer import Tokenizer, from_json
@@ -22,20 +23,24 @@ _SCHEMA = {
 }
 
 
-def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], GPTConfig]:
+def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], ModelConfig]:
     """Returns the state and the model of a checkpoint of `tpfuse train`. Raises CheckpointError for another state."""
     try:
         check(checkpoint.state, _SCHEMA, "state")
-        hints = get_type_hints(GPTConfig)
-        model = {name: hints[name] for name in checkpoint.state["model"] if name in hints}
-        check(checkpoint.state["model"], model, "the model")
-        return checkpoint.state, GPTConfig(**checkpoint.state["model"])
+        return checkpoint.state, config_from_json(checkpoint.state["model"])
     except (Unreadable, TypeError, ValueError) as error:
         found = str(error) if isinstance(error, Unreadable) else quoted(error)
         raise CheckpointError(checkpoint.folder / MANIFEST, "the state of a run of tpfuse train", found) from None
 
 
-def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], GPTConfig, Tokenizer]:
+def fits(tokenizer: Tokenizer, config: ModelConfig) -> bool:
+    """Returns whether the model has exactly the tokenizer's tokens. Models of transformers may have unused ones too."""
+    if isinstance(config, GPTConfig):
+        return tokenizer.vocab_size == config.vocab_size
+    return tokenizer.vocab_size <= config.vocab_size
+
+
+def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], ModelConfig, Tokenizer]:
     """Returns a run's newest good checkpoint, its state and model, and the run's tokenizer.
 
     Raises UserError if there is no checkpoint, or no tokenizer that fits it, and CheckpointError if all checkpoints are
@@ -50,7 +55,7 @@ def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], GPTConfig, Token
         tokenizer = from_json(read_json(description, {"kind": str}))
     except (OSError, Unreadable, UserError) as error:
         raise UserError(f"cannot read {description}: {error}") from None
-    if tokenizer.vocab_size != config.vocab_size:
+    if not fits(tokenizer, config):
         expected = f"the {config.vocab_size} of the model"
         raise UserError(f"{description} has a vocabulary of {tokenizer.vocab_size} tokens: expected {expected}")
     return saved, state, config, tokenizer

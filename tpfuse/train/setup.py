@@ -4,26 +4,29 @@ import fcntl
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import torch
 
 from tpfuse import backend
 from tpfuse.backend import kernels, resolved_kernels
-from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
-from tpfuse.train.checkpoint import newest_good
+from tpfuse.train.checkpoint import checkpoint_folders, newest_good, open_checkpoint
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import resolved
 from tpfuse.train.data import EncodedText, RunData, encode_text, kept_tokens, read_data, store
+from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import CheckpointError, UserError
 from tpfuse.train.hardware import device_count
 from tpfuse.train.initial_weights import find_source
+from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.saved_state import saved_state
@@ -46,7 +49,7 @@ class Run:
 
     folder: Path
     options: TrainCommand
-    config: GPTConfig
+    config: ModelConfig
     data: RunData
     checkpoint: Path | None
     weights: Path | None
@@ -145,12 +148,12 @@ def _check_zero(options: TrainCommand) -> None:
         raise UserError("--zero.offload nvme and --zero.offload-path FOLDER need each other: only one was given")
 
 
-def _check_offload(options: TrainCommand, config: GPTConfig, local_ranks: int) -> None:
+def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) -> None:
     """Raises UserError if the folder has no space for the optimizer state of this host's ranks, without padding."""
     zero, parallel = options.zero, options.parallel
     if zero.offload_path is None:
         return
-    model = GPT(config, device="meta", dtype=getattr(torch, options.train.dtype))
+    model = outlined(config, None, getattr(torch, options.train.dtype))
     worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.dp * parallel.cp)
     layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES)
     try:
@@ -195,9 +198,15 @@ def _run_folder(options: TrainCommand) -> Path:
     return folder
 
 
-def model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
-    """Returns the model of these options, whose layout is filled in. Raises UserError if its ranks cannot share it."""
+def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None) -> ModelConfig:
+    """Returns the model of these options, whose layout is filled in. Raises UserError if its ranks cannot share it.
+
+    vocab_size: the vocabulary of a GPT. run: the run to continue, whose newest checkpoint describes a model of
+    transformers too, if the folder of --model.from is gone.
+    """
     model = options.model
+    if model.from_ is not None:
+        return _decoder_config(options, model.from_, run)
     config = GPTConfig(
         vocab_size,
         model.n_positions,
@@ -216,7 +225,34 @@ def model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
     return config
 
 
-def _check_context(parallel: ParallelOptions, config: GPTConfig) -> None:
+def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> DecoderConfig:
+    saved = [] if run is None or (folder / "config.json").is_file() else checkpoint_folders(run)
+    for checkpoint in saved:
+        try:
+            config = saved_state(open_checkpoint(checkpoint))[1]
+        except CheckpointError:
+            continue
+        if isinstance(config, DecoderConfig):
+            return config
+    parallel = options.parallel
+    if options.train.recompute == "selective":
+        raise UserError("--train.recompute selective is for the GPT: with --model.from, give full or none")
+    if parallel.cp > 1 and parallel.cp_balance != "zigzag":
+        raise UserError(f"--parallel.cp-balance {parallel.cp_balance} is for the GPT: with --model.from, give zigzag")
+    try:
+        config = DecoderConfig.read(folder, options.model.n_positions)
+        config.check(parallel.tp)
+        if parallel.cp > 1:
+            config.check_context(parallel.tp)
+            _check_context(parallel, config)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"--model.from {folder}: {error}") from None
+    return config
+
+
+def _check_context(parallel: ParallelOptions, config: ModelConfig) -> None:
     """Raises ValueError, or UserError, if context-parallel ranks cannot share the model's sequences."""
     if parallel.cp_ulysses and parallel.cp_schedule != "ulysses_ring":
         given = f"--parallel.cp-ulysses {parallel.cp_ulysses}"
@@ -249,15 +285,17 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         check_compiler()
     ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)
-    _check_names(folder, options.data.path, options.data.val_path, options.init_from)
-    model_config(options, 1)  # checks that need no text come before reading it, which takes long for a large text
+    _check_names(folder, options.data.path, options.data.val_path, options.init_from, options.model.from_)
+    run = folder if options.resume else None
+    config = model_config(options, 1, run)  # checks that need no text come first: reading a large text takes long
     if options.resume:
         _lock(folder)
-    source = None if options.resume else find_source(options)
+    source = None if options.resume else find_source(options, config)
     train, val = read_data(options.data, kept_tokens(folder, options.data) if options.resume else (None, None))
     weights = None if source is None else source.weights_for(train.tokenizer)
     _check_lengths(options, train.count, None if val is None else val.count)
-    config = model_config(options, train.tokenizer.vocab_size)
+    if options.model.from_ is None:
+        config = model_config(options, train.tokenizer.vocab_size)
     _check_offload(options, config, ranks)
     try:
         if isinstance(train, EncodedText) or isinstance(val, EncodedText):
@@ -269,7 +307,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
     checkpoint = _resume_point(folder, options, config, data) if options.resume else None
     if options.resume and checkpoint is None:
-        source = find_source(options)
+        source = find_source(options, config)
         weights = None if source is None else source.weights_for(train.tokenizer)
     if data.train.paths[0].parent != folder / "data":
         options = _with_tokenizer(options, data.train)
@@ -330,14 +368,14 @@ def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
 
 
-def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, data: RunData) -> Path | None:
+def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data: RunData) -> Path | None:
     checkpoint = newest_good(folder, warn=warn)
     if checkpoint is None:
         warn(f"{folder} has no checkpoint yet: starting from step 0")
         return None
     state, model = saved_state(checkpoint)
-    pairs = {name: (old, getattr(config, name)) for name, old in asdict(model).items()}
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    before, now = _described(model), _described(config)
+    differing = {name: (before.get(name), now.get(name)) for name in before if before[name] != now.get(name)}
     differing.pop("dropout", None)  # dropout has no weights, so a user may change it on purpose
     if differing:
         changes = ", ".join(
@@ -354,6 +392,14 @@ def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, data: 
     if wide[state["dtype"]] != wide[options.train.dtype]:
         raise UserError(f"--resume with --train.dtype {options.train.dtype}: the run was trained in {state['dtype']}")
     return checkpoint.folder
+
+
+def _described(config: ModelConfig) -> dict[str, Any]:
+    """Returns the values that two models must have in common if one is to have the other's weights."""
+    if not isinstance(config, DecoderConfig):
+        return as_json(config)
+    settings = {name: value for name, value in config.settings.items() if name != "transformers_version"}
+    return settings | {"n_positions": config.n_positions}
 
 
 def prepare_tokens(options: PrepareCommand) -> TokenFiles:

@@ -33,8 +33,8 @@ from tpfuse.train.tokenizer import Tokenizer, Tokens, from_json, token_dtype
 from tpfuse.train.untrusted import Unreadable, check_regular, read_json
 
 HEADER_BYTES = 1024
-VERSIONS = {20240520: 1, 20240801: 7}  # by magic
-DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # by magic
+VERSIONS = {20240520: 1, 20240801: 7}  # by magic, as the dtypes below
+DTYPES: dict[int, np.dtype[np.unsignedinteger[Any]]] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 _CHUNK = 1 << 24  # tokens that are written or verified at once
 _BLOCK = 2048  # tokens of each of the blocks by which a file without a JSON file is identified
 _VALIDATION = re.compile(r"(^|[^a-z])val(id(ation)?)?([^a-z]|$)")

@@ -14,14 +14,14 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tpfuse.train.errors import UserError
 from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_text
 
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]  # the latter for vocabularies above 65,536 tokens
+Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype` returns
 _GPT2_MODEL = "openai-community/gpt2"
 END_OF_TEXT = "<|endoftext|>"  # as GPT-2 names it
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """Returns the dtype of token ids of a vocabulary, which is the same in memory and in token files."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Returns the dtype of a vocabulary's token ids in memory and in token files, uint16 or uint32."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 class TokenSequence(Protocol):

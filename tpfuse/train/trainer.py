@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.connect import connected
-from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
+from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
-from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.initialize import initialize
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Checkpoint, Shard
-from tpfuse.train.compiled import compiled, compiler_errors
+from tpfuse.train.compiled import compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
+from tpfuse.train.language_model import ModelConfig, blocks_of, language_model
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.schedule import learning_rate
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
@@ -62,12 +61,21 @@ class StepResult:
 class Trainer:
     """The model, the buckets and the optimizer of this rank.
 
-    mesh: the mesh of `tpfuse.comm.mesh.build_mesh`; None for a single rank. Initial weights are drawn from
-    `options.train.seed`. dtype: the dtype of the parameters. compute_dtype: the dtype of matrix products, which differs
-    under `options.train.autocast`.
+    mesh: the mesh of `tpfuse.comm.mesh.build_mesh`; None for a single rank. draw: whether to draw initial weights from
+    `options.train.seed`; without them the parameters are uninitialised until the shards are loaded. dtype: the dtype of
+    the parameters. compute_dtype: the dtype of matrix products, which differs under `options.train.autocast`. Raises
+    ValueError for a model that the ranks cannot share.
     """
 
-    def __init__(self, options: TrainCommand, config: GPTConfig, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        options: TrainCommand,
+        config: ModelConfig,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        *,
+        draw: bool = True,
+    ) -> None:
         self.options, self.config, self.mesh, self.device = options, config, mesh, device
         self.dtype: torch.dtype = getattr(torch, options.train.dtype)
         autocast = options.train.autocast
@@ -78,28 +86,20 @@ class Trainer:
         self.dp_rank, self.dp = rank_and_size(flat_group(mesh, "dp"))
         self.tp_rank, self.tp = rank_and_size(self.model_group)
         _, self.replicas = rank_and_size(self.replica_group)
-        self.model = GPT(
-            config,
-            device_mesh=None if mesh is None or self.tp == 1 else mesh["tp"],
-            context_mesh=context_mesh(mesh),
-            context_schedule=options.parallel.cp_schedule,
-            context_balance=options.parallel.cp_balance,
-            recompute=options.train.recompute,
-            device=device,
-            dtype=self.dtype,
-        )
-        for group in (self.model_group, self.replica_group, self.world_group, *self.model.context.groups):
+        self.language_model = language_model(config, options, mesh, device, self.dtype)
+        self.model, self.context = self.language_model.module, self.language_model.context
+        for group in (self.model_group, self.replica_group, self.world_group, *self.context.groups):
             if group is not None:
                 set_timeout(group)
-        initialize(self.model, options.train.seed)
+        if draw:
+            self.language_model.draw(options.train.seed)
         self.compression: Bf16Compression | PowerSGDCompression | None = None
         self.engine: GradientBuckets | FullySharded
         self.optimizer: FlatAdamW | ShardedAdamW
         self.engine, self.optimizer = self._sharded() if self._fully else self._bucketed()
         self.layout = self._layout()
-        self.forward: Callable[..., Any] = self.model  # the forward pass of training steps
         if options.train.compile:  # the hooks of fully_shard, around each unit, cannot be traced
-            self.forward = compiled(self.model, one_graph=not self._fully)
+            self.language_model.compile(one_graph=not self._fully)
         self.step = 0
         self.loss_scale = _FIRST_SCALE if self._scales else 1.0
         self.steps_since_overflow = 0
@@ -156,7 +156,7 @@ class Trainer:
         engine = FullySharded(
             self.model,
             mesh=self.mesh,
-            units=self.model.transformer.h,
+            units=blocks_of(self.model),
             replicas=self.options.parallel.replicas,
             reduce_dtype="parameter" if zero.reduce_dtype == "parameter" else "float32",
         )
@@ -207,17 +207,17 @@ class Trainer:
             weight = self.loss_scale / tokens
             with compiler_errors(self.step) if options.train.compile else nullcontext():
                 with self._autocast():
-                    loss = self.forward(ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences)
-                loss.backward()
+                    loss = self.language_model.loss(ids, targets, weight, at, sequences)
+                loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / weight
         self.engine.finish()
-        squared, loss, stop = self._agree(total, stop_wanted())
+        squared, whole, stop = self._agree(total, stop_wanted())
         for memory in connected():
             memory.check()
         norm = squared**0.5 / self.loss_scale
         lr = learning_rate(options.optim, self.step, options.train.steps, tokens)
-        result = StepResult(loss / tokens, norm, lr, stop)
-        if not (abs(squared) < float("inf") and abs(loss) < float("inf")):  # false for NaN too
+        result = StepResult(whole / tokens, norm, lr, stop)
+        if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
         factor = 1.0 / self.loss_scale
         if options.optim.clip and norm > options.optim.clip:
@@ -247,7 +247,7 @@ class Trainer:
             return StepResult(result.loss, result.grad_norm, result.lr, result.stop, skipped=True)
         at = (self.options.train.seed, self.step)
         with self._autocast():
-            layer = find_nonfinite(self.model, self.engine, batches, at, self.world_group)
+            layer = find_nonfinite(self.language_model, self.engine, batches, at, self.world_group)
         raise RunError(
             f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
             " update, so the last checkpoint is untouched"
@@ -273,7 +273,7 @@ class Trainer:
         for number in range(batches):
             for ids, targets, _ in self.micro_batches(windows, number):
                 with self._autocast():
-                    total += self.model(ids, targets, loss_weight=1.0)
+                    total += self.language_model.loss(ids, targets, 1.0)
         if self.tp_rank:
             total.zero_()
         tokens = batches * self.options.train.batch * self.config.n_positions
@@ -287,8 +287,11 @@ class Trainer:
         """
         shards: dict[str, list[Shard]] = {}
         for piece in self.optimizer.rectangles():
-            shard = Shard(piece.shape, piece.slices, piece.tensor, piece.is_owner)
-            shards.setdefault(f"{piece.kind}.{piece.name}", []).append(shard)
+            held = shards.setdefault(f"{piece.kind}.{piece.name}", [])
+            for shape, tensor, slices in self.language_model.stored(
+                piece.name, piece.tensor, piece.slices, piece.shape
+            ):
+                held.append(Shard(shape, slices, tensor, piece.is_owner))
         remainders = {} if self.compression is None else self.compression.state_dict()
         for matrix, tensors in remainders.items():
             for kind, tensor in tensors.items():
@@ -311,7 +314,7 @@ class Trainer:
             assert self.world_group is not None
             across = gather_objects(engine.across, self.world_group, op="gathering the ranks of nodes")
             powersgd = {"rank": self.compression.rank, "stage": engine.stage, "across": across}
-        return {"dp": self.dp, "cp": self.model.context.size, "tp": self.tp, "powersgd": powersgd}
+        return {"dp": self.dp, "cp": self.context.size, "tp": self.tp, "powersgd": powersgd}
 
     def load(self, saved: Checkpoint) -> bool:
         """Fills this rank's shards from a checkpoint. All ranks must call `restore` afterwards.

@@ -1,0 +1,379 @@
+"""`tpfuse train --model.from` trains models of transformers in every layout, and other commands use its runs."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tpfuse.cli import run
+from tpfuse.comm.layout import local_tensor
+from tpfuse.testing.command import Commands
+from tpfuse.testing.decoders import decoder, exact
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.testing.training import Result, check_same, new_trainer, options_of, ranks_of, train
+from tpfuse.train.config import read_toml
+from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.errors import RunError
+from tpfuse.train.memory import count_on
+from tpfuse.train.metrics import read_metrics
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.sample import load_run
+
+TRAINING = (
+    "--train.steps 4 --train.batch 4 --model.n-positions 13 --train.eval-every 4 --train.eval-batches 2"
+    " --train.log-every 2 --train.save-every 0 --optim.warmup 0"
+).split()
+
+
+def _config(family: str, **settings: Any) -> DecoderConfig:
+    return DecoderConfig.of(json.loads(decoder(family, **settings).config.to_json_string()), n_positions=7)
+
+
+def _steps(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
+    """Trains with norms and losses in the dtype of the model; transformers' own would compute in float32."""
+    with exact(config.empty(torch.float64)):
+        return train(options, steps, "auto", *folders, config=config)
+
+
+def _run(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
+    first, *others = pool(ranks_of(options)).run(_steps, config, options, steps, *folders)
+    for other in others:
+        check_same(other, first)
+    return first
+
+
+def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainCommand:
+    return options_of(tp=tp, cp=cp, dp=dp, stage=stage, batch=4, **options)
+
+
+# GPT-2 packs q, k and v in a transposed matrix, Phi-3 packs rows, and a Llama has fewer key/value heads than queries.
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("gpt2", [_layout(2, 1, 1, 0), _layout(1, 1, 2, 3)]),
+        ("phi3", [_layout(2, 1, 1, 2), _layout(1, 2, 1, 1)]),
+        *exhaustive(
+            ("gpt2", [_layout(2, 2, 1, 3), _layout(2, 1, 2, 2, accumulation=2), _layout(1, 1, 3, 1)]),
+            ("phi3", [_layout(2, 1, 2, 3), _layout(1, 2, 2, 0), _layout(3, 1, 1, 1, recompute="full")]),
+            ("llama", [_layout(4, 1, 1, 1), _layout(2, 2, 1, 2, recompute="full"), _layout(1, 4, 1, 0)]),
+            ("llama_tied", [_layout(3, 1, 1, 3), _layout(1, 2, 2, 3), _layout(2, 1, 2, 1)]),
+            ("mistral", [_layout(2, 2, 1, 0)]),
+            ("qwen3", [_layout(2, 1, 2, 3)]),
+            ("gemma", [_layout(2, 1, 1, 1)]),
+            ("phi", [_layout(2, 1, 2, 2)]),
+            ("neox", [_layout(2, 2, 1, 3)]),
+        ),
+    ],
+)
+def test_every_layout_trains_as_one_rank(family: str, layouts: list[TrainCommand]) -> None:
+    config = _config(family)
+    alone = _run(config, options_of(batch=4), 3)
+    assert alone[0][-1] < alone[0][0]
+    for options in layouts:
+        found = _run(config, options, 3)
+        assert found[0] == pytest.approx(alone[0], rel=1e-9)
+        assert found[1] == pytest.approx(alone[1], rel=1e-9)
+        for name, weight in alone[2].items():
+            torch.testing.assert_close(found[2][name].reshape(weight.shape), weight, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss and the gradients of one rank are those of transformers' own model."""
+    config = _config("llama")
+    with exact(config.empty(torch.float64)):
+        trainer, windows = new_trainer(options_of(batch=4, clip=0.0), config)
+        theirs = decoder("llama")
+        theirs.load_state_dict({name: parameter.detach() for name, parameter in trainer.model.named_parameters()})
+        ids, targets = windows.sequences(0, 0, 4, torch.device("cpu"))
+        logits = theirs(input_ids=ids).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        squares = [parameter.grad.square().sum() for parameter in theirs.parameters()]
+        result = trainer.train_step(windows, lambda: False)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert result.grad_norm == pytest.approx(torch.stack(squares).sum().sqrt().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("gpt2", _layout(2, 1, 1, 1), _layout(1, 1, 2, 3)),
+        *exhaustive(
+            ("gpt2", _layout(1, 1, 1, 0), _layout(2, 2, 1, 2)),
+            ("phi3", _layout(1, 1, 2, 2), _layout(3, 1, 1, 0)),
+            ("llama_tied", _layout(2, 1, 2, 3), _layout(1, 1, 1, 0)),
+        ),
+    ],
+)
+def test_a_run_resumes_in_another_layout(
+    tmp_path: Path, family: str, before: TrainCommand, after: TrainCommand
+) -> None:
+    config = _config(family)
+    whole = _run(config, after, 5)
+    _run(config, before, 3, tmp_path)
+    found = _run(config, after, 2, None, tmp_path)
+    assert found[0] == pytest.approx(whole[0][3:], rel=1e-9)
+    for name, weight in whole[2].items():
+        torch.testing.assert_close(found[2][name], weight, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
+    config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
+    options = _layout(2, 1, 1, 0, accumulation=2)
+    torch.manual_seed(1)
+    whole = _run(config, options, 3)
+    plain = _run(_config("gpt2"), options, 3)
+    assert abs(whole[0][0] / plain[0][0] - 1) > 1e-4
+    _run(config, options, 2, tmp_path)
+    torch.manual_seed(2)
+    resumed = _run(config, options, 1, None, tmp_path)
+    assert resumed[0] == whole[0][2:] and all(torch.equal(resumed[2][name], whole[2][name]) for name in whole[2])
+
+
+def _nonfinite(config: DecoderConfig, options: TrainCommand, name: str) -> str:
+    trainer, windows = new_trainer(options, config)
+    with torch.no_grad():
+        local_tensor(trainer.model.get_parameter(name)).view(-1)[0] = float("inf")
+    with pytest.raises(RunError) as error:
+        trainer.train_step(windows, lambda: False)
+    return str(error.value)
+
+
+def test_what_is_not_finite_is_named() -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    for message in pool(2).run(_nonfinite, _config("llama"), _layout(2, 1, 1, 0), name):
+        assert f"the parameter {name} is not finite" in message
+
+
+def _evaluated(config: DecoderConfig, options: TrainCommand) -> float:
+    trainer, windows = new_trainer(options, config)
+    with mock.patch("tpfuse.drop_in.converted.gather_features", side_effect=AssertionError("whole logits")):
+        return trainer.evaluate(windows, 1)
+
+
+def test_evaluation_holds_no_whole_logits() -> None:
+    assert all(5 > loss > 4 for loss in pool(2).run(_evaluated, _config("llama"), _layout(2, 1, 1, 0)))
+
+
+def _counted(config: DecoderConfig, options: TrainCommand) -> tuple[int, int]:
+    trainer, _ = new_trainer(options, config)
+    mesh = trainer.language_model.device_mesh
+    counted = count_on(mesh, options, config, (0,)).accounts[0]
+    return counted.parameters - counted.padding, sum(
+        local_tensor(parameter).nbytes for parameter in trainer.model.parameters()
+    )
+
+
+def test_the_counted_parameters_are_those_of_a_rank() -> None:
+    for counted, held in pool(2).run(_counted, _config("phi3"), _layout(2, 1, 1, 0)):
+        assert counted == held
+
+
+def _folder(folder: Path, family: str, text: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
+    """Writes a model and a tokenizer of the characters of `text`, whose vocabulary is smaller than the model's."""
+    decoder(family, dtype, **settings).save_pretrained(folder)
+    vocabulary = {character: number for number, character in enumerate(["<end>", *sorted(set(text.read_text()))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<end>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(folder / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "model_max_length": 64}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """Writes a tiny Llama, which tests must not change."""
+    return _folder(tmp_path_factory.mktemp("llama") / "llama", "llama", text)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> Path:
+    """Makes a finished run, whose folder of the model is gone. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    shutil.copytree(llama, folder / "model")
+    flags = ["--model.from", str(folder / "model"), *TRAINING, "--optim.lr", "1e-2", "--data.path", str(text)]
+    assert run(["train", *flags, "--out", str(folder / "run")]) == 0
+    shutil.rmtree(folder / "model")
+    return folder / "run"
+
+
+def _their_loss(model: Any, tokens: list[int]) -> float:
+    """Returns the mean loss over windows of 13 tokens, as `tpfuse evaluate` measures it."""
+    total, count = 0.0, 0
+    for start in range(0, len(tokens) - 1, 13):
+        window = torch.tensor([tokens[start : start + 14]])
+        with torch.no_grad():
+            logits = model(input_ids=window[:, :-1]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+        count += window.shape[1] - 1
+    return total / count
+
+
+def test_a_run_is_evaluated_sampled_exported_and_resumed_without_its_folder(
+    tuned: Path, text: Path, tmp_path: Path, commands: Commands
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before, after = (row["val_loss"] for row in read_metrics(tuned / "metrics.jsonl") if row["val_loss"] is not None)
+    assert after < before
+    assert read_toml(tuned / "config.toml")["model"].keys() == {"from", "n_positions"}
+    exported = tmp_path / "exported"
+    files = "config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json"
+    assert commands.do("export", tuned, exported) == f"{exported}: {files}\n"
+    theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.eos_token == "<end>" and tokenizer.model_max_length == 64, "the files of the source"
+    tokens = tokenizer(text.read_text())["input_ids"]
+    said = commands.do("evaluate", tuned, "--data.path", text)
+    assert f"loss {_their_loss(theirs, tokens):.4f} nats per token" in said
+    sample = ("sample", tuned, "--prompt", "the ", "--tokens", "9")
+    ids = torch.tensor([tokenizer("the ")["input_ids"]])
+    expected = theirs.generate(ids, do_sample=False, max_new_tokens=9)[0].tolist()
+    assert commands.do(*sample, "--temperature", "0") == tokenizer.decode(expected) + "\n"
+    assert commands.do(*sample, "--seed", "1") == commands.do(*sample, "--seed", "1") != commands.do(*sample)
+    assert "the prompt has 80 tokens: expected fewer than" in commands.fail("sample", tuned, "--prompt", "a" * 80)
+    copied = shutil.copytree(tuned, tmp_path / "run")
+    assert run(["train", "--resume", "--out", str(copied), "--train.steps", "5"]) == 0
+    assert (copied / "step-5").is_dir()
+    assert "the run's model is a llama of transformers" in commands.fail(
+        "train", "--init-from", tuned, "--data.path", text, "--out", tmp_path / "other"
+    )
+
+
+def test_samples_end_at_the_token_that_config_json_names(tuned: Path, commands: Commands) -> None:
+    model, tokenizer = load_run(tuned, torch.device("cpu"))
+    ids, end = torch.from_numpy(tokenizer.encode("the ").astype("int64"))[None], model.config.ends[0]
+    drawn = [model.generate(ids, 50, temperature=50.0, top_k=None, seed=seed)[0].tolist() for seed in range(8)]
+    seed = next(seed for seed, tokens in enumerate(drawn) if end in tokens)
+    said = commands.do("sample", tuned, "--prompt", "the ", "--tokens", "50", "--temperature", "50", "--seed", seed)
+    assert said == tokenizer.decode(drawn[seed][: drawn[seed].index(end)]) + "\n"
+
+
+def _trained(folder: Path, out: Path, text: Path, *flags: str) -> dict[str, Tensor]:
+    """Returns the tensors that `tpfuse export` writes after training."""
+    train = ["train", "--model.from", str(folder), *TRAINING, "--data.path", str(text), "--out", str(out / "run")]
+    assert run([*train, *flags]) == 0
+    assert run(["export", str(out / "run"), str(out / "exported")]) == 0
+    exported: dict[str, Tensor] = load_file(out / "exported" / "model.safetensors")
+    return exported
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("gpt2", ["--train.dtype", "bfloat16"]),
+        pytest.param("phi3", ["--parallel.tp", "2"], marks=pytest.mark.processes),
+        pytest.param("llama_tied", ["--parallel.tp", "2", "--zero.stage", "3"], marks=pytest.mark.processes),
+        pytest.param("neox", ["--parallel.cp", "2", "--parallel.dp", "2"], marks=pytest.mark.processes),
+    ],
+)
+def test_an_export_has_the_names_and_the_bits_of_the_source(
+    tmp_path: Path, text: Path, family: str, flags: list[str]
+) -> None:
+    """A learning rate of zero changes no weight; the masters of bfloat16 have the precision of the files."""
+    source = _folder(tmp_path / "model", family, text)
+    found = _trained(source, tmp_path, text, *flags, "--optim.lr", "0", "--optim.min-lr", "0")
+    expected = load_file(source / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_folder_without_weights_gives_random_ones(tmp_path: Path, text: Path, llama: Path) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(llama / name, config / name)
+    zero = ["--optim.lr", "0", "--optim.min-lr", "0"]
+    first, second = (_trained(config, tmp_path / name, text, *zero) for name in ("a", "b"))
+    assert all(torch.equal(first[name], weight) for name, weight in second.items())
+    other = _trained(config, tmp_path / "c", text, *zero, "--train.seed", "3")["lm_head.weight"]
+    deviations = [weight.std().item() for weight in (other, first["lm_head.weight"])]
+    assert deviations == pytest.approx([0.02, 0.02], rel=0.1) and deviations[0] != deviations[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model.n-layer 3", "names the whole model and its weights: leave out --model.n-layer"),
+        ("--model.no-bias --model.preset tiny", "leave out --model.preset, --model.no-bias"),
+        ("--init-from /tmp", "leave out --init-from"),
+        ("--model.n-positions 65", "n_positions 65: expected 1 to 64, the model's context"),
+        ("--parallel.tp 5", "model.layers.0.self_attn: 12 heads cannot be divided among 5 ranks"),
+        ("--train.recompute selective", "--train.recompute selective is for the GPT"),
+        ("--parallel.cp 2 --parallel.cp-balance striped", "--parallel.cp-balance striped is for the GPT"),
+        ("--parallel.cp 5 --parallel.cp-schedule ulysses", "5 ranks cannot divide 12 heads"),
+        ("--data.tokenizer gpt2", "the model has 101 tokens, the text's tokenizer 50257"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    llama: Path, tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch, flags: str, message: str
+) -> None:
+    def gpt2() -> Any:
+        names = {f"w{index}": index for index in range(50257)}
+        return tokenizer_module.FileTokenizer(
+            tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="w0")).to_str()
+        )
+
+    from tpfuse.train import tokenizer as tokenizer_module
+
+    monkeypatch.setattr(tokenizer_module, "_gpt2", gpt2)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat " * 100)
+    said = commands.fail("train", "--model.from", llama, "--data.path", text, "--out", tmp_path / "new", *flags.split())
+    assert message in said
+    assert not (tmp_path / "new").exists()
+
+
+def _without(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+def _edited(folder: Path, **settings: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: _without(folder, "config.json"), "config.json: cannot be read: No such file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
+        (lambda folder: _edited(folder, model_type="nothing"), "model_type is 'nothing'"),
+        (lambda folder: _edited(folder, model_type="bert", architectures=["BertModel"]), "found no list of layers"),
+        (lambda folder: _edited(folder, hidden_size="wide"), "config.json: "),
+        (lambda folder: _edited(folder, vocab_size=100), "has shape [101, 48]: the model has [100, 48]"),
+        (lambda folder: _edited(folder, num_hidden_layers=3), "tensors are missing: model.layers.2"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "cannot be read as a safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "is a pickle, which can run code",
+        ),
+        (lambda folder: _without(folder, "tokenizer.json"), "tokenizer.json: No such file"),
+    ],
+)
+def test_bad_folders_are_refused_in_one_line(
+    llama: Path, text: Path, tmp_path: Path, commands: Commands, change: Any, message: str
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    change(folder)
+    said = commands.fail("train", "--model.from", folder, "--data.path", text, "--out", tmp_path / "new")
+    assert message in said and "\n" not in said.strip()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_changed_model_cannot_continue_a_run(tuned: Path, llama: Path, tmp_path: Path, commands: Commands) -> None:
+    copied = shutil.copytree(tuned, tmp_path / "run")
+    folder = shutil.copytree(llama, tmp_path / "model")
+    _edited(folder, rms_norm_eps=0.5)
+    said = commands.fail("train", "--resume", "--out", copied, "--model.from", folder)
+    assert "--resume with a different model: rms_norm_eps is 1e-06 in the checkpoint and 0.5 in the options" in said

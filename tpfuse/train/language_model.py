@@ -1,0 +1,200 @@
+"""The models that `tpfuse train` trains: the GPT of tpfuse, and decoders of transformers (`tpfuse.train.decoder`)."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, Protocol, get_type_hints
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.layout import Slices
+from tpfuse.comm.mesh import context_mesh
+from tpfuse.drop_in.structure import decoder_layers
+from tpfuse.models.generate import generate
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.context import ContextParallel
+from tpfuse.parallel.initialize import initialize
+from tpfuse.train.compiled import compiled
+from tpfuse.train.decoder import DecoderConfig, DecoderModel
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.untrusted import check
+
+ModelConfig = GPTConfig | DecoderConfig
+
+
+class LanguageModel(Protocol):
+    """A language model on one rank, or on many that share its layers, its sequences, or both.
+
+    config: its description. context: the ranks that share each sequence. device_mesh: the tensor-parallel mesh, None
+    for one rank.
+    """
+
+    config: Any
+    context: ContextParallel
+    device_mesh: DeviceMesh | None
+
+    @property
+    def module(self) -> nn.Module:
+        """Returns the module with the parameters."""
+
+    def draw(self, seed: int) -> None:
+        """Draws the parameters from `seed`; they are the same in every layout of ranks."""
+
+    def compile(self, *, one_graph: bool) -> None:
+        """Lets training steps run by torch.compile. one_graph: whether a break of the graph is an error."""
+
+    def loss(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        weight: float,
+        at: tuple[int, int] | None = None,
+        sequences: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the sum over all tokens of their losses in nats, times `weight`, as a scalar.
+
+        ids, targets: [sequences, tokens] int64, equal on all ranks that share them. Each context-parallel rank returns
+        its part of the sum. at: (seed, step) of the dropout in a training step; None to evaluate. sequences: the
+        numbers of these sequences in the whole batch.
+        """
+
+    def generate(
+        self,
+        ids: Tensor,
+        tokens: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None = None,
+        ends: tuple[int, ...] = (),
+        seed: int = 0,
+    ) -> Tensor:
+        """Returns the prompts `ids`, [sequences, tokens] int64, each with at most `tokens` more.
+
+        temperature: 0 takes the most probable token. top_k, top_p: as in `tpfuse.models.generate`. ends: tokens that
+        end a text. All ranks call this, and return the same.
+        """
+
+    def flops_per_token(self) -> int:
+        """Returns the floating-point operations of a training step for each token."""
+
+    def stored(
+        self, name: str, tensor: Tensor, slices: Slices, shape: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], Tensor, Slices]]:
+        """Yields (whole shape, part of `tensor`, slices of it) as checkpoints have them, in every layout of ranks.
+
+        tensor: the `slices` [start, stop) of a parameter of `shape`, or of its state in the optimizer.
+        """
+
+
+class GPTModel:
+    """The GPT on this rank. mesh: the whole mesh of the run, None for one rank. Its parameters are uninitialised."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        options: TrainCommand,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.device_mesh = None if mesh is None or mesh["tp"].size() == 1 else mesh["tp"]
+        self.module = GPT(
+            config,
+            device_mesh=self.device_mesh,
+            context_mesh=context_mesh(mesh),
+            context_schedule=options.parallel.cp_schedule,
+            context_balance=options.parallel.cp_balance,
+            recompute=options.train.recompute,
+            device=device,
+            dtype=dtype,
+        )
+        self.context = self.module.context
+        self._forward: Any = self.module  # in training
+
+    def draw(self, seed: int) -> None:
+        """Draws the parameters."""
+        initialize(self.module, seed)
+
+    def compile(self, *, one_graph: bool) -> None:
+        """Lets training steps run by torch.compile."""
+        self._forward = compiled(self.module, one_graph=one_graph)
+
+    def loss(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        weight: float,
+        at: tuple[int, int] | None = None,
+        sequences: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the loss; see the protocol."""
+        forward = self.module if at is None else self._forward
+        loss: Tensor = forward(ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences)
+        return loss
+
+    def generate(
+        self,
+        ids: Tensor,
+        tokens: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None = None,
+        ends: tuple[int, ...] = (),
+        seed: int = 0,
+    ) -> Tensor:
+        """Returns the prompts with their continuations."""
+        eos = ends[0] if ends else None
+        return generate(self.module, ids, tokens, temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, seed=seed)
+
+    def flops_per_token(self) -> int:
+        """Returns the floating-point operations of a training step for each token."""
+        return self.module.flops_per_token()
+
+    def stored(
+        self, name: str, tensor: Tensor, slices: Slices, shape: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], Tensor, Slices]]:
+        """Yields the shard as it is."""
+        yield shape, tensor, slices
+
+
+def language_model(
+    config: ModelConfig, options: TrainCommand, mesh: DeviceMesh | None, device: torch.device, dtype: torch.dtype
+) -> LanguageModel:
+    """Returns the model of a description on this rank, with uninitialised parameters. Raises ValueError."""
+    if isinstance(config, DecoderConfig):
+        return DecoderModel(config, options, mesh, device, dtype)
+    return GPTModel(config, options, mesh, device, dtype)
+
+
+def outlined(config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
+    """Returns this rank's model on the meta device, without communication. mesh: tensor-parallel, None for one rank."""
+    if isinstance(config, DecoderConfig):
+        return config.outlined(mesh, dtype)
+    return GPT(config, device_mesh=mesh, device="meta", dtype=dtype)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """Returns the transformer blocks of a model, which ZeRO stage 3 gathers one after another."""
+    return model.transformer.h if isinstance(model, GPT) else decoder_layers(model)
+
+
+def as_json(config: ModelConfig) -> dict[str, Any]:
+    """Returns what `config_from_json` makes the description of."""
+    return config.as_json() if isinstance(config, DecoderConfig) else asdict(config)
+
+
+def config_from_json(description: dict[str, Any]) -> ModelConfig:
+    """Returns the description of a model that `as_json` has returned.
+
+    Raises Unreadable, TypeError or ValueError for another value.
+    """
+    if "settings" in description:
+        check(description, {"settings": dict, "n_positions": int, "files": dict}, "the model")
+        return DecoderConfig.from_json(description)
+    hints = get_type_hints(GPTConfig)
+    check(description, {name: hints[name] for name in description if name in hints}, "the model")
+    return GPTConfig(**description)
