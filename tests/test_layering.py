@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "zero.reducer"},
     "models": {"ops", "layers", "parallel"},
     "train": {
-        "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel", "zero", "models",
+        "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel", "drop_in", "zero",
+        "models",
     },
     "testing.faults": set(),
     "testing.explore": {"comm"},

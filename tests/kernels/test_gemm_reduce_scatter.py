@@ -11,7 +11,6 @@ from torch import Tensor
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_scatter import await_part, sum_parts
-from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import recording
 from tpfuse.testing.cases import refusals
@@ -81,11 +80,11 @@ def test_every_size_one_after_another(world: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "schedule"), [(F32, RoundRobin()), *exhaustive((BF16, Sequential()))], ids=str)
 def test_partial_sums_of_gemm_in_rank_order_rounded_once(dtype: torch.dtype, schedule: Schedule) -> None:
-    """The bits agree, which no other order gives: each rank sends what `gemm` computes with the same tiles."""
+    """The bits agree, which no other order gives. Products of integers are exact, but not sums of other magnitudes."""
     m, n, k, world = 70, 70, 60, 3
-    xs = [normal(rank, m, k, dtype=dtype) for rank in range(world)]
-    ws = [normal(10 + rank, n, k, dtype=dtype) for rank in range(world)]
-    partials = [gemm_forward(x, w)[0] for x, w in zip(xs, ws, strict=True)]
+    xs = [integers(rank, m, k, dtype=dtype) for rank in range(world)]
+    ws = [integers(10 + rank, n, k, dtype=dtype) * 2.0**power for rank, power in enumerate((0, 24, 24))]
+    partials = [product(x, w) for x, w in zip(xs, ws, strict=True)]
     bias, residual = normal(20, n, dtype=dtype), normal(21, m, n, dtype=dtype)
 
     def program(memory: SimulatedMemory) -> None:

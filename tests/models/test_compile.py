@@ -44,6 +44,7 @@ def _check(model: GPT, batches: Sequence[int], length: int, names: Sequence[Impl
     Each step has other dropout masks. Other sizes of a batch compile a new graph.
     """
     initialize(model, 1)
+    torch._dynamo.utils.counters.clear()
     compiled = _compiled(model)
     for step, batch in enumerate(batches):
         ids = integers(step, batch, length, low=0, high=60, dtype=torch.int64)

@@ -308,7 +308,7 @@ class SampleCommand:
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write the newest good checkpoint of a run as a folder of Hugging Face's transformers.
+    """Write the newest good checkpoint of a run for Hugging Face's transformers.
 
     The GPT becomes a GPT-2, which `tpfuse train --init-from` can read too.
     """
