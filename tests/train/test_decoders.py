@@ -61,7 +61,7 @@ def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainComma
         ("gpt2", [_layout(2, 1, 1, 0), _layout(1, 1, 2, 3)]),
         ("phi3", [_layout(2, 1, 1, 2), _layout(1, 2, 1, 1)]),
         *exhaustive(
-            ("gpt2", [_layout(2, 2, 1, 3), _layout(2, 1, 2, 2, accumulation=2), _layout(1, 1, 3, 1)]),
+            ("gpt2", [_layout(2, 2, 1, 3), _layout(2, 1, 2, 2, accumulation=2), _layout(1, 1, 4, 1)]),
             ("phi3", [_layout(2, 1, 2, 3), _layout(1, 2, 2, 0), _layout(3, 1, 1, 1, recompute="full")]),
             ("llama", [_layout(4, 1, 1, 1), _layout(2, 2, 1, 2, recompute="full"), _layout(1, 4, 1, 0)]),
             ("llama_tied", [_layout(3, 1, 1, 3), _layout(1, 2, 2, 3), _layout(2, 1, 2, 1)]),

@@ -251,7 +251,8 @@ class TrainingLoop:
         kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
         sizes = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
         by = f" ({self.trainer.exchanged_by})" if self.trainer.replicas > 1 else ""
-        return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(sizes)}"
+        more = "" if account.activations else ", without activations"
+        return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(sizes)}{more}"
 
     def _measured(self) -> str:
         """Returns in words the memory in use after a step, which includes the parts that the count leaves out."""
