@@ -2,16 +2,21 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpfuse.drop_in.converted import rms_norm_offset
 from tpfuse.drop_in.parallelize import parallelize
+from tpfuse.layers.explain import plans
+from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.decoders import FAMILIES, decoder, exact
+from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive, pairwise
@@ -139,3 +144,36 @@ def test_generate_with_its_cache_gives_the_tokens_of_one_rank() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_family_generates_the_tokens_of_one_rank(world: int, sequence_parallel: bool) -> None:
     pool(world).run(_tokens_agree, list(FAMILIES), sequence_parallel)
+
+
+class _DoubledRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+def test_norms_are_recognised_by_what_they_compute() -> None:
+    offsets = {name: rms_norm_offset(decoder(name).model.norm) for name in ("llama", "qwen3", "gemma")}
+    assert offsets == {"llama": 0.0, "qwen3": 0.0, "gemma": 1.0}
+    assert rms_norm_offset(_DoubledRMSNorm()) is None and rms_norm_offset(nn.LayerNorm(8)) is None
+
+
+def _norms() -> None:
+    model = parallelize(decoder("gemma", torch.bfloat16), tensor_mesh())
+    operators = {plan.layer: plan.operator for plan in plans(model)}
+    assert operators["model.layers.1.input_layernorm"] == operators["model.norm"] == "rms_norm"
+    x = normal(1, 2, 3, 48, dtype=torch.bfloat16)
+    module, own = model.model.norm, decoder("gemma", torch.bfloat16).model.norm
+    for dtype in (torch.bfloat16, torch.float32):  # a float32 input of a bfloat16 norm: transformers decides
+        with mock.patch("tpfuse.drop_in.converted.rms_norm", wraps=rms_norm) as operator:
+            found, expected = module.forward(x.to(dtype)), own(x.to(dtype))
+        assert operator.call_count == (dtype == torch.bfloat16)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+def test_norms_run_as_one_operator() -> None:
+    pool(2).run(_norms)

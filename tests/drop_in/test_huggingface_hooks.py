@@ -49,6 +49,12 @@ def _inputs(case: str) -> tuple[dict[str, Tensor], Tensor]:
     return arguments, valid
 
 
+def _exactly(family: str, name: str, *args: Any) -> Any:
+    """Calls the function with this name while the family's norms compute in the dtype of their input."""
+    with exact(decoder(family)):
+        return globals()[name](*args)
+
+
 def _gradient(parameter: nn.Parameter, like: Tensor) -> Tensor:
     assert parameter.grad is not None
     return (gather_whole(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad).reshape(like.shape)
@@ -157,7 +163,7 @@ def _loss_of_shards() -> None:
 
 
 def test_no_rank_holds_whole_logits_in_training() -> None:
-    pool(2).run(_loss_of_shards)
+    pool(2).run(_exactly, "llama", "_loss_of_shards")
 
 
 def _counts_and_copies() -> None:
@@ -187,7 +193,7 @@ def _counts_and_copies() -> None:
 
 @pytest.mark.exhaustive
 def test_counts_of_labels_copies_and_checkpointing() -> None:
-    pool(2).run(_counts_and_copies)
+    pool(2).run(_exactly, "mistral", "_counts_and_copies")
 
 
 def _dropped(tp: int) -> tuple[Tensor, Tensor]:
@@ -240,7 +246,7 @@ def _in_buckets(dp: int, cp: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
 def test_an_engine_takes_the_sums_over_the_context(dp: int, cp: int) -> None:
-    pool(dp * cp).run(_in_buckets, dp, cp)
+    pool(dp * cp).run(_exactly, "mistral", "_in_buckets", dp, cp)
 
 
 def _fully_sharded() -> None:
@@ -260,7 +266,7 @@ def _fully_sharded() -> None:
 
 @pytest.mark.exhaustive
 def test_shards_of_all_parameters_take_the_sums_over_the_context() -> None:
-    pool(2).run(_fully_sharded)
+    pool(2).run(_exactly, "mistral", "_fully_sharded")
 
 
 def _adapted(tp: int, cp: int) -> None:
@@ -292,7 +298,7 @@ def _adapted(tp: int, cp: int) -> None:
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])
 def test_adapters_of_peft_train_under_a_context(tp: int, cp: int) -> None:
     pytest.importorskip("peft")
-    pool(tp * cp).run(_adapted, tp, cp)
+    pool(tp * cp).run(_exactly, "mistral", "_adapted", tp, cp)
 
 
 def _refuse() -> None:

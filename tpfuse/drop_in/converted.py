@@ -11,6 +11,7 @@ tensor in its original shape.
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.parallel.whole import gather_whole
 
 Ranges = tuple[tuple[int, int], ...]
@@ -485,6 +487,66 @@ class ReplicatedModule(Converted):
         finally:
             for parameters, sharded in held:
                 parameters.update(sharded)
+
+
+class ReplicatedRMSNorm(ReplicatedModule):
+    """A root-mean-square norm of the model's own class, such as LlamaRMSNorm, computed by one operator.
+
+    It is x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension; `rms_norm_offset` finds the offset. A
+    weight of another dtype than x runs the module's own forward, which decides on the dtype of the result.
+    """
+
+    offset: float
+
+    def explained(self, name: str) -> LayerPlan:
+        """Return the module's plan for `tpfuse.explain`."""
+        return dataclasses.replace(super().explained(name), operator="rms_norm")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the norm of hidden_states [..., C], in their shape and dtype."""
+        x, weight = hidden_states, local(cast(Tensor, self.weight))
+        if x.dtype != weight.dtype:
+            out: Tensor = super().forward(x)
+            return out
+        if self.offset:
+            weight = self.offset + (weight if weight.dtype == torch.float64 else weight.float())
+        return rms_norm(x, weight, rms_norm_eps(self), sum_gradients_over=self.group if self.sum_gradients else None)
+
+
+def rms_norm_eps(module: Any) -> float | None:
+    """Return the epsilon of a root-mean-square norm of a model of transformers; None for a module without one."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+_offsets: dict[tuple[type[nn.Module], float], float | None] = {}
+
+
+@torch.no_grad()
+def rms_norm_offset(module: nn.Module) -> float | None:
+    """Return the offset, 0 or 1, if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
+
+    The module's own forward is tried once for each class, with another weight. Gemma's norms have the offset 1.
+    """
+    eps, weight = rms_norm_eps(module), module._parameters.get("weight")
+    alone = weight is not None and weight.ndim == 1 and len(list(module.parameters())) == 1
+    if not alone or eps is None or not type(module).__name__.endswith("RMSNorm") or any(module.children()):
+        return None
+    key = type(module), eps
+    if key not in _offsets:
+        trial = outline(module, {})
+        trial._parameters["weight"] = Parameter(torch.linspace(0.5, 1.5, 8, device="cpu"))
+        x = torch.linspace(-3, 2, 16, device="cpu").view(1, 2, 8)
+        expected = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        try:
+            found = type(module).forward(trial, x)
+        except Exception:
+            found = None
+        candidates = {offset: expected * (offset + trial._parameters["weight"]) for offset in (0.0, 1.0)}
+        _offsets[key] = next(
+            (offset for offset, out in candidates.items() if found is not None and torch.allclose(out, found)), None
+        )
+    return _offsets[key]
 
 
 _combined: dict[tuple[type, type], type[nn.Module]] = {}

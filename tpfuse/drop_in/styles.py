@@ -43,10 +43,12 @@ from tpfuse.drop_in.converted import (
     ConvertedRowLinear,
     Ranges,
     ReplicatedModule,
+    ReplicatedRMSNorm,
     as_local,
     combined_class,
     convert,
     gather_sequence,
+    rms_norm_offset,
     set_attributes,
     shard_as_dtensor,
     split_sequence,
@@ -243,8 +245,9 @@ class FusedSequenceParallel(SequenceParallel):
     """torch's SequenceParallel without DTensor's dispatch: for nn.LayerNorm, nn.RMSNorm and nn.Dropout.
 
     sequence_dim, use_local_output: as in torch's style. gather_output: return whole sequences, of the length in this
-    object, on every rank; their gradients are equal on all ranks. A module of any other class runs its own forward on
-    this rank's shard, with its own parameters as plain tensors; their gradients are summed over the ranks.
+    object, on every rank; their gradients are equal on all ranks. Root-mean-square norms of a model's own class run as
+    nn.RMSNorm. A module of any other class runs its own forward on this rank's shard, with its own parameters as plain
+    tensors; their gradients are summed over the ranks.
     """
 
     def __init__(
@@ -312,14 +315,12 @@ def replicate_(
 ) -> None:
     """Make the module's own parameters DTensors that every rank holds whole. kind: its class, by default its own."""
     layouts = dict.fromkeys((name for name, _ in module.named_parameters(recurse=False)), (None, None))
-    convert(
-        module,
-        combined_class(ReplicatedModule, type(module)) if kind is None else kind,
-        mesh,
-        layouts,
-        source,
-        sum_gradients=sum_gradients and mesh.size() > 1,
-    )
+    attributes: dict[str, Any] = {"sum_gradients": sum_gradients and mesh.size() > 1}
+    if kind is None:
+        offset = rms_norm_offset(module)
+        attributes |= {} if offset is None else {"offset": offset}
+        kind = combined_class(ReplicatedModule if offset is None else ReplicatedRMSNorm, type(module))
+    convert(module, kind, mesh, layouts, source, **attributes)
 
 
 class ReplicatedParallel(ParallelStyle):
