@@ -144,6 +144,16 @@ def _memory(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _hang(arguments: Sequence[str]) -> int:
+    from tpfuse.train.options import HangCommand
+
+    run, _ = _subject_and_options(HangCommand, arguments, "hang RUN", "expected the folder of a run: tpfuse hang RUN")
+    from tpfuse.train.hang import hang
+
+    print(hang(Path(run)))
+    return 0
+
+
 def _prepare(arguments: Sequence[str]) -> int:
     from tpfuse.train.config import parse_prepare
 
@@ -182,6 +192,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sample": (_sample, "generate text with a trained model"),
     "export": (_export, "write a trained model for Hugging Face's transformers"),
     "memory": (_memory, "count the memory that each rank of a run will hold"),
+    "hang": (_hang, "say which rank the others of a run waited for, from its flight records"),
     "prepare": (_prepare, "turn text into a token file"),
     "verify": (_verify, "compare every kernel with its reference on this machine"),
     "tune": (_tune, "measure tile sizes of the kernels on this GPU"),

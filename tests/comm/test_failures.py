@@ -17,6 +17,7 @@ import triton.language as tl
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.comm.stacks import offered_stack
 from tpfuse.kernels import signals
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.patience import patient
@@ -284,8 +285,9 @@ def _recorded(rank: Rank, folder: Path) -> PeerTimeout:
     memory.step = 4
     memory.timeout = memory.control.timeout = 0.5
     if rank.rank == 0:
-        with memory.guard("sum"):
+        with memory.guard("sum"), offered_stack(folder):
             rank.hear()
+        assert not [*folder.glob(".stack-*")]
     with pytest.raises(PeerTimeout) as caught:
         total(1)
     return caught.value
@@ -301,6 +303,8 @@ def test_the_flight_record_has_the_last_operations_of_every_rank(tmp_path: Path)
         assert [entry["rank"] for entry in record["ranks"]] == [0, 1]
         assert [entry["pid"] for entry in record["ranks"]] == [process.pid for process in running.processes]
         assert not any(entry["ended"] for entry in record["ranks"])
+        assert "in hear" in record["ranks"][0]["stack"] and "in _recorded" in record["ranks"][0]["stack"]
+        assert record["ranks"][0]["state"].startswith("S") and record["ranks"][1]["stack"] == "", "it offers none"
         other, mine = (entry["operations"] for entry in record["ranks"])
         assert other[-1]["operation"] == mine[-1]["operation"] == "sum"
         assert [entry["number"] for entry in mine] == list(range(20, 84))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpfuse.drop_in.converted import rms_norm_offset
+from tpfuse.drop_in.converted import rms_norm_terms
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.layers.explain import plans
 from tpfuse.ops.rms_norm import rms_norm
@@ -156,9 +156,9 @@ class _DoubledRMSNorm(nn.Module):
 
 
 def test_norms_are_recognised_by_what_they_compute() -> None:
-    offsets = {name: rms_norm_offset(decoder(name).model.norm) for name in ("llama", "qwen3", "gemma")}
-    assert offsets == {"llama": 0.0, "qwen3": 0.0, "gemma": 1.0}
-    assert rms_norm_offset(_DoubledRMSNorm()) is None and rms_norm_offset(nn.LayerNorm(8)) is None
+    terms = {name: rms_norm_terms(decoder(name).model.norm) for name in ("llama", "qwen3", "gemma")}
+    assert terms == {"llama": (0.0, 1e-6), "qwen3": (0.0, 1e-6), "gemma": (1.0, 1e-6)}
+    assert rms_norm_terms(_DoubledRMSNorm()) is None and rms_norm_terms(nn.LayerNorm(8)) is None
 
 
 def _norms() -> None:

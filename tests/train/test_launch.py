@@ -17,6 +17,7 @@ from tpfuse.testing.command import Command
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.train import launch
 from tpfuse.train.errors import PeerLost, RunError
+from tpfuse.train.hang import hang
 from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.messages import fail
 from tpfuse.train.metrics import read_metrics
@@ -183,6 +184,11 @@ def test_a_rank_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
     assert re.fullmatch(f"tpfuse train: error: {told}", err), err
     record = json.loads((tmp_path / "run" / "flight_record_rank0.json").read_text())
     assert record["missing"] == 1 and [len(rank["operations"]) > 10 for rank in record["ranks"]] == [True, True]
+    said = hang(tmp_path / "run")
+    expected = r"In .* of step \d+, rank 0 waited \d+\.\d s for rank 1\.\nRank 1 \(process \d+\) was stopped by a"
+    assert re.match(expected, said)
+    mine, stopped = said.split("\nPython stack of rank ")[1:]
+    assert " in train_step" in mine and "the process did not answer (its state was T (stopped))" in stopped
 
 
 @pytest.mark.processes

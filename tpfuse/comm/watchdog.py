@@ -15,6 +15,7 @@ from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.futex import Stopwatch
 from tpfuse.comm.settings import settings
+from tpfuse.comm.stacks import stacks_of, state_of
 
 INTERVAL = 0.1  # seconds
 
@@ -83,11 +84,13 @@ def _look_often(reference: "weakref.ref[Watcher]", awake: threading.Event, enter
 def write_flight_record(control: ControlBlock, error: BaseException) -> None:
     """Writes the last operations of every rank as JSON into the folder of the settings, if `error` is a time-out.
 
-    A disk that fails must not hide the error, so a failure to write is only noted on it.
+    The record has the Python stacks of the ranks that offer them too (`tpfuse.comm.stacks`). A disk that fails must not
+    hide the error, so a failure to write is only noted on it.
     """
     folder = settings().flight_folder
     if folder is None or not isinstance(error, PeerTimeout) or error.waited is None:
         return
+    stacks = stacks_of(folder, control.pids)
     record: dict[str, Any] = {
         "error": str(error),
         "op": error.op,
@@ -95,11 +98,14 @@ def write_flight_record(control: ControlBlock, error: BaseException) -> None:
         "rank": error.rank,
         "missing": error.peer,
         "waited_s": round(error.waited, 3),
+        "written_ns": time.time_ns(),
         "ranks": [
             {
                 "rank": control.ranks[rank],
                 "pid": pid,
                 "ended": control.has_ended(rank),
+                "state": state_of(pid),
+                "stack": stacks.get(pid, ""),
                 "operations": state.operations(),
             }
             for rank, (pid, state) in enumerate(zip(control.pids, control.states, strict=True))

@@ -492,11 +492,12 @@ class ReplicatedModule(Converted):
 class ReplicatedRMSNorm(ReplicatedModule):
     """A root-mean-square norm of the model's own class, such as LlamaRMSNorm, computed by one operator.
 
-    It is x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension; `rms_norm_offset` finds the offset. A
-    weight of another dtype than x runs the module's own forward, which decides on the dtype of the result.
+    It is x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension; terms: (offset, eps). For a weight of
+    another dtype than x the module's own forward runs, and decides on the dtype of the result.
     """
 
-    offset: float
+    weight: Tensor
+    terms: tuple[float, float]
 
     def explained(self, name: str) -> LayerPlan:
         """Return the module's plan for `tpfuse.explain`."""
@@ -504,49 +505,44 @@ class ReplicatedRMSNorm(ReplicatedModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the norm of hidden_states [..., C], in their shape and dtype."""
-        x, weight = hidden_states, local(cast(Tensor, self.weight))
+        x, weight, (offset, eps) = hidden_states, local(self.weight), self.terms
         if x.dtype != weight.dtype:
             out: Tensor = super().forward(x)
             return out
-        if self.offset:
-            weight = self.offset + (weight if weight.dtype == torch.float64 else weight.float())
-        return rms_norm(x, weight, rms_norm_eps(self), sum_gradients_over=self.group if self.sum_gradients else None)
+        if offset:
+            weight = offset + (weight if weight.dtype == torch.float64 else weight.float())
+        return rms_norm(x, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)
 
 
-def rms_norm_eps(module: Any) -> float | None:
-    """Return the epsilon of a root-mean-square norm of a model of transformers; None for a module without one."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return eps if isinstance(eps, float) else None
-
-
-_offsets: dict[tuple[type[nn.Module], float], float | None] = {}
+_norms: dict[tuple[type[nn.Module], float], float | None] = {}  # offsets by class and epsilon
 
 
 @torch.no_grad()
-def rms_norm_offset(module: nn.Module) -> float | None:
-    """Return the offset, 0 or 1, if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
+def rms_norm_terms(module: nn.Module) -> tuple[float, float] | None:
+    """Return (offset, eps) if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
 
-    The module's own forward is tried once for each class, with another weight. Gemma's norms have the offset 1.
+    The module's own forward is tried once for each class, with another weight. Gemma's norms have the offset 1, others
+    0.
     """
-    eps, weight = rms_norm_eps(module), module._parameters.get("weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = module._parameters.get("weight")
     alone = weight is not None and weight.ndim == 1 and len(list(module.parameters())) == 1
-    if not alone or eps is None or not type(module).__name__.endswith("RMSNorm") or any(module.children()):
+    if not alone or not isinstance(eps, float) or not type(module).__name__.endswith("RMSNorm"):
         return None
     key = type(module), eps
-    if key not in _offsets:
-        trial = outline(module, {})
-        trial._parameters["weight"] = Parameter(torch.linspace(0.5, 1.5, 8, device="cpu"))
+    if key not in _norms:
+        trial, other = outline(module, {}), torch.linspace(0.5, 1.5, 8, device="cpu")
+        trial._parameters["weight"] = Parameter(other)
         x = torch.linspace(-3, 2, 16, device="cpu").view(1, 2, 8)
-        expected = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        scaled = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
         try:
             found = type(module).forward(trial, x)
-        except Exception:
-            found = None
-        candidates = {offset: expected * (offset + trial._parameters["weight"]) for offset in (0.0, 1.0)}
-        _offsets[key] = next(
-            (offset for offset, out in candidates.items() if found is not None and torch.allclose(out, found)), None
-        )
-    return _offsets[key]
+        except Exception:  # a forward with other arguments, or one that needs more than these attributes
+            found = torch.full_like(x, torch.nan)
+        offsets = (offset for offset in (0.0, 1.0) if torch.allclose(found, scaled * (offset + other)))
+        _norms[key] = next(offsets, None)
+    offset = _norms[key]
+    return None if offset is None else (offset, eps)
 
 
 _combined: dict[tuple[type, type], type[nn.Module]] = {}

@@ -48,7 +48,7 @@ from tpfuse.drop_in.converted import (
     combined_class,
     convert,
     gather_sequence,
-    rms_norm_offset,
+    rms_norm_terms,
     set_attributes,
     shard_as_dtensor,
     split_sequence,
@@ -317,9 +317,9 @@ def replicate_(
     layouts = dict.fromkeys((name for name, _ in module.named_parameters(recurse=False)), (None, None))
     attributes: dict[str, Any] = {"sum_gradients": sum_gradients and mesh.size() > 1}
     if kind is None:
-        offset = rms_norm_offset(module)
-        attributes |= {} if offset is None else {"offset": offset}
-        kind = combined_class(ReplicatedModule if offset is None else ReplicatedRMSNorm, type(module))
+        terms = rms_norm_terms(module)
+        attributes |= {} if terms is None else {"terms": terms}
+        kind = combined_class(ReplicatedModule if terms is None else ReplicatedRMSNorm, type(module))
     convert(module, kind, mesh, layouts, source, **attributes)
 
 

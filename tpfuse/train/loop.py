@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +22,7 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.measurement import measuring
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
+from tpfuse.comm.stacks import offered_stack
 from tpfuse.layers.explain import plans, summary
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
@@ -73,8 +75,10 @@ def train_rank(info: RankInfo, run: Run) -> int:
         expand_segments()
     if info.world > 1 and not dist.is_initialized():  # under torchrun the ranks have joined already
         join(info, device, comm.timeout)
-    loop = None
+    loop, stack = None, ExitStack()
     try:
+        if info.world > 1:
+            stack.enter_context(offered_stack(run.folder))
         loop = TrainingLoop(info, run, _mesh(info, run, device), device, stop)
         loop.run_to_end()
     except RunError:
@@ -97,6 +101,7 @@ def train_rank(info: RankInfo, run: Run) -> int:
         lost = f"rank {info.rank} lost another rank in {_when(loop)}: {_reason(error)}"
         raise PeerLost(lost) from error
     finally:
+        stack.close()
         if info.world > 1:
             dist.destroy_process_group()
     return 0

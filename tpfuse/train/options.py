@@ -344,6 +344,14 @@ class MemoryCommand:
 
 
 @dataclass(frozen=True)
+class HangCommand:
+    """Say which rank the others waited for, and show the Python stack of each.
+
+    RUN is the folder of a run of `tpfuse train` that a time-out has ended.
+    """
+
+
+@dataclass(frozen=True)
 class TuneCommand:
     """Measure tile sizes of the kernels on this GPU and write them into a table.
 

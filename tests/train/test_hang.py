@@ -1,0 +1,94 @@
+"""`tpfuse hang` says who waited for whom."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpfuse.testing.command import Commands
+
+STACK = """Thread 0x01 (most recent call first):
+  File "watchdog.py", line 3 in look
+
+Current thread 0x02 [python] (most recent call first):
+  File "loader.py", line 7 in read
+  File "train.py", line 9 in main
+"""
+
+
+def _operation(number: int, text: str, begun: float, ended: float = 0.0) -> dict[str, Any]:
+    return {"number": number, "operation": text, "begun_ns": int(begun * 1e9), "ended_ns": int(ended * 1e9)}
+
+
+def _entry(rank: int, *operations: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    entry = {"rank": rank, "pid": 70 + rank, "ended": False, "state": "S (sleeping)", "stack": STACK}
+    return entry | {"operations": list(operations)} | changes
+
+
+def _write(folder: Path, rank: int, missing: int | None, *ranks: dict[str, Any], written: float = 200.0) -> None:
+    record = {"op": "all_gather", "step": 41, "rank": rank, "missing": missing, "waited_s": 60.0}
+    record |= {"written_ns": int(written * 1e9), "ranks": list(ranks)}
+    (folder / f"flight_record_rank{rank}.json").write_text(json.dumps(record))
+
+
+GATHER, SCATTER = "all_gather float32 [2]", "reduce_scatter float32 [4]"
+MINE = _entry(0, _operation(8, SCATTER, 130, 131), _operation(9, GATHER, 140))
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (
+            _entry(1, _operation(8, SCATTER, 130, 131)),
+            "Rank 1 (process 71) had ended its last operation, reduce_scatter float32 [4], 69.0 s before.",
+        ),
+        (
+            _entry(1, _operation(8, SCATTER, 130)),
+            "Rank 1 (process 71) had begun reduce_scatter float32 [4] 70.0 s before and had not ended it.",
+        ),
+        (_entry(1, ended=True), "Rank 1 (process 71) had ended: read its own error."),
+        (_entry(1), "Rank 1 (process 71) had begun no operation."),
+        (
+            _entry(1, _operation(8, SCATTER, 130, 131), state="T (stopped)", stack=""),
+            "Rank 1 (process 71) was stopped by a signal, and had ended its last operation",
+        ),
+        (
+            _entry(1, _operation(8, SCATTER, 130, 131), _operation(9, "send", 132)),
+            "Operation 9 was all_gather float32 [2] on rank 0, but send on rank 1: the ranks took different branches",
+        ),
+    ],
+)
+def test_the_missing_rank_is_described(tmp_path: Path, commands: Commands, missing: dict[str, Any], said: str) -> None:
+    for rank in (0, 2):
+        _write(tmp_path, rank, 1, MINE, missing, MINE | {"rank": 2})
+    out = commands.do("hang", tmp_path)
+    assert out.startswith("In all_gather of step 41, ranks 0, 2 waited 60.0 s for rank 1.\n")
+    assert said in out
+    assert 'rank 0:\n  File "loader.py", line 7 in read\n  File "train.py", line 9 in main\n' in out
+    assert "watchdog.py" not in out
+    assert ("the process did not answer (its state was T (stopped))" in out) == (not missing["stack"])
+
+
+def test_the_cause_is_the_rank_that_waited_for_nobody(tmp_path: Path, commands: Commands) -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2. Records of an earlier failure are left out."""
+    _write(tmp_path, 0, 1, MINE, _entry(1))
+    _write(tmp_path, 1, 2, _entry(1), _entry(2))
+    _write(tmp_path, 3, 0, MINE, _entry(3), written=-300.0)
+    assert commands.do("hang", tmp_path).startswith("In all_gather of step 41, rank 1 waited 60.0 s for rank 2.\n")
+    _write(tmp_path, 0, None, MINE, _entry(1))
+    (tmp_path / "flight_record_rank1.json").unlink()
+    assert "rank 0 waited 60.0 s, but no single rank was late." in commands.do("hang", tmp_path)
+
+
+def test_a_run_without_readable_records_is_refused(tmp_path: Path, commands: Commands) -> None:
+    assert "has no flight records" in commands.fail("hang", tmp_path)
+    assert "expected the folder of a run: tpfuse hang RUN" in commands.fail("hang")
+    for damaged in ("{", "[]", '{"op": 3}'):
+        (tmp_path / "flight_record_rank0.json").write_text(damaged)
+        assert "cannot read" in commands.fail("hang", tmp_path)
+    _write(tmp_path, 0, 1, MINE | {"operations": [{"number": "x"}]})
+    assert "cannot read" in commands.fail("hang", tmp_path)
+    shutil.rmtree(tmp_path)
+    assert "has no flight records" in commands.fail("hang", tmp_path)

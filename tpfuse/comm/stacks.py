@@ -1,0 +1,75 @@
+"""Python stacks of other processes of this host, for the flight record of a wait that has expired.
+
+A process offers its stack: faulthandler writes it into a file when the process receives SIGUSR2, even while the process
+holds the interpreter's lock or waits in C code. Another process asks for it. No process is asked that would die from
+the signal.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_SIGNAL = signal.SIGUSR2
+_PATIENCE = 1.0  # seconds for all processes together
+
+
+def _file(folder: Path, pid: int) -> Path:
+    return folder / f".stack-{pid}"
+
+
+@contextlib.contextmanager
+def offered_stack(folder: Path) -> Iterator[None]:
+    """Lets other processes ask this one for its stack, within a with block of the main thread. Raises OSError."""
+    path = _file(folder, os.getpid())
+    with path.open("w") as file:
+        faulthandler.register(_SIGNAL, file)
+        try:
+            yield
+        finally:
+            signal.signal(_SIGNAL, signal.SIG_IGN)  # a process that asks now must not end this one
+            faulthandler.unregister(_SIGNAL)
+            signal.signal(_SIGNAL, signal.SIG_IGN)
+            path.unlink(missing_ok=True)
+
+
+def state_of(pid: int) -> str:
+    """Returns what a process of this host does, such as "S (sleeping)" or "T (stopped)"; "" if it has ended."""
+    return _status(pid).get("State", "")
+
+
+def stacks_of(folder: Path, pids: Sequence[int]) -> dict[int, str]:
+    """Returns the Python stacks of these processes, by their pid. Those that do not answer in a second are left out."""
+    asked = [pid for pid in pids if _file(folder, pid).exists() and _answers(pid)]
+    for pid in asked:
+        with contextlib.suppress(OSError):
+            if not _file(folder, pid).stat().st_size:  # another rank may have asked already
+                os.kill(pid, _SIGNAL)
+    found: dict[int, str] = {}
+    end = time.monotonic() + _PATIENCE
+    while len(found) < len(asked) and time.monotonic() < end:
+        for pid in asked:
+            with contextlib.suppress(OSError):
+                text = _file(folder, pid).read_text(errors="replace")
+                if text.endswith("\n"):
+                    found[pid] = text
+        time.sleep(0.02)
+    return found
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _answers(pid: int) -> bool:
+    """Returns whether the process catches the signal and runs, so that it can answer."""
+    status = _status(pid)
+    caught = int(status.get("SigCgt", "0"), 16) >> (_SIGNAL - 1) & 1
+    return bool(caught) and status["State"][0] in "RSD"

@@ -1,0 +1,125 @@
+"""`tpfuse hang` says in words who waited for whom, from the flight records that the ranks of a run have written.
+
+Every rank that gives up waiting writes a record (`tpfuse.comm.watchdog`): the last operations of all ranks of its
+group, the state of their processes, and their Python stacks.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpfuse.train.errors import UserError
+from tpfuse.train.untrusted import Unreadable, read_json
+
+_ENTRY = {"rank": int, "pid": int, "ended": bool, "state": str, "stack": str, "operations": list}
+_OPERATION = {"number": int, "operation": str, "begun_ns": int, "ended_ns": int}
+_SCHEMA = {
+    "op": str, "step": int, "rank": int, "waited_s": float, "written_ns": int,
+    "ranks": [_ENTRY | {"operations": [_OPERATION]}],
+}  # fmt: skip
+_TOGETHER = 300 * 10**9  # ns; records that are older than the newest by more belong to an earlier failure
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of one rank. missing: the rank for which it waited; None if no single rank was late."""
+
+    op: str
+    step: int
+    rank: int
+    missing: int | None
+    waited: float
+    written: int
+    ranks: dict[int, dict[str, Any]]
+
+
+def read_records(run: Path) -> list[Record]:
+    """Returns the records of a run's last failure, in rank order. Raises UserError."""
+    records = []
+    for path in run.glob("flight_record_rank*.json"):
+        try:
+            found = read_json(path, _SCHEMA)
+            missing = found.get("missing")
+            if not isinstance(missing, int | None):
+                raise Unreadable(f"missing is {missing!r}: expected the number of a rank")
+        except (OSError, Unreadable) as error:
+            raise UserError(f"cannot read {path}: {error}") from None
+        ranks = {entry["rank"]: entry for entry in found["ranks"]}
+        records.append(
+            Record(found["op"], found["step"], found["rank"], missing, found["waited_s"], found["written_ns"], ranks)
+        )
+    if not records:
+        raise UserError(f"{run} has no flight records: no rank of that run has waited in vain")
+    newest = max(record.written for record in records)
+    return sorted((r for r in records if newest - r.written < _TOGETHER), key=lambda record: record.rank)
+
+
+def hang(run: Path) -> str:
+    """Returns the explanation. Raises UserError for a run without records."""
+    records = read_records(run)
+    waiting = {record.rank for record in records}
+    named = [record for record in records if record.missing is not None]
+    cause = next((record for record in named if record.missing not in waiting), named[0] if named else records[0])
+    lines = [_sentence(cause, [record.rank for record in records if record.missing == cause.missing])]
+    if cause.missing in cause.ranks:
+        lines.append(_described(cause, cause.ranks[cause.missing]))
+    difference = _difference(cause)
+    if difference:
+        lines.append(difference)
+    known: dict[int, dict[str, Any]] = {}
+    for record in records:
+        known |= {rank: entry for rank, entry in record.ranks.items() if rank not in known or entry["stack"]}
+    for rank, entry in sorted(known.items()):
+        lines += ["", f"Python stack of rank {rank}:", *_innermost(entry["stack"], entry["state"])]
+    return "\n".join(lines)
+
+
+def _sentence(record: Record, waiting: list[int]) -> str:
+    where = record.op + (f" of step {record.step}" if record.step >= 0 else "")
+    if record.missing is None:
+        return f"In {where}, rank {record.rank} waited {record.waited:.1f} s, but no single rank was late."
+    ranks = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
+    return f"In {where}, {ranks} waited {record.waited:.1f} s for rank {record.missing}."
+
+
+def _described(record: Record, missing: dict[str, Any]) -> str:
+    """Returns what the missing rank did."""
+    process = f"Rank {missing['rank']} (process {missing['pid']})"
+    if missing["ended"]:
+        return f"{process} had ended: read its own error."
+    stopped = " was stopped by a signal, and" if missing["state"].startswith("T") else ""
+    if not missing["operations"]:
+        return f"{process}{stopped} had begun no operation."
+    last = missing["operations"][-1]
+    if last["ended_ns"]:
+        seconds = (record.written - last["ended_ns"]) / 1e9
+        return f"{process}{stopped} had ended its last operation, {last['operation']}, {seconds:.1f} s before."
+    seconds = (record.written - last["begun_ns"]) / 1e9
+    return f"{process}{stopped} had begun {last['operation']} {seconds:.1f} s before and had not ended it."
+
+
+def _difference(record: Record) -> str:
+    """Returns in words the first operation that differs between two ranks; "" if there is none."""
+    texts: dict[int, dict[int, str]] = {}
+    for rank, entry in record.ranks.items():
+        for operation in entry["operations"]:
+            texts.setdefault(operation["number"], {})[rank] = operation["operation"]
+    for number, by_rank in sorted(texts.items()):
+        (first, text), *others = sorted(by_rank.items())
+        for rank, other in others:
+            if other != text:
+                return (
+                    f"Operation {number} was {text} on rank {first}, but {other} on rank {rank}: the ranks took"
+                    " different branches of the program."
+                )
+    return ""
+
+
+def _innermost(stack: str, state: str) -> list[str]:
+    """Returns the lines of the thread that ran, the innermost call first."""
+    if not stack:
+        return [f"  unknown: the process did not answer (its state was {state or 'unknown'})"]
+    lines = stack.splitlines()
+    start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), 0)
+    ending = (index for index, line in enumerate(lines) if index > start and not line.startswith("  "))
+    return [line for line in lines[start + 1 : next(ending, len(lines))] if line]
