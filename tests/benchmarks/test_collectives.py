@@ -1,11 +1,20 @@
-"""The benchmark of CPU ranks' collectives checks and times each collective."""
+"""The benchmark of collectives checks and times each of them, and counts bytes as usual."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_collectives
+from benchmarks import collectives
 from benchmarks.harness import Row
+
+
+def test_bus_bandwidths_count_the_bytes_that_a_rank_sends() -> None:
+    assert collectives.bus_factor("all_reduce", 4) == 1.5
+    assert [collectives.bus_factor(op, 4) for op in ("all_gather", "reduce_scatter", "all_to_all")] == [0.75] * 3
+    assert collectives.bus_factor("broadcast", 4) == collectives.bus_factor("reduce", 8) == 1.0
 
 
 @pytest.mark.processes
@@ -13,11 +22,27 @@ def test_every_collective_is_checked_and_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept: list[Row] = []
-    monkeypatch.setattr(bench_collectives, "SIZES", (2**12,))
-    monkeypatch.setattr(bench_collectives, "keep", lambda name, row: kept.append(row))
-    monkeypatch.setattr(sys, "argv", ["bench_collectives.py", "--ranks", "2", "--rounds", "1"])
-    bench_collectives.main()
-    assert [row["op"] for row in kept] == ["all_gather", "reduce_scatter", "all_reduce"]
+    monkeypatch.setattr(collectives, "SIZES", (2**12,))
+    monkeypatch.setattr(collectives, "keep", lambda name, row: kept.append(row))
+    monkeypatch.setattr(sys, "argv", ["collectives.py", "--ranks", "2", "--rounds", "1"])
+    collectives.main()
+    assert [row["op"] for row in kept] == list(collectives.OPERATIONS)
     for row in kept:
-        assert row["ranks"] == 2 and all(row[f"{name}_us"]["median"] > 0 for name in ("tpfuse", "gloo", "copy"))
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 3
+        names = ["gloo", "copy"] + ["tpfuse"] * (row["op"] not in ("broadcast", "reduce"))
+        assert row["ranks"] == 2 and all(row[f"{name}_us"]["median"] > 0 for name in names)
+        algorithm, bus = row["gloo_gb_s"]
+        assert algorithm == pytest.approx(4.096 / row["gloo_us"]["median"], rel=0.01, abs=1e-4)
+        assert bus == pytest.approx(algorithm * collectives.bus_factor(row["op"], 2), rel=0.01)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 6
+
+
+@pytest.mark.processes
+def test_ranks_of_torchrun_are_joined(tmp_path: Path) -> None:
+    program = "from benchmarks import collectives as c; c.SIZES = (4096,); c.keep = lambda *row: None; c.main()"
+    (tmp_path / "program.py").write_text(program)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3".split()
+    command = [sys.executable, *torchrun, str(tmp_path / "program.py"), "--rounds", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1 + 6 and all(line.startswith("  3 ranks") for line in lines[1:])
