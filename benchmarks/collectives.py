@@ -17,6 +17,7 @@ bound is the copy: no collective of these sizes can read and write less than the
 import argparse
 import os
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -146,7 +147,7 @@ class _Case:
 def measure(op: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a call in each round, by candidate. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
-    warnings.filterwarnings("ignore", "`torch.distributed.reduce_scatter_tensor`")  # its new name is not in torch 2.11
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor`")  # torch 2.11 has no other names
     case = _Case(op, nbytes)
     case.check()
     repeats = {}
@@ -245,7 +246,8 @@ def main() -> None:
                 print(head if index == 0 else "", end="\n" if index == 0 else "")
                 _report(dist.get_world_size(), op, nbytes, times)
         dist.destroy_process_group()
-        return
+        sys.stdout.flush()
+        os._exit(0)  # Gloo's threads must not change the status while the libraries unload
     print(head)
     for world in arguments.ranks:
         ranks = RankPool(world, timeout=600.0)
