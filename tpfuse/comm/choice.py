@@ -3,7 +3,7 @@
 `tpfuse.backend` has the table of implementations and the switch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -54,23 +54,36 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, group: dist.
 def _choose(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup, wanted: Implementation, kernels: Kernels
 ) -> Choice:
+    memory, obstacle = None, ""
+    try:
+        memory = None if wanted == "collective" else connect(group, device)
+    except Unavailable as error:
+        obstacle = str(error)
+    choice = decide(device.type, dtype, wanted, kernels, obstacle)
+    return choice if choice.implementation == "collective" else replace(choice, memory=memory)
+
+
+def decide(device_type: str, dtype: torch.dtype, wanted: Implementation, kernels: Kernels, obstacle: str) -> Choice:
+    """Returns the choice, without a memory, of ranks that share memory or cannot because of `obstacle`.
+
+    `choose_implementation` decides by it, and `tpfuse doctor` shows it before there are ranks. Raises ValueError as
+    `choose_implementation` does.
+    """
     if wanted == "collective":
         return Choice("collective", "chosen", None)
-    try:
-        memory = connect(group, device)
-    except Unavailable as error:
-        return Choice("collective", f"the ranks share no memory: {error}", None, fallback=True)
+    if obstacle:
+        return Choice("collective", f"the ranks share no memory: {obstacle}", None, fallback=True)
     wants_kernels = wanted == "fused" or (wanted == "auto" and kernels == "triton")
-    if wants_kernels and device.type == "cpu" and not INTERPRETED:
+    if wants_kernels and device_type == "cpu" and not INTERPRETED:
         raise ValueError("fused kernels on a CPU are interpreted: set TRITON_INTERPRET=1 before the program starts")
     no_kernels = "there are no kernels for float64" if wants_kernels and dtype == torch.float64 else ""
     if wants_kernels and not no_kernels:
-        return Choice("fused", "chosen" if wanted == "fused" else "chosen by kernels triton", memory)
-    if device.type == "cpu":
+        return Choice("fused", "chosen" if wanted == "fused" else "chosen by kernels triton", None)
+    if device_type == "cpu":
         reason = "chosen" if wanted == "direct" else "CPU ranks of one host"
         provisional = wanted == "auto" and not wants_kernels
-        return Choice("direct", no_kernels or reason, memory, fallback=wanted == "fused", provisional=provisional)
+        return Choice("direct", no_kernels or reason, None, fallback=wanted == "fused", provisional=provisional)
     if wanted == "direct":
-        return Choice("collective", f"direct is for CPU ranks, not for {device.type}", None, fallback=True)
+        return Choice("collective", f"direct is for CPU ranks, not for {device_type}", None, fallback=True)
     reason = no_kernels or "nothing is measured yet"
     return Choice("collective", reason, None, fallback=wanted == "fused", provisional=not no_kernels)

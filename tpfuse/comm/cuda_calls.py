@@ -68,7 +68,7 @@ class CudaCalls:
             if str(torch.cuda.get_device_properties(number).uuid) == gpu:
                 if not torch.cuda.can_device_access_peer(self.device.index, number):
                     return "there is no peer access"
-                if not _native_atomics(self.device.index, number):
+                if native_atomics(self.device.index, number) is False:
                     return "there are no native atomic operations"  # Across PCIe signals could be lost.
         return ""
 
@@ -78,7 +78,7 @@ class CudaCalls:
 
     def shared_by_mps(self) -> bool:
         """Returns whether kernels of several processes run on the GPU at once; without MPS they take turns."""
-        return _mps_enabled(self.device.index)
+        return mps_enabled(self.device.index) is True
 
     def allocate(self, size: int, group_name: str) -> Tensor:
         """Returns uint8 [size] in an allocation of its own. The pool of symm_mem.empty may give ranks other offsets."""
@@ -168,27 +168,29 @@ def urgent_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def _native_atomics(source: int, target: int) -> bool:
-    """Returns whether one GPU's atomic operations hold in another's memory; True if the driver does not answer."""
+def native_atomics(source: int, target: int) -> bool | None:
+    """Returns whether one GPU's atomic operations hold in another's memory; None if the driver does not answer."""
     numbers = [ctypes.c_int(source), ctypes.c_int(target)]
-    value = ctypes.c_int(1)
+    value = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         if any(driver.cuDeviceGet(ctypes.byref(number), number) for number in numbers):
-            return True
-        if driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *numbers):
-            return True
-    return value.value != 0
+            return None
+        if not driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *numbers):
+            return value.value != 0
+    return None
 
 
-def _mps_enabled(number: int) -> bool:
-    """Returns whether contexts on this GPU belong to MPS; False if the driver does not answer."""
-    device, value = ctypes.c_int(number), ctypes.c_int(0)
+def mps_enabled(number: int) -> bool | None:
+    """Returns whether contexts on this GPU belong to MPS; None if the driver does not answer."""
+    device, value = ctypes.c_int(number), ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
-        if not driver.cuDeviceGet(ctypes.byref(device), device):
-            driver.cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device)
-    return value.value != 0
+        if driver.cuDeviceGet(ctypes.byref(device), device):
+            return None
+        if not driver.cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device):
+            return value.value != 0
+    return None
 
 
 class Alarm:

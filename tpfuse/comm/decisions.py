@@ -65,7 +65,7 @@ def machine(device_type: str) -> str:
     if device_type == "cuda":
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
-        return f"{count} x {', '.join(names)}, links {_links(count)}, driver {_driver()}, {versions}"
+        return f"{count} x {', '.join(names)}, links {_links(count)}, driver {driver()}, {versions}"
     return f"{os.cpu_count()} cores of {processor()}, {versions}"
 
 
@@ -81,7 +81,7 @@ def _links(count: int) -> str:
     return "/".join(sorted(classes)) or "none"
 
 
-def _driver() -> str:
+def driver() -> str:
     """Returns the version of CUDA that the driver supports; "?" if it does not answer."""
     version = ctypes.c_int(0)
     with suppress(OSError, AttributeError):

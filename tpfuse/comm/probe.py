@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 _GIB = 2**30
 # These are values of CUdevice_attribute in CUDA's cuda.h, which torch does not expose.
-_FABRIC, _MULTICAST = 128, 132
+_FABRIC, MULTICAST = 128, 132
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def _gpus() -> Iterator[Finding]:
         "ranks on GPUs without it use NCCL instead",
     )
     for name, attribute, meaning in (
-        ("multicast", _MULTICAST, "NVLink switches can sum and broadcast; tpfuse does not use this yet"),
+        ("multicast", MULTICAST, "NVLink switches can sum and broadcast; tpfuse does not use this yet"),
         ("fabric handles", _FABRIC, "memory can be shared across hosts of one NVLink domain; tpfuse does not use this"),
     ):
-        yield Finding(name, _attribute(attribute, count), meaning)
+        yield Finding(name, gpus_with(attribute, count), meaning)
     reason = no_symmetric_memory()
     meaning = "GPU ranks use NCCL instead" if reason else "GPU ranks can access each other's memory"
     yield Finding("symmetric memory of torch", reason or "CUDA backend", meaning)
@@ -184,8 +184,8 @@ def no_peer_access(devices: range | list[int]) -> list[str]:
     ]
 
 
-def _attribute(attribute: int, count: int) -> str:
-    """Returns on which GPUs the driver reports an attribute: "yes" (all), "no", their names, or "unknown"."""
+def gpus_with(attribute: int, count: int) -> str:
+    """Returns which of the first GPUs have an attribute of the driver: "yes" (all), "no", their names, or "unknown"."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
