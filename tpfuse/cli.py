@@ -186,6 +186,18 @@ def _verify(arguments: Sequence[str]) -> int:
     return verify.run(options.operators, options.json, options.compile)
 
 
+def _doctor(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import DoctorCommand
+
+    options = parse_command(DoctorCommand, arguments, "doctor")
+    try:
+        from tpfuse.tools import doctor
+    except ImportError as error:  # A package that is damaged or does not suit another one is a finding too.
+        raise RunError(f"tpfuse cannot be imported, so every command will fail: {error}") from error
+    return doctor.run(options.json)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a GPT on text, on one rank or many"),
     "evaluate": (_evaluate, "measure the loss of a trained model on a whole text"),
@@ -194,6 +206,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "memory": (_memory, "count the memory that each rank of a run will hold"),
     "hang": (_hang, "say which rank the others of a run waited for, from its flight records"),
     "prepare": (_prepare, "turn text into a token file"),
+    "doctor": (_doctor, "find out what of this machine makes tpfuse fail or slow"),
     "verify": (_verify, "compare every kernel with its reference on this machine"),
     "tune": (_tune, "measure tile sizes of the kernels on this GPU"),
 }

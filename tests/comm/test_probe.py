@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from tpfuse.comm import probe as probes
-from tpfuse.comm.probe import available_memory, memory_limit, no_peer_access, no_symmetric_memory, probe
+from tpfuse.comm.probe import available_memory, memory_limit, no_peer_access, no_symmetric_memory, probe, time_limit
 
 GIB = 2**30
 
@@ -97,6 +97,35 @@ def test_memory_that_control_groups_limit(
     root = _write(tmp_path, files)
     assert memory_limit(root) == limit
     assert available_memory(root) == available
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/", f"{V2}/cpu.max": "max 100000"}, None),
+        ({"proc/self/cgroup": "0::/", f"{V2}/cpu.max": "damaged"}, None),
+        ({"proc/self/cgroup": "0::/a/b", f"{V2}/a/b/cpu.max": "max 100000", f"{V2}/a/cpu.max": "150000 100000"}, 1.5),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/\n5:cpu,cpuacct:/docker/abc",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 400000,
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+            },
+            4.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+            },
+            None,
+        ),
+    ],
+)
+def test_time_that_control_groups_limit(files: dict[str, object], cores: float | None, tmp_path: Path) -> None:
+    assert time_limit(_write(tmp_path, files)) == cores
 
 
 def test_unknown_facts_are_called_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 _GIB = 2**30
 # These are values of CUdevice_attribute in CUDA's cuda.h, which torch does not expose.
 _FABRIC, MULTICAST = 128, 132
+# These files of a memory group have its limit and its usage, by the version of control groups.
+_MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def available_memory(root: Path = Path("/")) -> int | None:
                 limits.append(int(line.split()[1]) * 1024)
     except (OSError, ValueError):
         pass
-    for folder, limit_name, usage_name in _control_groups(root):
+    for folder, version in _control_groups(root, "memory"):
+        limit_name, usage_name = _MEMORY_FILES[version]
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None:
             limits.append(max(0, limit - usage + _reclaimable(folder)))
@@ -101,12 +104,31 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Returns the bytes that this process's control group may take; None if there is no limit or it cannot be read."""
-    limits = (_number(folder / limit_name) for folder, limit_name, _ in _control_groups(root))
+    limits = (_number(folder / _MEMORY_FILES[version][0]) for folder, version in _control_groups(root, "memory"))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _control_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yields (folder, file of the limit, file of the usage) for this process's memory groups, innermost first.
+def time_limit(root: Path = Path("/")) -> float | None:
+    """Returns the number of cores whose time this process's control group may take; None if there is no limit.
+
+    Sources: cgroup-v2.rst (cpu.max) and sched-bwc.rst (cpu.cfs_quota_us) of the kernel's documentation.
+    """
+    limits = []
+    for folder, version in _control_groups(root, "cpu"):
+        try:
+            if version == 2:
+                quota, period = (int(word) for word in (folder / "cpu.max").read_text().split())
+            else:
+                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        except (OSError, ValueError):  # version 2 writes "max" for no limit
+            continue
+        if quota > 0 < period:  # version 1 writes -1 for no limit
+            limits.append(quota / period)
+    return min(limits, default=None)
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yields (folder, version) for this process's groups of a controller, "memory" or "cpu", innermost first.
 
     Sources: cgroup-v1/memory.rst and cgroup-v2.rst of the kernel's documentation.
     """
@@ -116,17 +138,15 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
+        if number != "0" and controller not in controllers.split(","):
             continue
+        version = 2 if number == "0" else 1
+        base = root / "sys/fs/cgroup" if version == 2 else root / "sys/fs/cgroup" / controller
         folder = base / path.lstrip("/")
         # In a container the path is often that of the host, and the container's own group is mounted at the base.
         for ancestor in (folder, *folder.parents):
             if ancestor.is_relative_to(base):
-                yield ancestor, *names
+                yield ancestor, version
 
 
 def _number(file: Path) -> int | None:

@@ -365,6 +365,17 @@ class TuneCommand:
 
 
 @dataclass(frozen=True)
+class DoctorCommand:
+    """Find out what of this machine makes tpfuse fail or slow, and what it will use.
+
+    The exit status is 1 if something will fail. Notes do not change it.
+    """
+
+    json: bool = False
+    """Print one JSON document instead of text."""
+
+
+@dataclass(frozen=True)
 class VerifyCommand:
     """Compare every kernel with its reference on this machine, and compile it.
 
