@@ -129,6 +129,7 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(False, StandIn()) == 0
     lines = capsys.readouterr().out.splitlines()
     for text in (
+        "Python is 3.12.3.",
         "torch is 2.13.0+cu130, built for CUDA 13.0.",
         "Triton is 3.7.1, which belongs to this torch.",
         "The NVIDIA driver 580.65.06 supports CUDA 13.0.",

@@ -104,8 +104,11 @@ def _hurting(machine: Machine) -> Iterator[Finding]:
     if gpus and visible is not None:
         present, count = len(machine.names("proc/driver/nvidia/gpus")), len(machine.gpus())
         of = f"{count} of {present} GPUs" if present else f"{count} GPUs"
-        status = "note" if count < present else "ok"
-        yield Finding("environment", status, f"CUDA_VISIBLE_DEVICES={visible} shows {of} to this process.")
+        yield Finding(
+            "environment",
+            "note" if count < present else "ok",
+            f"CUDA_VISIBLE_DEVICES={visible} shows {of} to this process.",
+        )
 
 
 def _workspace(machine: Machine) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from tpfuse.tools.machine import Finding, Machine
 
 _OLDEST_TORCH, _OLDEST_TRITON = (2, 11), (3, 6)  # pyproject.toml requires them
 # The Triton of each torch, for builds of torch that do not require one. pyproject.toml lists the same pairs.
-_TRITON_OF_TORCH = {(2, 11): "3.6.0", (2, 12): "3.7.1", (2, 13): "3.7.1", (2, 15): "3.9.0"}
+_TRITON_OF_TORCH: dict[tuple[int, ...], str] = {(2, 11): "3.6.0", (2, 12): "3.7.1", (2, 13): "3.7.1", (2, 15): "3.9.0"}
 # NCCL's message "Error while creating shared memory segment" names this size for each connection (NVIDIA/nccl#290).
 _NCCL_SEGMENT = 9637888
 # CPU runs of `tpfuse train` with 2 ranks failed with 18 open files and worked with 24, with 4 ranks 24 and 32.

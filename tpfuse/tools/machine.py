@@ -114,7 +114,7 @@ class Machine:
     def nccl(self) -> str | None:
         """Returns the version of torch's NCCL."""
         with contextlib.suppress(Exception):  # Builds without NCCL raise errors of several classes.
-            return ".".join(str(number) for number in torch.cuda.nccl.version())
+            return ".".join(str(number) for number in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
         return None
 
     def gloo(self) -> bool:
@@ -129,7 +129,7 @@ class Machine:
     def cuda_error(self) -> str:
         """Returns why torch can use no GPU; empty if it can."""
         try:
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:
             return next(iter(str(error).splitlines()), type(error).__name__)
         return ""
