@@ -64,6 +64,7 @@ FACTS: dict[str, object] = {
     "pinned_triton": "3.7.1", "built_for": "13.0", "nccl": "2.28.3", "gloo": True, "cuda_of_driver": 13000,
     "cuda_error": "", "gpus": GPUS, "peer_access": True, "native_atomics": True, "mps": False, "multicast": "yes",
     "obstacle": "", "decisions": 0, "interpreted": False, "shared_memory": "", "process_descriptors": "",
+    "python_header": True,
     "available_memory": 900 * GIB, "time_limit": None, "space": (64 * GIB, 60 * GIB), "writable": True, "cores": 64,
     "usable_cores": set(range(64)),
 }  # fmt: skip
@@ -110,7 +111,7 @@ class StandIn(Machine):
         return self.outputs.get(" ".join(command))
 
     def program(self, name: str) -> str | None:
-        return f"/usr/bin/{name}" if f"{name} --version" in self.outputs else None
+        return f"/usr/bin/{name}" if name == "gcc" or f"{name} --version" in self.outputs else None
 
     def version(self, package: str) -> str | None:
         return self.versions.get(package)
@@ -133,12 +134,15 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "torch is 2.13.0+cu130, built for CUDA 13.0.",
         "Triton is 3.7.1, which belongs to this torch.",
         "The NVIDIA driver 580.65.06 supports CUDA 13.0.",
+        "Triton builds its launchers with /usr/bin/gcc.",
+        "Processes can share anonymous memory, through which ranks watch each other.",
         "NCCL is 2.28.3.",
         "cuda:7 is NVIDIA H100 80GB HBM3 with 80.0 GiB and compute capability 9.0.",
         "Nothing slows down the clocks of the 8 GPUs at this moment.",
         "MPS does not run.",
         "Each of the 28 pairs of GPUs has NVLink (18 links) with peer access and native atomic operations.",
         "All GPUs support multicast, which tpfuse does not use yet.",
+        "900.0 GiB of memory are available.",
         "/dev/shm has 61440 MiB free of 65536 MiB, which only NCCL uses.",
         "A process may open 65536 files.",
         "A process may lock any amount of memory, and there is no InfiniBand adapter that needs more.",
@@ -178,7 +182,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no Gloo": ({"gloo": False}, "torch has no Gloo, so every run on several CPU ranks will fail"),
     "no shared memory": (
         {"shared_memory": "memfd_create: [Errno 1]"},
-        "Processes cannot share anonymous memory (memfd_create: [Errno 1]), so every run on several ranks will fail",
+        "Processes cannot share anonymous memory (memfd_create: [Errno 1]), so `tpfuse train` on several ranks will",
     ),
     "small /dev/shm": (
         {"space": (64 * 2**20, 60 * 2**20)},
@@ -190,10 +194,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"limits": {resource.RLIMIT_NOFILE: 40}},
         "A process may open 40 files, but a rank of 8 needs about 48 and will fail: ulimit -n 4096.",
     ),
-    "little locked memory": (
-        {"limits": {resource.RLIMIT_MEMLOCK: 8 * 2**20}, "files": {"sys/class/infiniband/mlx5_0/fw_ver": "28"}},
-        "A process may lock only 8 MiB of memory, so NCCL will fail over mlx5_0: ulimit -l unlimited",
+    "no C compiler": (
+        {"program": lambda name: None if name in ("gcc", "clang") else name},
+        "There is no C compiler, so every Triton kernel will fail when it is launched for the first time: install gcc",
     ),
+    "no header of Python": ({"python_header": False}, "The C header of Python (Python.h) is missing, so every Triton"),
     "old driver": (
         {"cuda_of_driver": 12040},
         "supports CUDA 12.4, but torch is built for CUDA 13.0, so every use of a GPU will fail: update the driver",
@@ -273,6 +278,10 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     "usual number of files": (
         {"limits": {resource.RLIMIT_NOFILE: 512}},
         "A process may open only 512 files. Runs on many ranks or with many files of data need more: ulimit -n 4096.",
+    ),
+    "little locked memory": (
+        {"limits": {resource.RLIMIT_MEMLOCK: 8 * 2**20}, "files": {"sys/class/infiniband/mlx5_0/fw_ver": "28"}},
+        "A process may lock only 8 MiB of memory, so NCCL may fail over mlx5_0: ulimit -l unlimited",
     ),
     "some cores": ({"usable_cores": {*range(16)}}, "This process may use 16 of the 64 logical cores."),
     "time of some cores": (
@@ -513,6 +522,11 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     size, free = machine.space("tmp") or (0, 0)
     assert size >= free > 0 and Machine(tmp_path).space("dev/shm") is None
     assert machine.process_descriptors() == ""
+    monkeypatch.setattr(machines.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert not machine.python_header()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/Python.h").touch()
+    assert machine.python_header()
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.close(-1))
     assert "Bad file descriptor" in machine.process_descriptors()
 
@@ -553,8 +567,9 @@ def test_facts_that_torch_reports_about_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.native_atomics(0, 1) is False
     monkeypatch.setattr(machines.CudaCalls, "why_not", lambda calls: "torch is old")
     assert machine.obstacle([old, new]) == "torch is old"
+    assert machine.obstacle([]) == ""
     monkeypatch.setattr(machines, "anonymous_memory", lambda: "refused")
-    assert machine.obstacle([]) == "refused"
+    assert machine.obstacle([]) == machine.obstacle([old, new]) == "refused"
 
 
 def test_a_library_that_cannot_be_imported_is_one_line(
@@ -577,3 +592,25 @@ def test_multicast_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Machine().multicast(4) == f"{probe.MULTICAST} 4"
     for answer, text in (("no", "No GPU supports multicast"), ("cuda:1", "Only cuda:1 can use multicast")):
         assert any(sentence.startswith(text) for sentence in found(StandIn(multicast=answer), "ok"))
+
+
+def test_a_machine_without_gpus() -> None:
+    machine = StandIn(**CPU_ONLY, limits={resource.RLIMIT_MEMLOCK: 2**23})
+    assert found(machine, "note") == found(machine, "fails") == []
+    expected = (
+        "torch is 2.13.0+cpu, built for CPUs only.",
+        "torch has no NCCL, which only runs on several GPUs need.",
+        "/dev/shm has 61440 MiB free of 65536 MiB, which does not matter: CPU ranks use anonymous memory instead.",
+        "A process may lock 8 MiB of memory, and there is no InfiniBand adapter that needs more.",
+        "There is no NVIDIA driver, so tpfuse runs on the CPU.",
+        "There is no GPU.",
+        "ncu can run, but there is no GPU for it.",
+    )
+    assert set(expected) <= {*found(machine, "ok")}
+
+
+def test_one_gpu_needs_neither_nccl_nor_links() -> None:
+    machine = StandIn(gpus=GPUS[:1], nccl=None, space=(0, 0), environment={"CC": "icx"}, program=lambda name: name)
+    assert found(machine, "note") == found(machine, "fails") == []
+    assert "Triton builds its launchers with icx." in found(machine, "ok")
+    assert not any(finding.topic == "links" for finding in doctor.examine(machine))

@@ -23,7 +23,7 @@ def gpu_findings(machine: Machine) -> list[Finding]:
     gpus = machine.gpus()
     found = [*_driver(machine), *_gpus(machine, gpus)]
     if gpus:
-        found += [*_clocks(machine, len(gpus)), *_mps(machine, len(gpus))]
+        found += [_compiler(machine), *_clocks(machine, len(gpus)), *_mps(machine, len(gpus))]
     if len(gpus) > 1:
         found += [*_links(machine, gpus), _multicast(machine, len(gpus))]
     return [*found, _nsys(machine), _ncu(machine, bool(gpus))]
@@ -67,6 +67,18 @@ def _gpus(machine: Machine, gpus: Sequence[Gpu]) -> list[Finding]:
     if len({gpu.name for gpu in gpus}) > 1:
         found.append(Finding("GPUs", "note", "The GPUs are of several models, so the faster ones will wait."))
     return found
+
+
+def _compiler(machine: Machine) -> Finding:
+    """Returns the finding about what Triton needs to build the function that launches a kernel."""
+    compiler = machine.environment.get("CC", "") or machine.program("gcc") or machine.program("clang")
+    text = "so every Triton kernel will fail when it is launched for the first time"
+    if not compiler:
+        return Finding("software", "fails", f"There is no C compiler, {text}: install gcc, or name yours in CC.")
+    if not machine.python_header():
+        cure = "install the package of your system such as python3-dev"
+        return Finding("software", "fails", f"The C header of Python (Python.h) is missing, {text}: {cure}.")
+    return Finding("software", "ok", f"Triton builds its launchers with {compiler}.")
 
 
 def _unusable(machine: Machine, present: int) -> str:

@@ -66,20 +66,22 @@ def _communication(machine: Machine) -> Iterator[Finding]:
     nccl = machine.nccl()
     if nccl is not None:
         yield Finding("communication", "ok", f"NCCL is {nccl}.")
-    elif machine.gpus():
+    elif len(machine.gpus()) > 1:
         text = "torch has no NCCL, so every run on several GPUs will fail: install a build of torch with NCCL"
         yield Finding("communication", "fails", f"{text}.")
     else:
-        yield Finding("communication", "ok", "torch has no NCCL, which only ranks on GPUs need.")
+        yield Finding("communication", "ok", "torch has no NCCL, which only runs on several GPUs need.")
     if not machine.gloo():
         text = "torch has no Gloo, so every run on several CPU ranks will fail: install a build of torch with Gloo"
         yield Finding("communication", "fails", f"{text}.")
     if problem := machine.shared_memory():
-        text = f"Processes cannot share anonymous memory ({problem}), so every run on several ranks will fail"
+        text = f"Processes cannot share anonymous memory ({problem}), so `tpfuse train` on several ranks will fail"
         cure = "let the container or sandbox permit memfd_create and /proc/PID/fd"
         yield Finding("communication", "fails", f"{text}: {cure}.")
     else:
-        yield Finding("communication", "ok", "Processes can share anonymous memory, which CPU ranks use.")
+        yield Finding(
+            "communication", "ok", "Processes can share anonymous memory, through which ranks watch each other."
+        )
     if problem := machine.process_descriptors():
         text = f"pidfd_open does not work ({problem}), so ranks notice later that another rank was killed"
         yield Finding("communication", "note", f"{text}: let the container or sandbox permit it.")
@@ -129,8 +131,8 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
         text = "." if adapters else ", and there is no InfiniBand adapter that needs more."
         yield Finding("limits", "ok", f"A process may lock {which} memory{text}")
     else:
-        text = f"A process may lock only {locked / 2**20:.0f} MiB of memory, so NCCL will fail over {adapters[0]}"
-        yield Finding("limits", "fails", f"{text}: ulimit -l unlimited, or --ulimit memlock=-1 for a container.")
+        text = f"A process may lock only {locked / 2**20:.0f} MiB of memory, so NCCL may fail over {adapters[0]}"
+        yield Finding("limits", "note", f"{text}: ulimit -l unlimited, or --ulimit memlock=-1 for a container.")
 
 
 def _cores(machine: Machine) -> Iterator[Finding]:

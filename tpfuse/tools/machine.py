@@ -13,6 +13,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,6 +91,10 @@ class Machine:
     def program(self, name: str) -> str | None:
         """Returns the path of an installed command."""
         return shutil.which(name)
+
+    def python_header(self) -> bool:
+        """Returns whether the C header of this Python is installed."""
+        return Path(sysconfig.get_path("include"), "Python.h").is_file()
 
     def version(self, package: str) -> str | None:
         """Returns the version of a Python package, or of Python itself."""
@@ -169,10 +174,10 @@ class Machine:
     def obstacle(self, gpus: list[Gpu]) -> str:
         """Returns why the ranks of these GPUs, or CPU ranks if there are none, cannot share memory; empty if they can.
 
-        It asks what a rank asks when it connects to the other ranks.
+        It asks what a rank asks when it connects to the other ranks. Ranks on GPUs share memory of the host too.
         """
-        if not gpus:
-            return self.shared_memory()
+        if reason := self.shared_memory():
+            return reason
         for number in range(len(gpus)):
             calls = CudaCalls(torch.device("cuda", number))
             if reason := calls.why_not():
