@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from tpfuse import cli
 from tpfuse.comm import probe
@@ -88,7 +89,7 @@ class StandIn(Machine):
         *,
         files: Mapping[str, str | None] | None = None,
         outputs: Mapping[str, str | None] | None = None,
-        versions: Mapping[str, str | None] | None = None,
+        versions: Mapping[str, str] | None = None,
         environment: Mapping[str, str | None] | None = None,
         limits: Mapping[int, int] | None = None,
         **facts: object,
@@ -113,8 +114,8 @@ class StandIn(Machine):
     def program(self, name: str) -> str | None:
         return f"/usr/bin/{name}" if name == "gcc" or f"{name} --version" in self.outputs else None
 
-    def version(self, package: str) -> str | None:
-        return self.versions.get(package)
+    def version(self, package: str) -> str:
+        return str(self.versions[package])
 
     def limit(self, kind: int) -> int | None:
         return self.limits[kind]
@@ -169,7 +170,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"versions": {"torch": "2.9.1+cu130"}},
         "torch 2.9.1+cu130 is older than 2.11, so symmetric memory and the layers will fail: pip install 'torch>=2.11'",
     ),
-    "no Triton": ({"versions": {"triton": None}}, "Triton is not installed, so every kernel will fail"),
     "old Triton": (
         {"versions": {"triton": "3.5.1"}},
         "Triton 3.5.1 is older than 3.6, so the kernels will fail: pip install triton==3.7.1.",
@@ -509,7 +509,8 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    assert machine.version("torch") == torch.__version__ and machine.version("no such package") is None
+    assert machine.version("torch") == torch.__version__ and machine.version("triton") == triton.__version__
+    assert machine.version("python").startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
     assert machine.text("proc/self/status") and machine.text("no such file") is None
     assert "self" in machine.names("proc") and machine.names("no such folder") == []
     assert machine.output(sys.executable, "-c", "print(1)") == "1\n"
@@ -614,3 +615,38 @@ def test_one_gpu_needs_neither_nccl_nor_links() -> None:
     assert found(machine, "note") == found(machine, "fails") == []
     assert "Triton builds its launchers with icx." in found(machine, "ok")
     assert not any(finding.topic == "links" for finding in doctor.examine(machine))
+
+
+def test_facts_about_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert machine.built_for() == "13.0" and machine.gloo()
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    assert machine.nccl() == "2.28.3"
+    required = ["numpy", 'triton==3.7.1; platform_system == "Linux"', "tritonclient==1.0"]
+    monkeypatch.setattr(machines.importlib.metadata, "requires", lambda package: required)
+    assert machine.pinned_triton() == "3.7.1"
+    monkeypatch.setattr(machines.importlib.metadata, "requires", lambda package: None)
+    assert machine.pinned_triton() is None
+    monkeypatch.setattr(machines, "driver", lambda: "13000")
+    assert machine.cuda_of_driver() == 13000
+    monkeypatch.setattr(machines, "driver", lambda: "?")
+    assert machine.cuda_of_driver() is None
+    monkeypatch.setattr(machines, "mps_enabled", lambda gpu: gpu == 2)
+    assert machine.mps(2) and not machine.mps(1)
+    monkeypatch.setattr(machines, "INTERPRETED", False)
+    assert not machine.interpreted()
+    monkeypatch.setattr(machines, "read_decisions", lambda file, name: dict.fromkeys("abc"))
+    assert machine.decisions() == 3
+
+
+def test_errors_of_torch_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("Error 802: system not yet initialized\nmore")
+
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    assert Machine().cuda_error() == "Error 802: system not yet initialized"
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert Machine().cuda_error() == ""
+    monkeypatch.setattr(torch.cuda.nccl, "version", fails)
+    assert Machine().nccl() is None

@@ -35,7 +35,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _software(machine: Machine) -> Iterator[Finding]:
-    torch, triton, built_for = machine.version("torch") or "", machine.version("triton"), machine.built_for()
+    torch, triton, built_for = machine.version("torch"), machine.version("triton"), machine.built_for()
     build = f"built for CUDA {built_for}" if built_for else "built for CPUs only"
     yield Finding("software", "ok", f"Python is {machine.version('python')}.")
     if _release(torch) < _OLDEST_TORCH:
@@ -44,9 +44,7 @@ def _software(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("software", "ok", f"torch is {torch}, {build}.")
     pair = machine.pinned_triton() or _TRITON_OF_TORCH.get(_release(torch))
-    if triton is None:
-        yield Finding("software", "fails", "Triton is not installed, so every kernel will fail: pip install triton.")
-    elif _release(triton) < _OLDEST_TRITON:
+    if _release(triton) < _OLDEST_TRITON:
         text = f"Triton {triton} is older than 3.6, so the kernels will fail"
         yield Finding("software", "fails", f"{text}: pip install triton=={pair or '3.6.0'}.")
     elif pair is None:
@@ -56,8 +54,7 @@ def _software(machine: Machine) -> Iterator[Finding]:
         yield Finding("software", "note", f"{text}: pip install triton=={pair}.")
     else:
         yield Finding("software", "ok", f"Triton is {triton}, which belongs to this torch.")
-    problem = interpreter_problem(triton or "0.0", machine.version("numpy") or "0.0") if triton else ""
-    if problem:
+    if problem := interpreter_problem(triton, machine.version("numpy")):
         text = "Kernels cannot be interpreted, so `tpfuse verify` without a GPU will fail"
         yield Finding("software", "note" if machine.gpus() else "fails", f"{text}: {problem}.")
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import triton
 
 from tpfuse.comm.cuda_calls import CudaCalls, mps_enabled, native_atomics
 from tpfuse.comm.decisions import default_file, driver, machine, read_decisions
@@ -96,15 +98,10 @@ class Machine:
         """Returns whether the C header of this Python is installed."""
         return Path(sysconfig.get_path("include"), "Python.h").is_file()
 
-    def version(self, package: str) -> str | None:
-        """Returns the version of a Python package, or of Python itself."""
-        if package == "python":
-            return platform.python_version()
-        if package == "torch":
-            return str(torch.__version__)  # It also names the build.
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-        return None
+    def version(self, package: str) -> str:
+        """Returns the version of "python", "torch" with the name of its build, "triton" or "numpy"."""
+        packages = {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
+        return platform.python_version() if package == "python" else str(packages[package])
 
     def pinned_triton(self) -> str | None:
         """Returns the version of Triton that this torch requires; None if it requires none, as CPU builds do."""
