@@ -34,6 +34,8 @@ FILES = {
     "sys/class/net/lo/mtu": "65536",
     "sys/class/net/eth0/mtu": "1500",
     "sys/devices/system/node/node0/cpulist": "0-63",
+    "dev/nvidiactl": "",
+    **{f"dev/nvidia{number}": "" for number in range(8)},
     **{f"proc/driver/nvidia/gpus/{name}/information": "" for name in PCI},
     **{f"sys/bus/pci/devices/{name}/numa_node": str(number // 4) for number, name in enumerate(PCI)},
 }
@@ -139,7 +141,7 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "Processes can share anonymous memory, through which ranks watch each other.",
         "NCCL is 2.28.3.",
         "cuda:7 is NVIDIA H100 80GB HBM3 with 80.0 GiB and compute capability 9.0.",
-        "Nothing slows down the clocks of the 8 GPUs at this moment.",
+        "Nothing slows down the clocks of the GPUs at this moment.",
         "MPS does not run.",
         "Each of the 28 pairs of GPUs has NVLink (18 links) with peer access and native atomic operations.",
         "All GPUs support multicast, which tpfuse does not use yet.",
@@ -205,7 +207,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "torch without CUDA": (
         {"gpus": [], "built_for": None},
-        "This machine has 8 GPUs, but training on them will fail, because torch is built without CUDA",
+        "This machine has GPUs, but training on them will fail, because torch is built without CUDA",
     ),
     "GPUs that do not start": (
         {"gpus": [], "cuda_error": "Error 802: system not yet initialized"},
@@ -291,7 +293,7 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "many threads": (
         {"environment": {"OMP_NUM_THREADS": "128"}},
-        "OMP_NUM_THREADS=128 is more than the 64 cores that may be used",
+        "OMP_NUM_THREADS=128 is more than the number of usable cores, 64, so threads take turns",
     ),
     "threads of torch": (
         {"environment": {"OMP_NUM_THREADS": None}},
@@ -315,7 +317,7 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "hidden GPUs": (
         {"gpus": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}},
-        "CUDA_VISIBLE_DEVICES hides all 8 GPUs: unset it to use them.",
+        "CUDA_VISIBLE_DEVICES hides every GPU of this machine: unset it to use them.",
     ),
     "some GPUs": (
         {"gpus": GPUS[:2], "environment": {"CUDA_VISIBLE_DEVICES": "0,1"}},
@@ -445,6 +447,15 @@ def test_a_process_bound_to_the_node_of_its_gpus() -> None:
     near = {f"sys/bus/pci/devices/{name}/numa_node": "1" for name in PCI}
     machine = StandIn(files={**TWO_NODES, **near}, usable_cores=set(range(32, 64)), cores=32)
     assert "This process is bound to NUMA node 1 of 2." in found(machine, "ok")
+
+
+def test_a_container_without_the_gpus_of_its_host() -> None:
+    """The files in /proc show the container the GPUs, which it has no device files for."""
+    hidden = {name: None for name in FILES if name.startswith("dev/")}
+    facts: dict[str, Any] = {**CPU_ONLY, "files": {**TWO_NODES, **hidden}, "usable_cores": {0}, "cores": 1}
+    machine = StandIn(**facts, environment={"OMP_NUM_THREADS": None})
+    assert found(machine, "fails") == []
+    assert {"There is no GPU.", "This process is bound to NUMA node 0 of 2."} <= {*found(machine, "ok")}
 
 
 def test_drivers_name_themselves_in_two_ways() -> None:

@@ -102,7 +102,7 @@ def _hurting(machine: Machine) -> Iterator[Finding]:
             yield Finding("environment", "note", text)
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if gpus and visible is not None:
-        present, count = len(machine.names("proc/driver/nvidia/gpus")), len(machine.gpus())
+        present, count = len(machine.gpu_files()), len(machine.gpus())
         of = f"{count} of {present} GPUs" if present else f"{count} GPUs"
         yield Finding(
             "environment",

@@ -23,7 +23,7 @@ def gpu_findings(machine: Machine) -> list[Finding]:
     gpus = machine.gpus()
     found = [*_driver(machine), *_gpus(machine, gpus)]
     if gpus:
-        found += [_compiler(machine), *_clocks(machine, len(gpus)), *_mps(machine, len(gpus))]
+        found += [_compiler(machine), *_clocks(machine), *_mps(machine, len(gpus))]
     if len(gpus) > 1:
         found += [*_links(machine, gpus), _multicast(machine, len(gpus))]
     return [*found, _nsys(machine), _ncu(machine, bool(gpus))]
@@ -48,13 +48,14 @@ def _driver(machine: Machine) -> list[Finding]:
 
 
 def _gpus(machine: Machine, gpus: Sequence[Gpu]) -> list[Finding]:
-    present = len(machine.names("proc/driver/nvidia/gpus"))
     if not gpus:
-        if not present:
+        if not machine.gpu_files():
             return [Finding("GPUs", "ok", "There is no GPU.")]
         if machine.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-            return [Finding("GPUs", "note", f"CUDA_VISIBLE_DEVICES hides all {present} GPUs: unset it to use them.")]
-        return [Finding("GPUs", "fails", _unusable(machine, present))]
+            return [
+                Finding("GPUs", "note", "CUDA_VISIBLE_DEVICES hides every GPU of this machine: unset it to use them.")
+            ]
+        return [Finding("GPUs", "fails", _unusable(machine))]
     found = []
     for number, gpu in enumerate(gpus):
         size, capability = f"{gpu.memory / 2**30:.1f} GiB", ".".join(map(str, gpu.capability))
@@ -81,8 +82,8 @@ def _compiler(machine: Machine) -> Finding:
     return Finding("software", "ok", f"Triton builds its launchers with {compiler}.")
 
 
-def _unusable(machine: Machine, present: int) -> str:
-    text = f"This machine has {present} GPUs, but training on them will fail"
+def _unusable(machine: Machine) -> str:
+    text = "This machine has GPUs, but training on them will fail"
     if machine.built_for() is None:
         return f"{text}, because torch is built without CUDA: install a build of torch for CUDA."
     return f"{text}, because torch cannot use them: {machine.cuda_error() or 'the reason is unknown'}."
@@ -95,7 +96,7 @@ def _queried(machine: Machine, *properties: str) -> list[list[str]]:
     return [row for row in rows if len(row) == len(properties)]
 
 
-def _clocks(machine: Machine, count: int) -> list[Finding]:
+def _clocks(machine: Machine) -> list[Finding]:
     # Drivers before release 535 know the property by its older name alone.
     names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
     rows = next((rows for name in names if (rows := _queried(machine, "index", name))), [])
@@ -112,7 +113,7 @@ def _clocks(machine: Machine, count: int) -> list[Finding]:
             found.append(Finding("clocks", "note", f"{text} `nvidia-smi -q -d CLOCK,POWER,TEMPERATURE` shows more."))
     if not rows:
         found.append(Finding("clocks", "note", "The state of the clocks is unknown: nvidia-smi does not report it."))
-    return found or [Finding("clocks", "ok", f"Nothing slows down the clocks of the {count} GPUs at this moment.")]
+    return found or [Finding("clocks", "ok", "Nothing slows down the clocks of the GPUs at this moment.")]
 
 
 def _mps(machine: Machine, count: int) -> list[Finding]:

@@ -144,7 +144,7 @@ def _cores(machine: Machine) -> Iterator[Finding]:
         yield Finding("CPU", "note", f"{text}: set OMP_NUM_THREADS to {max(1, int(share))} divided by the ranks.")
     threads = machine.environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > usable:
-        text = f"OMP_NUM_THREADS={threads} is more than the {usable} cores that may be used, so threads take turns"
+        text = f"OMP_NUM_THREADS={threads} is more than the number of usable cores, {usable}, so threads take turns"
         yield Finding("CPU", "note", f"{text}: set it to {usable} divided by the number of ranks.")
     elif not threads and usable > 8:
         text = f"OMP_NUM_THREADS is not set, so each rank that torchrun does not start takes {usable} threads"
@@ -177,8 +177,8 @@ def _numa(machine: Machine) -> Iterator[Finding]:
 
 def _bound(machine: Machine, used: list[int], count: int) -> Iterator[Finding]:
     """Yields the finding about a process that may run on one NUMA node only."""
-    folder = "proc/driver/nvidia/gpus"
-    answers = (machine.text(f"sys/bus/pci/devices/{name}/numa_node") for name in machine.names(folder))
+    names = machine.names("proc/driver/nvidia/gpus") if machine.gpus() else []
+    answers = (machine.text(f"sys/bus/pci/devices/{name}/numa_node") for name in names)
     nodes = {int(answer) for answer in answers if answer is not None and answer.isdigit()}
     text = f"This process is bound to NUMA node {', '.join(map(str, used))} of {count}"
     far = sorted(nodes - set(used))

@@ -80,6 +80,10 @@ class Machine:
         except OSError:
             return []
 
+    def gpu_files(self) -> list[str]:
+        """Returns the device files of NVIDIA's GPUs. /proc shows a container also those that it may not use."""
+        return [name for name in self.names("dev") if re.fullmatch(r"nvidia\d+", name)]
+
     def output(self, *command: str) -> str | None:
         """Returns what a command prints; None if it is not found, fails, or takes too long."""
         try:
