@@ -62,6 +62,7 @@ OUTPUTS = {
     "ncu --version": "NVIDIA (R) Nsight Compute Command Line Profiler",
 }
 VERSIONS = {"python": "3.12.3", "torch": "2.13.0+cu130", "triton": "3.7.1", "numpy": "2.3.0"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ENVIRONMENT = {"OMP_NUM_THREADS": "8", "HOME": "/root"}
 FACTS: dict[str, object] = {
     "pinned_triton": "3.7.1", "built_for": "13.0", "nccl": "2.28.3", "gloo": True, "cuda_of_driver": 13000,
@@ -308,7 +309,7 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
         "This process may run on 2 of 2 NUMA nodes, and ranks slow down on the wrong one: start them with",
     ),
     "wrong NUMA binding": (
-        {"files": TWO_NODES, "usable_cores": {0, 1}, "cores": 2},
+        {"files": TWO_NODES, "usable_cores": {5, 6}, "cores": 2},
         "This process is bound to NUMA node 0 of 2, but there are GPUs on node 1: bind each rank.",
     ),
     "unknown driver": (
@@ -444,8 +445,10 @@ def test_administrators_may_read_counters() -> None:
 
 
 def test_a_process_bound_to_the_node_of_its_gpus() -> None:
-    near = {f"sys/bus/pci/devices/{name}/numa_node": "1" for name in PCI}
-    machine = StandIn(files={**TWO_NODES, **near}, usable_cores=set(range(32, 64)), cores=32)
+    near: dict[str, str | None] = {f"sys/bus/pci/devices/{name}/numa_node": "1" for name in PCI}
+    unknown = dict(zip(near, ("-1", None), strict=False))
+    nodes = {"sys/devices/system/node/node0/cpulist": "0-31", "sys/devices/system/node/node1/cpulist": "32-62,63"}
+    machine = StandIn(files={**nodes, **near, **unknown}, usable_cores={63}, cores=1, environment=ONE_THREAD)
     assert "This process is bound to NUMA node 1 of 2." in found(machine, "ok")
 
 
