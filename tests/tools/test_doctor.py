@@ -195,7 +195,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "/dev/shm without permission": ({"writable": False}, "/dev/shm does not exist or cannot be written, so NCCL will"),
     "few files": (
         {"limits": {resource.RLIMIT_NOFILE: 40}},
-        "A process may open 40 files, but a rank of 8 needs about 48 and will fail: ulimit -n 4096.",
+        "A process may open 40 files, but each of 8 ranks needs about 48 and will fail: ulimit -n 4096.",
     ),
     "no C compiler": (
         {"program": lambda name: None if name in ("gcc", "clang") else name},
@@ -624,6 +624,13 @@ def test_a_machine_without_gpus() -> None:
     assert set(expected) <= {*found(machine, "ok")}
 
 
+def test_many_cores_need_no_more_files() -> None:
+    """The processor's cores are not the ranks of a run."""
+    limits = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 2**23}
+    machine = StandIn(**CPU_ONLY, limits=limits, cores=512, usable_cores=set(range(512)))
+    assert "A process may open 1024 files." in found(machine, "ok")
+
+
 def test_one_gpu_needs_neither_nccl_nor_links() -> None:
     machine = StandIn(gpus=GPUS[:1], nccl=None, space=(0, 0), environment={"CC": "icx"}, program=lambda name: name)
     assert found(machine, "note") == found(machine, "fails") == []
@@ -663,4 +670,8 @@ def test_errors_of_torch_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     assert Machine().cuda_error() == ""
     monkeypatch.setattr(torch.cuda.nccl, "version", fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: fails())
+    assert Machine().gpus() == []
     assert Machine().nccl() is None

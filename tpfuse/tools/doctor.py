@@ -26,8 +26,7 @@ _USE = "what tpfuse will use"
 def examine(machine: Machine) -> list[Finding]:
     """Returns all findings about a machine, those of one topic together."""
     gpus = machine.gpus()
-    ranks = max(2, len(gpus) or len(machine.usable_cores()))
-    found = [*host_findings(machine, ranks), *gpu_findings(machine), *environment_findings(machine)]
+    found = [*host_findings(machine, max(2, len(gpus))), *gpu_findings(machine), *environment_findings(machine)]
     topics = list(dict.fromkeys(finding.topic for finding in found))
     found.sort(key=lambda finding: topics.index(finding.topic))
     return [*found, *_used(machine, gpus)]

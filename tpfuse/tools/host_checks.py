@@ -18,7 +18,7 @@ _USUAL_FILES = 1024  # the soft limit of most distributions
 
 
 def host_findings(machine: Machine, ranks: int) -> list[Finding]:
-    """Returns the findings about the host. ranks: the number of ranks that a run on the whole machine would have."""
+    """Returns the findings about the host. ranks: the number of ranks that a run here may well have."""
     return [
         *_software(machine),
         *_communication(machine),
@@ -117,7 +117,7 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
     if files is None or files >= max(needed, _USUAL_FILES):
         yield Finding("limits", "ok", f"A process may open {'any number of' if files is None else files} files.")
     elif files < needed:
-        text = f"A process may open {files} files, but a rank of {ranks} needs about {needed} and will fail"
+        text = f"A process may open {files} files, but each of {ranks} ranks needs about {needed} and will fail"
         yield Finding("limits", "fails", f"{text}: ulimit -n 4096.")
     else:
         text = f"A process may open only {files} files. Runs on many ranks or with many files of data need more"

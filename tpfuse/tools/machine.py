@@ -143,7 +143,10 @@ class Machine:
     def gpus(self) -> list[Gpu]:
         """Returns the GPUs that torch can use, in its order."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return [self._gpu(number) for number in range(count)]
+        try:
+            return [self._gpu(number) for number in range(count)]
+        except RuntimeError:  # CUDA does not start, and `cuda_error` says why.
+            return []
 
     def _gpu(self, number: int) -> Gpu:
         properties = torch.cuda.get_device_properties(number)
