@@ -337,7 +337,7 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
         {"outputs": {CLOCKS: None, OLD_CLOCKS: "0, 0x0000000000000004\n"}},
         "GPU 0 of nvidia-smi runs below its highest clocks, because the power limit is reached.",
     ),
-    "clocks of one GPU are unknown": ({"outputs": clocks("[N/A]")}, "The state of the clocks of GPU 3 is unknown."),
+    "clocks of one GPU are unknown": ({"outputs": {CLOCKS: "0, [N/A]\n1, 0x1\n"}}, "The state of the clocks of GPU 0 is"),
     "unknown clocks": ({"outputs": {CLOCKS: None}}, "The state of the clocks is unknown: nvidia-smi does not report"),
     "MPS": ({"mps": lambda gpu: gpu == 3}, "MPS runs. Ranks that share a GPU cannot share memory under it"),
     "unknown MPS": ({"mps": None}, "It is unknown whether MPS runs: the driver does not say."),
