@@ -337,7 +337,7 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
         {"outputs": {CLOCKS: None, OLD_CLOCKS: "0, 0x0000000000000004\n"}},
         "GPU 0 of nvidia-smi runs below its highest clocks, because the power limit is reached.",
     ),
-    "clocks of one GPU are unknown": ({"outputs": {CLOCKS: "0, [N/A]\n1, 0x1\n"}}, "The state of the clocks of GPU 0 is"),
+    "unknown clocks of one GPU": ({"outputs": {CLOCKS: "0, [N/A]\n1, 0x1\n"}}, "The state of the clocks of GPU 0"),
     "unknown clocks": ({"outputs": {CLOCKS: None}}, "The state of the clocks is unknown: nvidia-smi does not report"),
     "MPS": ({"mps": lambda gpu: gpu == 3}, "MPS runs. Ranks that share a GPU cannot share memory under it"),
     "unknown MPS": ({"mps": None}, "It is unknown whether MPS runs: the driver does not say."),
@@ -528,6 +528,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert machine.text("proc/self/status") and machine.text("no such file") is None
     assert "self" in machine.names("proc") and machine.names("no such folder") == []
     assert machine.output(sys.executable, "-c", "print(1)") == "1\n"
+    assert machine.program("sh") and machine.program("no such command") is None
     assert machine.output(sys.executable, "-c", "exit(1)") is None and machine.output("no such command") is None
     monkeypatch.setattr(machines, "_PATIENCE", 0.05)
     assert machine.output("sleep", "5") is None
