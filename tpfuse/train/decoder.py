@@ -90,8 +90,8 @@ class DecoderConfig:
     def from_json(cls, description: dict[str, Any]) -> "DecoderConfig":
         """Returns the description that `as_json` has returned. Raises ValueError or TypeError for another value."""
         files = description["files"]
-        if not all(isinstance(text, str) and Path(name).name == name for name, text in files.items()):
-            raise ValueError("files: expected texts by the names of files")
+        if not all(isinstance(text, str) and name in _FILES for name, text in files.items()):
+            raise ValueError(f"files: expected texts by the names {', '.join(_FILES)}")
         return cls.of(description["settings"], description["n_positions"], files)
 
     def empty(self, dtype: torch.dtype) -> nn.Module:
