@@ -177,6 +177,16 @@ def test_the_counted_parameters_are_those_of_a_rank() -> None:
         assert counted == held
 
 
+def test_the_memory_command_counts_a_model_of_transformers(llama: Path, tmp_path: Path, commands: Commands) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\nfrom = "{llama}"\nn_positions = 13\n[train]\nbatch = 4\n')
+    said = commands.do("memory", file, "--tp", "2", "--stage", "1")
+    count = sum(parameter.numel() for parameter in decoder("llama").parameters())
+    assert f"{count:,} parameters, float32; ranks 2: tp 2 x cp 1 x dp 1" in said
+    assert "Activations of models of transformers, and transient workspaces, are not counted." in said
+    assert "--vocab-size 9 is for the GPT" in commands.fail("memory", file, "--vocab-size", "9")
+
+
 def _folder(folder: Path, family: str, text: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
     """Writes a model and a tokenizer of the characters of `text`, whose vocabulary is smaller than the model's."""
     decoder(family, dtype, **settings).save_pretrained(folder)

@@ -88,7 +88,9 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
 
 def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
     data = options.data
-    if command.vocab_size or options.model.from_ is not None:  # a model of transformers has its own vocabulary
+    if command.vocab_size and options.model.from_ is not None:
+        raise UserError(f"--vocab-size {command.vocab_size} is for the GPT: config.json names that of model.from")
+    if command.vocab_size or options.model.from_ is not None:
         return command.vocab_size
     paths = None if data.path is None else token_paths(data.path)
     if paths is not None:
