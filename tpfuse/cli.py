@@ -154,6 +154,17 @@ def _hang(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _watch(arguments: Sequence[str]) -> int:
+    from tpfuse.train.options import WatchCommand
+
+    question = "expected the folder of a run: tpfuse watch RUN [options]"
+    run, options = _subject_and_options(WatchCommand, arguments, "watch RUN", question)
+    from tpfuse.train.watch import watch
+
+    watch(Path(run), options.port)
+    return 0
+
+
 def _prepare(arguments: Sequence[str]) -> int:
     from tpfuse.train.config import parse_prepare
 
@@ -204,6 +215,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sample": (_sample, "generate text with a trained model"),
     "export": (_export, "write a trained model for Hugging Face's transformers"),
     "memory": (_memory, "count the memory that each rank of a run will hold"),
+    "watch": (_watch, "show the metrics of a run in a browser"),
     "hang": (_hang, "say which rank the others of a run waited for, from its flight records"),
     "prepare": (_prepare, "turn text into a token file"),
     "doctor": (_doctor, "find out what of this machine makes tpfuse fail or slow"),

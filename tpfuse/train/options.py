@@ -344,6 +344,17 @@ class MemoryCommand:
 
 
 @dataclass(frozen=True)
+class WatchCommand:
+    """Show the metrics of a run in a browser of this machine.
+
+    RUN is a folder that `tpfuse train` has written, or is writing.
+    """
+
+    port: int = 8800
+    """Serve the page at this port of 127.0.0.1. 0: at any free port."""
+
+
+@dataclass(frozen=True)
 class HangCommand:
     """Say which rank the others waited for, and show the Python stack of each.
 

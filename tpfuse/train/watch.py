@@ -1,0 +1,87 @@
+"""`tpfuse watch` shows the metrics of a run, while it trains or after its end, as a page in a browser of this machine.
+
+The page asks for the rows of metrics.jsonl every two seconds and draws them itself: it loads nothing else.
+"""
+
+import json
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tpfuse.train.config import read_toml
+from tpfuse.train.errors import UserError
+from tpfuse.train.messages import say
+from tpfuse.train.metrics import read_metrics
+
+_ADDRESS = "127.0.0.1"
+
+
+def rows_of(run: Path) -> dict[str, Any]:
+    """Returns what the page draws: the run's name, its number of steps, the age of the last row in s, and all rows."""
+    path = run / "metrics.jsonl"
+    steps = read_toml(run / "config.toml").get("train", {}).get("steps", 0)
+    age = time.time() - path.stat().st_mtime if path.exists() else 0.0
+    return {"run": str(run), "steps": steps, "age": max(0.0, age), "rows": read_metrics(path)}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers requests for the page and for the rows. The run is an attribute of the server."""
+
+    server: "_Server"
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        if host not in (_ADDRESS, "localhost"):  # a page of the web whose name means this machine
+            self.send_error(HTTPStatus.FORBIDDEN)
+        elif self.path == "/":
+            self._answer("text/html; charset=utf-8", files("tpfuse.train").joinpath("watch.html").read_bytes())
+        elif self.path == "/rows":
+            try:
+                rows = json.dumps(rows_of(self.server.run), allow_nan=False)
+            except ValueError as error:  # an unreadable file, or a loss that is not finite
+                self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).partition("\n")[0])
+            else:
+                self._answer("application/json", rows.encode())
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prints nothing for a request."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, run: Path, port: int) -> None:
+        super().__init__((_ADDRESS, port), _Handler)
+        self.run = run
+
+
+def open_server(run: Path, port: int) -> _Server:
+    """Returns the server of a run, which answers after `serve_forever`. port: 0 for any. Raises UserError."""
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run} is no run: expected a folder that `tpfuse train` has written")
+    try:
+        return _Server(run, port)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--port {port} cannot be used: {error}") from None
+
+
+def watch(run: Path, port: int) -> None:
+    """Serves the page until Ctrl-C. Raises UserError for a folder that is no run, and for a port in use."""
+    with open_server(run, port) as server:
+        say(f"http://{_ADDRESS}:{server.server_port}/ shows {run}; Ctrl-C ends this")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say()
