@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
     "drop_in": {"comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "parallel"},
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
-    "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "zero.reducer"},
+    "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
     "models": {"ops", "layers", "parallel"},
     "train": {
         "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel", "drop_in", "zero",

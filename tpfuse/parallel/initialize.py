@@ -16,12 +16,17 @@ class Initializable(Protocol):
         """Return mean and standard deviation of the parameter."""
 
 
+def seed_of(*parts: object) -> int:
+    """Return a seed for torch's generators that depends on the texts of `parts` alone."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def draw(seed: int, name: str, shape: torch.Size, mean: float, std: float) -> torch.Tensor:
     """Return the whole initial value of parameter `name`: float32 on CPU, normal, a function of (seed, name) alone."""
     if std == 0.0:
         return torch.full(shape, mean, dtype=torch.float32, device="cpu")
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator("cpu").manual_seed(seed_of(seed, name))
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(mean, std, generator=generator)
 
 

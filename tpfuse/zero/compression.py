@@ -21,7 +21,6 @@ This module does not use torch's powerSGD_hook: the hook takes a GradBucket, whi
 waits for the device, and a NaN stays in its state for ever.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ from torch import Tensor
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.traffic import Traffic
+from tpfuse.parallel.initialize import seed_of
 
 MatrixSpan = tuple[int, int, int]
 """A matrix in a flat tensor: (first element, rows, columns)."""
@@ -185,8 +185,7 @@ class PowerSGDCompression:
 
     def _first_factor(self, key: _MatrixKey, matrix: Tensor) -> Tensor:
         """Return normal numbers that depend on (seed, key) only, drawn on the CPU so that all ranks get the same."""
-        digest = hashlib.blake2b(f"{self.seed} {key}".encode(), digest_size=8).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = torch.Generator("cpu").manual_seed(seed_of(self.seed, key))
         factor = torch.empty(matrix.shape[1], self.rank, dtype=torch.float32).normal_(generator=generator)
         return factor.to(device=matrix.device, dtype=matrix.dtype)
 
