@@ -217,12 +217,12 @@ def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> 
     cells, row = [], {"op": op, "bytes": nbytes, "ranks": world}
     for name, figure in figures.items():
         row[f"{name}_us"] = {k: round(v, 1) for k, v in figure.items()}
-        speed = ""
+        cells.append(f"{name} {figure['median']:8.0f} µs")
         if name != "copy":
             algorithm = nbytes / figure["median"] / 1e3
-            row[f"{name}_gb_s"] = [round(speed, 5) for speed in (algorithm, algorithm * bus_factor(op, world))]
-            speed = f" {algorithm:6.2f} {algorithm * bus_factor(op, world):6.2f} GB/s"
-        cells.append(f"{name} {figure['median']:8.0f} µs{speed}")
+            bus = algorithm * bus_factor(op, world)
+            row[f"{name}_gb_s"] = [round(algorithm, 5), round(bus, 5)]
+            cells[-1] += f" {algorithm:6.2f} {bus:6.2f} GB/s"
     peer = next(name for name in figures if name in ("gloo", "nccl"))
     if "tpfuse" in figures:
         row["speedup"] = round(figures[peer]["median"] / figures["tpfuse"]["median"], 2)

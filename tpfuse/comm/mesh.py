@@ -42,6 +42,11 @@ def context_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     return device_mesh[names] if device_mesh is not None and names else None
 
 
+def tensor_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Returns the part of `build_mesh`'s mesh whose ranks share layers, ("tp",); None for one such rank."""
+    return None if device_mesh is None or device_mesh["tp"].size() == 1 else device_mesh["tp"]
+
+
 def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup | None:
     """Returns the group of all ranks along these dimensions of a mesh; None for one rank.
 

@@ -26,13 +26,12 @@ def offered_stack(folder: Path) -> Iterator[None]:
     """Lets other processes ask this one for its stack, within a with block of the main thread. Raises OSError."""
     path = _file(folder, os.getpid())
     with path.open("w") as file:
+        signal.signal(_SIGNAL, signal.SIG_IGN)  # `unregister` restores this: who asks late must not end this process
         faulthandler.register(_SIGNAL, file)
         try:
             yield
         finally:
-            signal.signal(_SIGNAL, signal.SIG_IGN)  # a process that asks now must not end this one
             faulthandler.unregister(_SIGNAL)
-            signal.signal(_SIGNAL, signal.SIG_IGN)
             path.unlink(missing_ok=True)
 
 

@@ -199,9 +199,11 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     if isinstance(decoder, str):
         _check_alone(decoder, arguments, sources)
         source = f"--model.from {decoder}"
-        inherited = {} if "--resume" in arguments else _inherited(decoder, decodes=True)
-    elif isinstance(weights, str) and "--resume" not in arguments:  # a run's config.toml has these values too
-        inherited = _inherited(weights, decodes=False)
+    folder = decoder or weights
+    if isinstance(folder, str) and "--resume" not in arguments:  # a run's config.toml has these values too
+        from tpfuse.train.initial_weights import decoder_options, inherited_options  # this imports torch
+
+        inherited = (decoder_options if decoder else inherited_options)(Path(folder))
     options = TrainCommand()
     if preset is not None:
         options = overlaid(options, inherited, source)
@@ -217,17 +219,10 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     return parse_command(TrainCommand, arguments, "train", options)
 
 
-def _inherited(folder: str, *, decodes: bool) -> dict[str, Any]:
-    """Returns the options that --init-from, or (decodes) --model.from, determines. Raises UserError."""
-    from tpfuse.train.initial_weights import decoder_options, inherited_options  # this imports torch
-
-    return decoder_options(Path(folder)) if decodes else inherited_options(Path(folder))
-
-
 def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Raises UserError if an option stands beside --model.from that config.json of the folder determines."""
     given = [name for name in _SHAPE if flag_value(arguments, f"--model.{name.replace('_', '-')}") is not None]
-    given += [f"no-{name}" for name in ("bias",) if "--model.no-bias" in arguments]
+    given += ["no-bias"] if "--model.no-bias" in arguments else []
     flags = [f"--model.{name.replace('_', '-')}" for name in given]
     for file, table in sources:
         keys = {key.replace("-", "_") for key in table.get("model", {})}

@@ -8,7 +8,6 @@ model on a rank with `tpfuse.parallelize`. Its parameters have the names and the
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import Slices, copy_whole_
-from tpfuse.comm.mesh import context_mesh
+from tpfuse.comm.mesh import context_mesh, tensor_mesh
 from tpfuse.drop_in.huggingface import adapt, causal_model, check_context, configuration, quiet
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
 from tpfuse.drop_in.structure import decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_weights
 from tpfuse.parallel.context import ONE_RANK, ContextParallel
+from tpfuse.parallel.initialize import seed_of
 from tpfuse.parallel.stored import StoredTensor
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.shape_mesh import shape_mesh
@@ -111,14 +111,11 @@ class DecoderConfig:
             raise ValueError(f"n_positions {self.n_positions}: expected 1 to {self.longest}, the model's context")
         model = self.empty(torch.float32)
         decoder_layers(model)
-        if tp == 1:
-            return
-        if dist.is_initialized():  # under torchrun; the ranks find sizes that they cannot divide
+        if tp > 1 and dist.is_initialized():  # under torchrun; the ranks find sizes that they cannot divide
             recognise(model, tp, sequence_parallel=True)
             return
         with shape_mesh(tp) as mesh:
-            assert mesh is not None
-            outlined_shards(model, mesh)
+            self.outlined(mesh, torch.float32)
 
     def check_context(self, tp: int) -> None:
         """Raises ValueError if context-parallel ranks cannot share the model's sequences."""
@@ -149,7 +146,7 @@ class DecoderModel:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         schedule = options.parallel.cp_schedule
         self.context = ContextParallel(context_mesh(mesh), schedule)
-        self.device_mesh = None if mesh is None or mesh["tp"].size() == 1 else mesh["tp"]
+        self.device_mesh = tensor_mesh(mesh)
         if mesh is not None and (self.device_mesh is not None or self.context.groups):
             parallelize(model, mesh, context_parallel=schedule if self.context.groups else "auto")
         else:
@@ -190,9 +187,7 @@ class DecoderModel:
         self.module.train(training)
         self.module.training = True  # with labels, the model in eval mode would return whole logits
         if at is not None and self._drops:
-            first = 0 if sequences is None else int(sequences[0])
-            digest = blake2b(f"{at[0]} {at[1]} {first}".encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            torch.manual_seed(seed_of(*at, 0 if sequences is None else int(sequences[0])))
         forward = self._forward if training else self.module
         out = forward(input_ids=ids, labels=targets, shift_labels=targets, num_items_in_batch=1, use_cache=False)
         loss: Tensor = out.loss * weight
@@ -210,7 +205,10 @@ class DecoderModel:
         ends: tuple[int, ...] = (),
         seed: int = 0,
     ) -> Tensor:
-        """Returns the prompts with their continuations, by the `generate` of transformers; see the protocol."""
+        """Returns the prompts with their continuations, by the `generate` of transformers; see the protocol.
+
+        They end where the model's context is full; the prompts must be shorter than that.
+        """
         model: Any = self.module.eval()
         drawing: dict[str, Any] = {"do_sample": False}
         if temperature:
@@ -221,7 +219,7 @@ class DecoderModel:
             out: Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
+                max_new_tokens=min(tokens, self.config.longest - ids.shape[1]),
                 eos_token_id=list(ends) or None,
                 pad_token_id=ends[0] if ends else 0,
                 **drawing,

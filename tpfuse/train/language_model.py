@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import Slices
-from tpfuse.comm.mesh import context_mesh
+from tpfuse.comm.mesh import context_mesh, tensor_mesh
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -100,7 +100,7 @@ class GPTModel:
         dtype: torch.dtype,
     ) -> None:
         self.config = config
-        self.device_mesh = None if mesh is None or mesh["tp"].size() == 1 else mesh["tp"]
+        self.device_mesh = tensor_mesh(mesh)
         self.module = GPT(
             config,
             device_mesh=self.device_mesh,

@@ -410,10 +410,7 @@ class TrainingLoop:
     def _conclude(self, seconds: float) -> None:
         """Prints the last lines: losses, a sample, and the files. It is collective, since all ranks generate."""
         start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
-        config = self.run.config
-        count = min(_SAMPLE_TOKENS, 4 * config.n_positions)
-        if isinstance(config, DecoderConfig):
-            count = min(count, config.longest - 1)
+        count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
         ids = self.trainer.language_model.generate(start.unsqueeze(0), count, temperature=0.8, top_k=None)
         if not self.first:
             return

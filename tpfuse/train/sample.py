@@ -56,16 +56,15 @@ def sample(folder: Path, options: SampleCommand) -> str:
     prompt = tokenizer.encode(text).astype("int64")
     if not len(prompt):
         raise UserError("the prompt is empty: give at least one token to continue")
-    config, tokens = model.config, options.tokens
+    config = model.config
     ends: tuple[int, ...] = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
     if isinstance(config, DecoderConfig):
         ends = config.ends or ends
-        tokens = min(tokens, config.longest - len(prompt))
-        if tokens < 1:
+        if len(prompt) >= config.longest:
             raise UserError(f"the prompt has {len(prompt)} tokens: expected fewer than the model's {config.longest}")
     out = model.generate(
         torch.from_numpy(prompt).to(device).expand(options.samples, -1),
-        tokens,
+        options.tokens,
         temperature=options.temperature,
         top_k=options.top_k or None,
         top_p=options.top_p,
