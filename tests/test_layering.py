@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel", "drop_in", "zero",
         "models",
     },
+    "profile": {"comm", "train"},
     "testing.faults": set(),
     "testing.explore": {"comm"},
     "testing": {"kernels", "comm", "testing.explore"},

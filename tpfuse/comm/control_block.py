@@ -25,7 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from triton._C.libtriton import interpreter as atomics
 
-from tpfuse.comm import host
+from tpfuse.comm import host, trace
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.futex import Backoff, load_acquire, publish, store_release
 from tpfuse.comm.rendezvous import exchange
@@ -366,19 +366,20 @@ class ControlBlock:
         store_release(self.local.addresses[field : field + 1], np.array([value], np.int64))
         backoff = Backoff()
         for rank, state in enumerate(self.states):
-            while True:
-                if heed_abort and self.local.abort[0]:
-                    raise self.fail(op, rank, backoff.waited)
-                seen = int(state.numbers[field])
-                if seen >= value:
-                    break
-                if backoff.rest(state.addresses[field : field + 1], seen):
-                    if heed_abort:
-                        self.compare()
-                    left = next((r for r in range(self.world) if self._left_early(r, field, value)), None)
-                    if backoff.waited > self.timeout or left is not None:
-                        missing = rank if left is None else left
-                        raise (self.fail if heed_abort else self._timeout)(op, missing, backoff.waited)
+            with trace.waiting(op, self.ranks[rank]):
+                while True:
+                    if heed_abort and self.local.abort[0]:
+                        raise self.fail(op, rank, backoff.waited)
+                    seen = int(state.numbers[field])
+                    if seen >= value:
+                        break
+                    if backoff.rest(state.addresses[field : field + 1], seen):
+                        if heed_abort:
+                            self.compare()
+                        left = next((r for r in range(self.world) if self._left_early(r, field, value)), None)
+                        if backoff.waited > self.timeout or left is not None:
+                            missing = rank if left is None else left
+                            raise (self.fail if heed_abort else self._timeout)(op, missing, backoff.waited)
             load_acquire(state.addresses[field : field + 1], np.zeros(1, np.int64))
 
     def _left_early(self, rank: int, field: int, value: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm import trace
 from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import settings
@@ -41,6 +42,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         self._watchdog: Watchdog | None = None
         self._busy = threading.Lock()
         self._started, self._number = 0.0, 0
+        self._span: trace.Span | None = None
 
     @property
     def step(self) -> int:
@@ -61,6 +63,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
         self._started = time.monotonic()
+        self._span = trace.begin("operator", op, "fused" if kernel else "direct")
         try:
             self._recover()
             self._number = self.control.begin(op, fence=kernel)
@@ -79,6 +82,7 @@ class HostCoordinatedMemory(SymmetricMemory):
     def end(self, op: str, error: BaseException | None) -> None:
         """Does the part of `guard` after an operation, or after its failure."""
         self._unwatch(op)
+        trace.end(self._span)
         self._busy.release()
         if error is None and self.control.aborted:
             error = self._failure(op, time.monotonic() - self._started)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tpfuse.comm.trace import span
+
 HALF = (torch.bfloat16, torch.float16)  # summed in float32
 
 
@@ -15,18 +17,18 @@ def summed_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """Computes out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
-    if out.dtype in HALF:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        out.copy_(total)
-        return
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out += part
+    with span("communication", "sum over ranks"):
+        if out.dtype in HALF:
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
+            out.copy_(total)
+        elif len(parts) == 1:
+            out.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out += part
 
 
 def max_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:

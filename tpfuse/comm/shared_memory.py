@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tpfuse.comm import trace
 from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.futex import Backoff, load_acquire, store_release
@@ -81,6 +82,8 @@ class SharedMemory(HostCoordinatedMemory):
         return word
 
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+        if trace.is_observed():
+            trace.signal(self._flow(flags, owner, index, int(value)))
         store_release(self._word(flags, owner, index)[1], np.array([wrapped(int(value))], np.int32))
 
     def wait_signal(
@@ -89,9 +92,19 @@ class SharedMemory(HostCoordinatedMemory):
         view, address = self._word(flags, owner, index)
         peer = owner if peer is None else peer
         if self.control.aborted or wrapped(int(view[0]) - value) < 0:
-            self._wait(view, address, value, peer, op)
+            with trace.waiting(op, self.control.ranks[peer], self._flow(flags, owner, index, value)):
+                self._wait(view, address, value, peer, op)
+        elif trace.is_observed():  # the signal has come before the wait
+            with trace.span("wait", op, "", self.control.ranks[peer], self._flow(flags, owner, index, value)):
+                pass
         load_acquire(address, _ZERO)
         self.control.compare_with(peer)
+
+    def _flow(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> str:
+        """Returns the text that a signal shares with the waits for it; empty if nobody observes them."""
+        if not trace.is_observed():
+            return ""
+        return f"{self.control.ranks}: {flags.key} {owner} {index} = {value}"
 
     def _wait(self, view: NDArray[np.int32], address: NDArray[np.uint64], value: int, peer: int, op: str) -> None:
         backoff = Backoff()

@@ -248,9 +248,12 @@ def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
 
 
 def resolved(options: TrainCommand) -> dict[str, Any]:
-    """Returns the options as a TOML document that gives the same run again. The run's own folder is left out."""
+    """Returns the options as a TOML document that gives the same run again.
+
+    What belongs to one start of the run is left out: its folder, and what is profiled.
+    """
     document = asdict(options)
-    for name in ("out", "resume", "config"):
+    for name in ("out", "resume", "config", "profile"):
         del document[name]
     if options.model.from_ is not None:
         document["model"] = {"from_": options.model.from_, "n_positions": options.model.n_positions}

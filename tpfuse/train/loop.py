@@ -47,6 +47,7 @@ from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, ulysses_ranks
+from tpfuse.train.step_profile import StepProfile
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.trainer import StepResult, Trainer
 
@@ -145,6 +146,8 @@ class TrainingLoop:
             self.trainer = Trainer(run.options, run.config, mesh, device, draw=draw)
         except ValueError as error:
             raise RunError(str(error), UserError.status) from error
+        world = dist.group.WORLD if info.world > 1 else None
+        self.profile = StepProfile(run.options.profile, self.trainer.model, self.trainer.layout, world, device)
         self.held_before = held  # bytes that Python and torch themselves hold
         self.decisions: dict[str, Decision] = {}  # the implementations by which the ranks compute their products
         if run.checkpoint is not None:
@@ -195,7 +198,8 @@ class TrainingLoop:
         started, steps = perf_counter(), self.options.train.steps
         reporter = Reporter(self.run.folder, steps, self.trainer.step, self._holder()) if self.first else None
         try:
-            stopped = self._loop(reporter, started)
+            with self.profile:
+                stopped = self._loop(reporter, started)
         finally:
             if reporter is not None:
                 reporter.close()
@@ -299,7 +303,8 @@ class TrainingLoop:
                 )
             mark = perf_counter()
         while trainer.step < options.steps:
-            result = self._first_step() if trainer.step == begun else trainer.train_step(self.windows, self.stop)
+            with self.profile.step(trainer.step + 1):
+                result = self._first_step() if trainer.step == begun else trainer.train_step(self.windows, self.stop)
             step = trainer.step
             if step == begun + 1 and self.first:
                 say(self._measured())

@@ -213,6 +213,20 @@ class DebugOptions:
 
 
 @dataclass(frozen=True)
+class ProfileOptions:
+    """These options record what the ranks do in some steps. `tpfuse profile` sets them and explains the result."""
+
+    steps: str = "3:5"
+    """Record these steps: one number, or the first and the last as in 3:5. The first step of a run is step 1."""
+    trace: OptionalPath = None
+    """Write the spans of every rank to this folder: layers, operators, communication, and waits for other ranks."""
+    torch: OptionalPath = None
+    """Write the trace of torch.profiler and a snapshot of the memory of every rank to this folder."""
+    nvtx: bool = False
+    """Mark steps, layers and operators for Nsight Systems, as NVTX ranges of the domain tpfuse, in all steps."""
+
+
+@dataclass(frozen=True)
 class TrainCommand:
     """Train a GPT on text, on one rank or many."""
 
@@ -224,6 +238,7 @@ class TrainCommand:
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     comm: CommOptions = field(default_factory=CommOptions)
     debug: DebugOptions = field(default_factory=DebugOptions)
+    profile: ProfileOptions = field(default_factory=ProfileOptions)
     kernels: Kernels = "auto"
     """Compute with these kernels: auto (Triton on GPUs, torch on CPU), triton (slow on CPU, where it is interpreted) or
     torch."""

@@ -20,6 +20,7 @@ from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.connect import connected
 from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.trace import span
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiler_errors
@@ -205,13 +206,16 @@ class Trainer:
         for index, (ids, targets, sequences) in enumerate(batches):
             self.engine.start(last=index == len(batches) - 1)
             weight = self.loss_scale / tokens
-            with compiler_errors(self.step) if options.train.compile else nullcontext():
-                with self._autocast():
+            compiling = compiler_errors(self.step) if options.train.compile else nullcontext()
+            with span("micro_batch", f"micro-batch {index}"), compiling:
+                with span("phase", "forward"), self._autocast():
                     loss = self.language_model.loss(ids, targets, weight, at, sequences)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with span("phase", "backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / weight
-        self.engine.finish()
-        squared, whole, stop = self._agree(total, stop_wanted())
+        with span("phase", "gradients"):
+            self.engine.finish()
+            squared, whole, stop = self._agree(total, stop_wanted())
         for memory in connected():
             memory.check()
         norm = squared**0.5 / self.loss_scale
@@ -222,7 +226,8 @@ class Trainer:
         factor = 1.0 / self.loss_scale
         if options.optim.clip and norm > options.optim.clip:
             factor *= options.optim.clip / (norm + 1e-6)
-        self.optimizer.step(lr, factor)
+        with span("phase", "update"):
+            self.optimizer.step(lr, factor)
         self._grow_scale()
         self.step += 1
         after = self.engine.traffic

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.comm import trace
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.settings import settings
@@ -51,13 +52,23 @@ class CollectiveHandle:
         # Gloo's wait takes a deadline. That of NCCL would block the host until the result is there; NCCL's watchdog has
         # its own deadline.
         self._deadline = (timedelta(seconds=settings().timeout),) if dist.get_backend(group) == "gloo" else ()
+        if trace.is_observed() and work is not None:
+            flow = self._flow()
+            trace.signal(f"begin {flow}")
+            if self._deadline:  # NCCL's future is done as soon as the collective is enqueued
+                work.get_future().add_done_callback(lambda _: trace.signal(f"end {flow}"))
 
     def wait(self) -> None:
         """Blocks the caller (on CUDA the current stream) until the result may be read. Raises PeerTimeout."""
         if self._work is None:
             return
-        with self.name_missing_rank():
+        flow = self._flow() if trace.is_observed() else ""
+        with self.name_missing_rank(), trace.waiting(self._op, None, flow, "communication"):
             self._work.wait(*self._deadline)
+
+    def _flow(self) -> str:
+        """Returns the text that is equal in all ranks' spans of this collective."""
+        return f"{dist.get_process_group_ranks(self._group)}: collective {self._number}"
 
     @contextlib.contextmanager
     def name_missing_rank(self) -> Iterator[None]:

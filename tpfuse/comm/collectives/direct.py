@@ -16,6 +16,7 @@ from tpfuse.comm.channel import Channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.rank_order import max_in_rank_order, rows_of, sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.trace import span
 
 # The bytes of half a slot, and of half the slot for larger tensors, which takes 16 MiB of each rank after the first
 # such tensor. Larger pieces mean fewer rounds, which cost most if there are more ranks than cores. Measured on 2 cores,
@@ -43,7 +44,8 @@ class DirectHandle:
     def wait(self) -> None:
         """Blocks until the result may be read. Raises PeerTimeout."""
         if not self.done:
-            with self._collectives.memory.guard(f"wait for {self._op}"):
+            op = f"wait for {self._op}"
+            with self._collectives.memory.guard(op), span("communication", op):
                 self.finish()
 
     def finish(self) -> None:
@@ -109,7 +111,7 @@ class DirectCollectives:
 
     def _run(self, op: str, x: Tensor, rounds: Iterator[None], later: bool) -> DirectHandle:
         op = f"{op} {x.dtype} {list(x.shape)}"
-        with self.memory.guard(op):
+        with self.memory.guard(op), span("communication", op):
             handle = DirectHandle(self, op, rounds)
             self._finish_pending()
             if later:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tpfuse.comm.collectives.handle import DONE, Handle
 from tpfuse.comm.rank_order import rows_of
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.comm.trace import span
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
@@ -98,7 +99,8 @@ class FusedCollectives:
     ) -> Handle:
         """Calls `forward` for one piece of the rows of x and out after another. Packs pieces of several rows for it."""
         size, width = row_bytes // x.element_size() // 16 * 16, rows[0].shape[-1]
-        with self.memory.guard(f"{op} {x.dtype} {list(x.shape)}", kernel=True):
+        described = f"{op} {x.dtype} {list(x.shape)}"
+        with self.memory.guard(described, kernel=True), span("communication", described):
             for start in range(0, width, size):
                 piece, target = (t[..., start : start + size] for t in rows)
                 packed = target.contiguous()

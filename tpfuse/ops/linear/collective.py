@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import collectives
+from tpfuse.comm.trace import operator
 from tpfuse.ops.gemm import flat, product, weight_gradient
 
 
@@ -23,6 +24,7 @@ class CollectiveLinear:
     def _agree(self, x: Tensor, op: str) -> None:
         collectives.agree_on_rows(x.shape[:-1].numel(), x.device, self._group, op=op)
 
+    @operator("all_gather_linear", "collective")
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
@@ -32,6 +34,7 @@ class CollectiveLinear:
         pairs = zip(weights, biases, strict=True)
         return [product(gathered, weight, bias, activation, keep) for weight, bias in pairs]
 
+    @operator("all_gather_linear backward", "collective")
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -54,12 +57,14 @@ class CollectiveLinear:
             scattering.wait()
         return grad_x if needs_x else None, grad_weights
 
+    @operator("linear_reduce_scatter", "collective")
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """Return reduce_scatter(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_reduce_scatter")
         partial, _ = product(x, weight, None, None, keep=False)
         return _plus(collectives.reduce_scatter(partial, self._group), bias, residual)
 
+    @operator("linear_reduce_scatter backward", "collective")
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -70,6 +75,7 @@ class CollectiveLinear:
         grad_weight = weight_gradient(gathered, x) if needs_weight else None
         return grad_x, grad_weight, flat(gathered).sum(0) if needs_bias else None
 
+    @operator("linear_all_reduce", "collective")
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """Return all_reduce(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_all_reduce")

@@ -19,6 +19,7 @@ from tpfuse.comm.channel import Channel
 from tpfuse.comm.collectives.direct import ONE_SHOT_BYTES, SLOT_BYTES
 from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.trace import span
 from tpfuse.ops.gemm import activated, flat
 
 ROUND_BYTES = 2**23  # the size of a slot's half; a row that is longer has a larger slot
@@ -60,7 +61,8 @@ class DirectLinear:
             for channel, part in rounds:
                 slots = channel.next_slots(x.dtype, 1 + world, part.stop - part.start, width)
                 if gathers:
-                    slots[own][world].copy_(rows[part])
+                    with span("communication", "stage"):
+                        slots[own][world].copy_(rows[part])
                 if needs_x:
                     for rank in channel.others:
                         _sum_of_products([left[rank, part] for left in lefts], weights, slots[own][rank])
@@ -153,7 +155,8 @@ class DirectLinear:
         own = self.memory.rank
         for channel, part in self._rounds(rows.shape[0], rows.shape[1] * rows.element_size()):
             slots = channel.next_slots(rows.dtype, part.stop - part.start, rows.shape[1])
-            slots[own].copy_(rows[part])
+            with span("communication", "stage"):
+                slots[own].copy_(rows[part])
             epoch = channel.signal()
             yield own, part, slots[own]
             for rank in channel.others:

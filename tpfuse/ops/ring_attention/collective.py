@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.trace import operator
 from tpfuse.ops.ring_attention.blocks import block_backward, block_forward
 from tpfuse.ops.ring_attention.call import RingCall, computed
 
@@ -24,6 +25,7 @@ class CollectiveRing:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
+    @operator("ring_attention", "collective")
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         collectives.agree_on_rows(k.shape[2], k.device, self._group, op="ring_attention", unit="tokens")
@@ -32,6 +34,7 @@ class CollectiveRing:
             block.add(source, keys, values)
         return block.result()
 
+    @operator("ring_attention backward", "collective")
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:

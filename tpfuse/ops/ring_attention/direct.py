@@ -19,6 +19,7 @@ from torch import Tensor
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.trace import span
 from tpfuse.ops.ring_attention.call import RingCall, computed
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 
@@ -108,8 +109,9 @@ def _empty(k: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _stage(slot: Tensor, k: Tensor, v: Tensor) -> None:
-    slot[0].copy_(k)
-    slot[1].copy_(v)
+    with span("communication", "stage"):
+        slot[0].copy_(k)
+        slot[1].copy_(v)
 
 
 def _sum(parts: list[Tensor], spans: list[tuple[int, int]], out: Tensor) -> None:

@@ -21,6 +21,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.channel import Channel, slot_size
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.trace import span
 from tpfuse.ops.autograd import once_differentiable
 
 TokenSlices = tuple[tuple[tuple[slice, slice], ...], ...]
@@ -116,7 +117,8 @@ def _through_slots(
 ) -> None:
     world, own, dtype, op = memory.world, memory.rank, tensors[0].dtype, "exchange of heads"
     row = sum(map(math.prod, shapes))
-    with memory.guard(f"{op} {dtype} {[list(shape) for shape in shapes]} {call}"):
+    described = f"{op} {dtype} {[list(shape) for shape in shapes]} {call}"
+    with memory.guard(described), span("communication", op):
         channel = memory.channel(Channel, "exchange of heads", slot_size(world * row * dtype.itemsize))
         slots = channel.next_slots(dtype, world, row)
         for rank in channel.others:

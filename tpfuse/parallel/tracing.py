@@ -1,0 +1,131 @@
+"""Traces of a model's steps: the spans of its layers, and the file that each rank writes for `tpfuse profile`."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tpfuse.comm import trace
+from tpfuse.comm.host import node_identity, replace_file
+from tpfuse.parallel.clock import clock_offset
+
+FORMAT = 1  # of the file of a rank
+_HOOKED = "tpfuse layer"  # a key in the metadata of nodes of autograd's graph
+
+
+@contextlib.contextmanager
+def record_trace(
+    folder: Path,
+    model: nn.Module | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    layout: Mapping[str, Any] | None = None,
+) -> Iterator[None]:
+    """Records what this rank does within the block, and writes it to FOLDER/rankN.json. Collective over `group`.
+
+        with tpfuse.record_trace(Path("trace"), model, dist.group.WORLD):
+            for _ in range(3):
+                with span("step", "step"):
+                    ...
+
+    `tpfuse profile summary FOLDER` explains the files of all ranks. model: whose layers get spans; None for no layers.
+    group: all ranks; None for a single one. device: where the model computes, default the CPU. layout: how the ranks
+    share the model, for the reader. The file is also written if the block raises. Raises OSError if it cannot be.
+    """
+    device = torch.device("cpu") if device is None else device
+    offset, error = clock_offset(group, device)
+    recorder = trace.Recorder(device)
+    begun = time.time_ns()
+    try:
+        with trace.observed(recorder), contextlib.nullcontext() if model is None else layer_spans(model):
+            yield
+    finally:
+        recorder.finish()
+        document = {
+            "format": FORMAT,
+            "rank": 0 if group is None else group.rank(),
+            "world": 1 if group is None else group.size(),
+            "host": node_identity(),
+            "device": device.type,
+            "layout": dict(layout or {}),
+            "clock_offset_ns": offset,
+            "clock_error_ns": error,
+            "begin": begun,
+            "end": time.time_ns(),
+            "spans": [astuple(span) for span in recorder.ended],
+            "signals": recorder.signals,
+        }
+        replace_file(folder / f"rank{document['rank']}.json", json.dumps(document))
+
+
+@contextlib.contextmanager
+def layer_spans(model: nn.Module) -> Iterator[None]:
+    """Marks a span for each call of a module of `model`, and for each module's part of the backward pass.
+
+    A module's part of a backward pass begins when the gradient of its output is there, and ends when another module's
+    begins. Graphs that torch.compile has made have no such parts: the spans of their operators have no layer.
+    """
+    layers = _Layers()
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            handles.append(module.register_forward_pre_hook(layers.before(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(layers.after(name), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Layers:
+    """The spans of the modules that are being called, and of the module whose backward pass runs."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, trace.Span | None]] = []
+        self._backward: trace.Span | None = None
+
+    def before(self, name: str) -> Callable[..., None]:
+        """Returns a hook for the beginning of the module's calls."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            outer = self._calls[-1][0] if self._calls else ""
+            self._mark_backward((args, kwargs), outer)  # there the module's own part ends
+            self._calls.append((name, trace.begin("layer", name)))
+
+        return hook
+
+    def after(self, name: str) -> Callable[..., None]:
+        """Returns a hook for the end of the module's calls."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            while not torch.compiler.is_compiling() and self._calls:
+                called, begun = self._calls.pop()  # after an error inside, the modules inside have not ended
+                trace.end(begun)
+                if called == name:
+                    self._mark_backward(output, name)
+                    return
+
+        return hook
+
+    def _mark_backward(self, tensors: Any, name: str) -> None:
+        """Lets the backward pass of module `name` begin when it comes to the nodes that have made `tensors`."""
+        for tensor in tree_leaves(tensors):
+            node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
+            if node is not None and _HOOKED not in node.metadata:  # else an inner module, or the one before, ends there
+                node.metadata[_HOOKED] = name
+                node.register_prehook(lambda gradients: self._begin_backward(name))
+
+    def _begin_backward(self, name: str) -> None:
+        trace.end(self._backward)
+        self._backward = trace.begin("layer", name) if name else None

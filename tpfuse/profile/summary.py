@@ -1,0 +1,277 @@
+"""Explains traces: where the time of each rank goes, in which operators, and who waits for whom.
+
+Every nanosecond of a step is counted once: as waiting for another rank, as communication (data of several ranks is
+moved or summed), as idle (on CPU: the operating system ran other threads), or else as computing. A wait in a collective
+of NCCL or Gloo, which does not say for whom, ends for the rank that came last: the time before that rank came is
+waiting for it, and the rest communication.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from tpfuse.comm.trace import Span
+from tpfuse.profile.trace_files import RankTrace
+
+_KINDS = ("computing", "communication", "waiting", "idle")
+_WORTH_A_SENTENCE = 0.02  # the least share of a step
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where time is spent. operator: without dtype and shapes; outside of operators, the part of the step."""
+
+    layer: str
+    operator: str
+    implementation: str
+
+    def __str__(self) -> str:
+        """Returns the place in words."""
+        return f"{self.operator} of {self.layer}" if self.layer else self.operator
+
+
+@dataclass
+class Times:
+    """Nanoseconds at a place. waits: for each rank. in_flight: the time for which data of other ranks was awaited or
+    moved; exposed: the part of it in which this rank did nothing else."""
+
+    calls: int = 0
+    computing: int = 0
+    communication: int = 0
+    idle: int = 0
+    waits: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    in_flight: int = 0
+    exposed: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """The time of all waits."""
+        return sum(self.waits.values())
+
+    @property
+    def total(self) -> int:
+        """The whole time."""
+        return self.computing + self.communication + self.waiting + self.idle
+
+    @property
+    def own(self) -> int:
+        """The time in which this rank waited for no other."""
+        return self.total - self.waiting
+
+    def add(self, other: "Times") -> None:
+        """Adds the times of another place."""
+        self.calls += other.calls
+        self.computing += other.computing
+        self.communication += other.communication
+        self.idle += other.idle
+        self.in_flight += other.in_flight
+        self.exposed += other.exposed
+        for rank, ns in other.waits.items():
+            self.waits[rank] += ns
+
+
+def times_of(traces: Sequence[RankTrace]) -> list[dict[Place, Times]]:
+    """Returns the times of each rank at each place, over all steps that were recorded."""
+    signals = [trace.signals for trace in traces]
+    return [_times(trace, signals) for trace in traces]
+
+
+def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place, Times]:
+    places: dict[Place, Times] = defaultdict(Times)
+    for step in trace.steps:
+        for node, above in step.walk():
+            span = node.span
+            operator = next((s for s in (span, *reversed(above)) if s.kind == "operator"), None)
+            times = places[_place(span, above, operator)]
+            times.calls += span is operator
+            if span.kind == "wait":
+                peer = trace.rank if span.peer is None else span.peer
+                times.waits[peer] += node.exclusive
+                _count_wait(times, span, operator, signals[peer] if peer < len(signals) else {})
+            elif span.kind == "communication":
+                waited, last = _wait_for_last(span, signals, trace.rank)
+                times.communication += node.exclusive - waited
+                times.exposed += node.exclusive
+                times.in_flight += max(node.exclusive, _duration_in_background(span, trace.signals))
+                if waited:
+                    times.waits[last] += waited
+            else:
+                idle = min(span.idle, node.exclusive)
+                times.idle += idle
+                times.computing += node.exclusive - idle
+    return dict(places)
+
+
+def _place(span: Span, above: tuple[Span, ...], operator: Span | None) -> Place:
+    if operator is not None:
+        return Place(operator.layer, operator.name.partition(" torch.")[0], operator.implementation)
+    part = next((s.name for s in (span, *reversed(above)) if s.kind == "phase"), "between the parts of a step")
+    layer = next((s.name for s in (span, *reversed(above)) if s.kind == "layer"), "")
+    return Place(layer, part, "")
+
+
+def _count_wait(times: Times, span: Span, operator: Span | None, signals: Mapping[str, int]) -> None:
+    """Counts how long the operator has awaited the signal, also while it computed."""
+    duration = span.end - span.begin
+    signalled = signals.get(span.flow)
+    times.exposed += duration
+    awaited = 0 if signalled is None or operator is None else min(signalled, span.end) - operator.begin
+    times.in_flight += max(duration, awaited)
+
+
+def _wait_for_last(span: Span, signals: Sequence[Mapping[str, int]], rank: int) -> tuple[int, int]:
+    """Returns (ns of a collective before the last rank had come, that rank)."""
+    begun = {other: of[f"begin {span.flow}"] for other, of in enumerate(signals) if f"begin {span.flow}" in of}
+    last = max(begun, key=lambda other: begun[other], default=rank)
+    if not span.flow or last == rank:
+        return 0, rank
+    return max(0, min(begun[last], span.end) - span.begin), last
+
+
+def _duration_in_background(span: Span, signals: Mapping[str, int]) -> int:
+    begun, ended = signals.get(f"begin {span.flow}"), signals.get(f"end {span.flow}")
+    return 0 if not span.flow or begun is None or ended is None else ended - begun
+
+
+def summarise(traces: Sequence[RankTrace]) -> dict[str, Any]:
+    """Returns the summary as a JSON document. Times are seconds of a step, the mean of the steps that were recorded.
+
+    steps: the names of the steps; ranks: for each rank its times, also for each operator; wait_matrix[r][p]: how long
+    rank r waits for rank p; hidden_share: the share of communication during which ranks computed, None without
+    communication; clock_error_s: by how much the clocks of ranks may differ; sentences: the explanation.
+    """
+    by_rank = times_of(traces)
+    steps = max(1, min(len(trace.steps) for trace in traces))
+    ranks: list[dict[str, Any]] = []
+    for trace, places in zip(traces, by_rank, strict=True):
+        whole = _sum(places.values())
+        count = max(1, len(trace.steps))
+        operators = [_row(place, times, count) for place, times in places.items()]
+        operators.sort(key=lambda row: -float(row["total_s"]))
+        ranks.append(
+            {"rank": trace.rank, "host": trace.host.split()[-1] if trace.host else "", "device": trace.device}
+            | {"wall_s": sum(step.duration for step in trace.steps) / count / 1e9}
+            | _seconds(whole, count)
+            | {"operators": operators}
+        )
+    whole = _sum(times for places in by_rank for times in places.values())
+    matrix = [[row["waits_s"].get(str(peer), 0.0) for peer in range(len(ranks))] for row in ranks]
+    document = {
+        "format": 1,
+        "steps": [step.span.name for step in traces[0].steps],
+        "layout": traces[0].layout,
+        "ranks": ranks,
+        "wait_matrix": matrix,
+        "hidden_share": 1 - whole.exposed / whole.in_flight if whole.in_flight else None,
+        "clock_error_s": max(trace.clock_error for trace in traces) / 1e9,
+    }
+    return document | {"sentences": _sentences(document, by_rank, steps)}
+
+
+def _sum(times: Iterable[Times]) -> Times:
+    total = Times()
+    for each in times:
+        total.add(each)
+    return total
+
+
+def _seconds(times: Times, steps: int) -> dict[str, Any]:
+    values: dict[str, Any] = {f"{kind}_s": getattr(times, kind) / steps / 1e9 for kind in _KINDS}
+    values["waits_s"] = {str(rank): ns / steps / 1e9 for rank, ns in sorted(times.waits.items()) if ns}
+    return values
+
+
+def _row(place: Place, times: Times, steps: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "layer": place.layer, "operator": place.operator, "implementation": place.implementation,
+        "calls": times.calls / steps, "total_s": times.total / steps / 1e9,
+    }  # fmt: skip
+    return row | _seconds(times, steps)
+
+
+def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, Times]], steps: int) -> list[str]:
+    ranks = document["ranks"]
+    slowest = max(ranks, key=lambda row: float(row["wall_s"]))
+    wall = slowest["wall_s"] or 1e-9
+    shares = ", ".join(f"{slowest[f'{kind}_s'] / wall:.0%} {kind}" for kind in _KINDS)
+    where = f" on rank {slowest['rank']}" if len(ranks) > 1 else ""
+    sentences = [f"A step takes {_time(wall)}{where}: {shares}."]
+    if document["hidden_share"] is not None and len(ranks) > 1:
+        sentences.append(f"{document['hidden_share']:.0%} of the communication is hidden behind computation.")
+    sentences += _slow_ranks(by_rank, steps, wall)
+    sentences += _waits(by_rank, steps, wall)
+    return sentences
+
+
+def _waits(by_rank: Sequence[Mapping[Place, Times]], steps: int, wall: float) -> list[str]:
+    """Returns a sentence for each of the three operators that wait longest, if that matters."""
+    waits = [
+        (ns / steps / 1e9, rank, peer, place, times)
+        for rank, places in enumerate(by_rank)
+        for place, times in places.items()
+        for peer, ns in times.waits.items()
+    ]
+    waits.sort(key=lambda wait: -wait[0])
+    return [
+        f"{place} waits {seconds * 1e9 * steps / times.total:.0%} of its time on rank {rank} for rank {peer}:"
+        f" {_time(seconds)} a step."
+        for seconds, rank, peer, place, times in waits[:3]
+        if seconds > _WORTH_A_SENTENCE * wall
+    ]
+
+
+def _slow_ranks(by_rank: Sequence[Mapping[Place, Times]], steps: int, wall: float) -> list[str]:
+    """Returns a sentence for each rank that works longer than the others, with the place where it differs most."""
+    owns = [sum(times.own for times in places.values()) for places in by_rank]
+    sentences = []
+    for rank, places in enumerate(by_rank):
+        others = [own for other, own in enumerate(owns) if other != rank]
+        if not others:
+            continue
+        excess = (owns[rank] - median(others)) / steps / 1e9
+        if excess < 2 * _WORTH_A_SENTENCE * wall:
+            continue
+        more = {place: _excess(place, rank, by_rank) for place in places}
+        place = max(more, key=lambda p: more[p])
+        sentences.append(
+            f"Rank {rank} works {_time(excess)} a step longer than the others, which wait for it:"
+            f" {_time(more[place] / steps / 1e9)} of that in {place}."
+        )
+    return sentences
+
+
+def _excess(place: Place, rank: int, by_rank: Sequence[Mapping[Place, Times]]) -> float:
+    """Returns the ns by which a rank's own work at a place exceeds the median of the other ranks."""
+    others = [places[place].own if place in places else 0 for other, places in enumerate(by_rank) if other != rank]
+    return by_rank[rank][place].own - median(others)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def table(document: Mapping[str, Any], rows: int = 12) -> str:
+    """Returns the times of all ranks, and of the operators that take longest, as text."""
+    columns = [f"{kind:>14}" for kind in _KINDS]
+    lines = [f"{'':<52}{'total':>10}" + "".join(columns)]
+    lines += [_line(f"rank {row['rank']}", row["wall_s"], row) for row in document["ranks"]]
+    lines.append("")
+    merged: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for rank in document["ranks"]:
+        for row in rank["operators"]:
+            merged[" ".join(filter(None, (row["operator"], row["implementation"])))].append(row)
+    count = len(document["ranks"])
+    means = {
+        name: {key: sum(row[key] for row in found) / count for key in ("total_s", *(f"{k}_s" for k in _KINDS))}
+        for name, found in merged.items()
+    }
+    for name, mean in sorted(means.items(), key=lambda item: -item[1]["total_s"])[:rows]:
+        lines.append(_line(name, mean["total_s"], mean))
+    return "\n".join(lines)
+
+
+def _line(name: str, total: float, row: Mapping[str, Any]) -> str:
+    cells = "".join(f"{_time(row[f'{kind}_s']):>14}" for kind in _KINDS)
+    return f"{name[:51]:<52}{_time(total):>10}{cells}"

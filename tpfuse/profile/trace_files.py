@@ -1,0 +1,113 @@
+"""Reads the files in which ranks have written their traces, with all times on one clock."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tpfuse.comm.trace import Span
+from tpfuse.train.errors import UserError
+from tpfuse.train.untrusted import Unreadable, read_json
+
+FORMAT = 1  # as in `tpfuse.parallel.tracing`
+_SCHEMA = {
+    "format": int, "rank": int, "world": int, "host": str, "device": str, "layout": dict, "clock_offset_ns": int,
+    "clock_error_ns": int, "begin": int, "end": int, "spans": [list], "signals": [list],
+}  # fmt: skip
+_TYPES = (str, str, str, int | None, str, str, int, int, int, int)  # of the fields of a span
+
+
+@dataclass
+class Node:
+    """A span and those inside of it. inside: ns of the spans inside."""
+
+    span: Span
+    children: list["Node"] = field(default_factory=list)
+
+    @property
+    def duration(self) -> int:
+        """The ns from the span's beginning to its end."""
+        return self.span.end - self.span.begin
+
+    @property
+    def exclusive(self) -> int:
+        """The ns that are in no span inside."""
+        return self.duration - sum(child.duration for child in self.children)
+
+    def walk(self, *above: Span) -> Iterator[tuple["Node", tuple[Span, ...]]]:
+        """Yields this node and all nodes inside, each with the spans around it, outermost first."""
+        yield self, above
+        for child in self.children:
+            yield from child.walk(*above, self.span)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of one rank. Times are ns of the first rank's clock, as far as the ranks could measure it.
+
+    roots: the spans that are in no other span, in the order of time. signals: the time of each flow.
+    """
+
+    rank: int
+    world: int
+    host: str
+    device: str
+    layout: dict[str, Any]
+    clock_error: int
+    roots: list[Node]
+    signals: dict[str, int]
+
+    @property
+    def steps(self) -> list[Node]:
+        """The spans of the steps."""
+        return [root for root in self.roots if root.span.kind == "step"]
+
+
+def read_traces(folder: Path) -> list[RankTrace]:
+    """Returns the traces of all ranks, in rank order. Raises UserError if one is missing or unreadable."""
+    traces = [_read(path) for path in folder.glob("rank*.json")]
+    if not traces:
+        raise UserError(f"{folder} has no traces: expected the files rank0.json, rank1.json, …")
+    traces.sort(key=lambda trace: trace.rank)
+    world = traces[0].world
+    if [trace.rank for trace in traces] != list(range(world)) or any(trace.world != world for trace in traces):
+        found = ", ".join(str(trace.rank) for trace in traces)
+        raise UserError(f"{folder} has traces of the ranks {found}: expected one of each of {world} ranks")
+    if not any(trace.steps for trace in traces):
+        raise UserError(f"{folder} has no complete step: the run ended before the steps that it was to record")
+    return traces
+
+
+def _read(path: Path) -> RankTrace:
+    try:
+        found = read_json(path, _SCHEMA)
+        if found["format"] != FORMAT:
+            raise Unreadable(f"format {found['format']}: this tpfuse reads format {FORMAT}")
+        offset = found["clock_offset_ns"]
+        spans = [_span(values, offset) for values in found["spans"]]
+        signals = {str(flow): int(when) + offset for flow, when in found["signals"]}
+    except (OSError, Unreadable, ValueError, TypeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    return RankTrace(
+        found["rank"], found["world"], found["host"], found["device"], found["layout"], found["clock_error_ns"],
+        _nested(spans), signals,
+    )  # fmt: skip
+
+
+def _span(values: list[Any], offset: int) -> Span:
+    if len(values) != len(_TYPES) or not all(isinstance(v, kind) for v, kind in zip(values, _TYPES, strict=True)):
+        raise Unreadable(f"a span has the fields {[item.name for item in fields(Span)]}, found {values}")
+    span = Span(*values)
+    span.begin, span.end = span.begin + offset, span.end + offset
+    return span
+
+
+def _nested(spans: list[Span]) -> list[Node]:
+    """Returns the spans that are in no other one. spans: in the order of their ends, so that outer ones come last."""
+    waiting: list[Node] = []  # nodes whose outer span has not come yet
+    for span in spans:
+        node = Node(span)
+        while waiting and waiting[-1].span.level > span.level and waiting[-1].span.begin >= span.begin:
+            node.children.insert(0, waiting.pop())
+        waiting.append(node)
+    return waiting
