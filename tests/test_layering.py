@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels", "backend", "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "models",
         "train", "testing",
     },
-    "cli": {"comm.collectives", "train", "tools"},
+    "cli": {"comm.collectives", "train", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
 LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "testing", "tools", "cli")]

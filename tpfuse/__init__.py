@@ -34,6 +34,7 @@ _MODULES = {
     "FullySharded": "tpfuse.zero.fully_sharded",
     "ZeroOptimizer": "tpfuse.zero.optimizer",
     "recomputed": "tpfuse.parallel.recompute",
+    "record_trace": "tpfuse.parallel.tracing",
     "build_mesh": "tpfuse.comm.mesh",
     "connect": "tpfuse.comm.connect",
     "explain": "tpfuse.layers.explain",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.ops.ring_attention.layout import SequenceLayout as SequenceLayout
     from tpfuse.ops.ring_attention.ring_attention import ring_attention as ring_attention
     from tpfuse.parallel.recompute import recomputed as recomputed
+    from tpfuse.parallel.tracing import record_trace as record_trace
     from tpfuse.zero.fully_sharded import FullySharded as FullySharded
     from tpfuse.zero.gradient_buckets import GradientBuckets as GradientBuckets
     from tpfuse.zero.optimizer import ZeroOptimizer as ZeroOptimizer

@@ -165,6 +165,32 @@ def _watch(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _profile(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import ProfileCommand, ProfileCompareCommand
+
+    if arguments[:1] == ["compare"]:
+        pair = parse_command(ProfileCompareCommand, arguments[1:], "profile compare")
+        from tpfuse.profile.compare import compare
+
+        text, slower = compare(pair.before, pair.after, pair.slower)
+        print(text)
+        return int(slower)
+    if arguments[:1] == ["summary"]:
+        question = "expected the folder of the traces: tpfuse profile summary FOLDER"
+        if len(arguments) != 2 or arguments[1].startswith("-"):
+            raise UserError(question)
+        from tpfuse.profile.command import summary_of
+
+        print(summary_of(Path(arguments[1])))
+        return 0
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parse_command(ProfileCommand, arguments[:cut], "profile")
+    from tpfuse.profile.command import profile
+
+    return profile(options, arguments[cut + 1 :])
+
+
 def _prepare(arguments: Sequence[str]) -> int:
     from tpfuse.train.config import parse_prepare
 
@@ -215,6 +241,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sample": (_sample, "generate text with a trained model"),
     "export": (_export, "write a trained model for Hugging Face's transformers"),
     "memory": (_memory, "count the memory that each rank of a run will hold"),
+    "profile": (_profile, "say where the time of each rank goes, and who waits for whom"),
     "watch": (_watch, "show the metrics of a run in a browser"),
     "hang": (_hang, "say which rank the others of a run waited for, from its flight records"),
     "prepare": (_prepare, "turn text into a token file"),

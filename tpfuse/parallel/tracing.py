@@ -1,9 +1,11 @@
 """Traces of a model's steps: the spans of its layers, and the file that each rank writes for `tpfuse profile`."""
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,12 @@ def record_trace(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     layout: Mapping[str, Any] | None = None,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Records what this rank does within the block, and writes it to FOLDER/rankN.json. Collective over `group`.
 
-        with tpfuse.record_trace(Path("trace"), model, dist.group.WORLD):
-            for _ in range(3):
-                with span("step", "step"):
+        with tpfuse.record_trace(Path("trace"), model, dist.group.WORLD) as step:
+            for batch in batches:
+                with step():
                     ...
 
     `tpfuse profile summary FOLDER` explains the files of all ranks. model: whose layers get spans; None for no layers.
@@ -45,8 +47,9 @@ def record_trace(
     recorder = trace.Recorder(device)
     begun = time.time_ns()
     try:
+        numbers = itertools.count(1)
         with trace.observed(recorder), contextlib.nullcontext() if model is None else layer_spans(model):
-            yield
+            yield lambda: trace.span("step", f"step {next(numbers)}")
     finally:
         recorder.finish()
         document = {

@@ -6,6 +6,7 @@ of NCCL or Gloo, which does not say for whom, ends for the rank that came last: 
 waiting for it, and the rest communication.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place
 def _place(span: Span, above: tuple[Span, ...], operator: Span | None) -> Place:
     if operator is not None:
         return Place(operator.layer, operator.name.partition(" torch.")[0], operator.implementation)
-    part = next((s.name for s in (span, *reversed(above)) if s.kind == "phase"), "between the parts of a step")
+    part = next((s.name for s in (span, *reversed(above)) if s.kind == "phase"), "rest of the step")
     layer = next((s.name for s in (span, *reversed(above)) if s.kind == "layer"), "")
     return Place(layer, part, "")
 
@@ -117,16 +118,16 @@ def _count_wait(times: Times, span: Span, operator: Span | None, signals: Mappin
     duration = span.end - span.begin
     signalled = signals.get(span.flow)
     times.exposed += duration
-    awaited = 0 if signalled is None or operator is None else min(signalled, span.end) - operator.begin
+    awaited = 0 if signalled is None or operator is None else signalled - operator.begin
     times.in_flight += max(duration, awaited)
 
 
 def _wait_for_last(span: Span, signals: Sequence[Mapping[str, int]], rank: int) -> tuple[int, int]:
     """Returns (ns of a collective before the last rank had come, that rank)."""
     begun = {other: of[f"begin {span.flow}"] for other, of in enumerate(signals) if f"begin {span.flow}" in of}
-    last = max(begun, key=lambda other: begun[other], default=rank)
-    if not span.flow or last == rank:
+    if not begun:
         return 0, rank
+    last = max(begun, key=lambda other: begun[other])
     return max(0, min(begun[last], span.end) - span.begin), last
 
 
@@ -261,7 +262,7 @@ def table(document: Mapping[str, Any], rows: int = 12) -> str:
     merged: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for rank in document["ranks"]:
         for row in rank["operators"]:
-            merged[" ".join(filter(None, (row["operator"], row["implementation"])))].append(row)
+            merged[kind_of(row)].append(row)
     count = len(document["ranks"])
     means = {
         name: {key: sum(row[key] for row in found) / count for key in ("total_s", *(f"{k}_s" for k in _KINDS))}
@@ -270,6 +271,14 @@ def table(document: Mapping[str, Any], rows: int = 12) -> str:
     for name, mean in sorted(means.items(), key=lambda item: -item[1]["total_s"])[:rows]:
         lines.append(_line(name, mean["total_s"], mean))
     return "\n".join(lines)
+
+
+def kind_of(row: Mapping[str, Any]) -> str:
+    """Returns what the rows of equal layers have in common: an operator, or a part of a step in such a layer."""
+    if row["implementation"]:
+        return f"{row['operator']} ({row['implementation']})"
+    layer = re.sub(r"\b\d+\b", "*", row["layer"])
+    return f"{row['operator']} in {layer}" if layer else f"{row['operator']}, other"
 
 
 def _line(name: str, total: float, row: Mapping[str, Any]) -> str:

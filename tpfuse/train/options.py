@@ -378,6 +378,40 @@ class HangCommand:
 
 
 @dataclass(frozen=True)
+class ProfileCommand:
+    """Run some steps of a training under a profiler, and explain what they show.
+
+    After -- comes a preset, a TOML file or a command: tpfuse profile -- tiny --parallel.tp 2
+    `tpfuse profile summary FOLDER` explains the traces that a program of yours has recorded.
+    `tpfuse profile compare A B` compares two profiles.
+    """
+
+    with_: Annotated[Literal["trace", "nsys", "ncu", "torch"], arg(name="with")] = "trace"
+    """Record by this profiler: trace (tpfuse's own, also on CPU), nsys (Nsight Systems), ncu (Nsight Compute) or torch
+    (torch.profiler, with a snapshot of the memory)."""
+    steps: str = "3:5"
+    """Record these steps: one number, or the first and the last as in 10:12. The run ends after them."""
+    kernel: str = ""
+    """Measure the kernels whose names this regular expression matches. Profiler ncu needs it."""
+    out: OptionalPath = None
+    """Write all files to this folder, which must be new or empty. Default: profiles/DATE-TIME."""
+    print: bool = False
+    """Print the commands that would run, and run nothing."""
+
+
+@dataclass(frozen=True)
+class ProfileCompareCommand:
+    """Compare two profiles. The exit status is 1 if an operator, or the whole step, became slower."""
+
+    before: Annotated[Positional[Path], arg(metavar="A")]
+    """Read the first profile from this folder, which `tpfuse profile` has written."""
+    after: Annotated[Positional[Path], arg(metavar="B")]
+    """Read the second profile from this folder."""
+    slower: float = 0.1
+    """Report what takes longer than in A by more than this share."""
+
+
+@dataclass(frozen=True)
 class TuneCommand:
     """Measure tile sizes of the kernels on this GPU and write them into a table.
 

@@ -31,6 +31,7 @@ from tpfuse.train.messages import warn
 from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
+from tpfuse.train.step_numbers import profiled_steps
 from tpfuse.train.token_file import TokenFiles, write_token_file
 from tpfuse.train.tokenizer import Tokenizer
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
@@ -94,6 +95,7 @@ def check_numbers(options: TrainCommand) -> None:
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
+    profiled_steps(options.profile.steps)
     _check_schedule(options)
     _check_zero(options)
     if train.autocast != "none" and train.dtype != "float32":

@@ -1,7 +1,6 @@
 """What `tpfuse train --profile…` records of some steps of a run."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -12,20 +11,9 @@ from torch import nn
 
 from tpfuse.comm import trace
 from tpfuse.parallel.tracing import record_trace
-from tpfuse.train.errors import UserError
 from tpfuse.train.messages import warn
 from tpfuse.train.options import ProfileOptions
-
-
-def profiled_steps(text: str) -> range:
-    """Returns the numbers of the steps in the option --profile.steps. Raises UserError."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if found is not None:
-        first = int(found[1])
-        last = int(found[2] or first)
-        if 1 <= first <= last:
-            return range(first, last + 1)
-    raise UserError(f"--profile.steps {text!r}: expected a step, such as 10, or the first and the last, such as 10:12")
+from tpfuse.train.step_numbers import profiled_steps
 
 
 class StepProfile:

@@ -1,0 +1,135 @@
+"""`tpfuse profile` runs a command with what it needs, and explains the result."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpfuse.cli import run
+from tpfuse.profile.command import commands_of
+from tpfuse.train.options import ProfileCommand
+
+TPFUSE = [sys.executable, "-m", "tpfuse"]
+ENDS = "--train.steps 5 --train.eval-every 0 --out P/run"
+RECORDED = f"--profile.steps 3:5 --profile.trace P/trace {ENDS}"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """Returns the words of a small training on two ranks."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat and saw that the dog was at the door of the house " * 80)
+    flags = f"--data.path {text} --model.n-layer 2 --model.n-embd 32 --model.n-head 4 --model.n-positions 16"
+    return ["tiny", *flags.split(), "--train.batch", "8", "--parallel.tp", "2"]
+
+
+def test_a_profile_explains_a_run(small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "profile"
+    assert run(["profile", "--steps", "2:4", "--out", str(out), "--", *small]) == 0
+    said = capfd.readouterr().out
+    document = json.loads((out / "summary.json").read_text())
+    assert document["steps"] == ["step 2", "step 3", "step 4"]
+    assert document["layout"]["tp"] == 2 and len(document["ranks"]) == 2
+    assert said.index(document["sentences"][0]) > said.index("trained 4 steps")
+    for row in document["ranks"]:
+        parts = {found["operator"] for found in row["operators"] if not found["implementation"]}
+        assert {"forward", "backward", "gradients", "update"} <= parts
+        layers = {found["layer"] for found in row["operators"] if found["operator"] == "linear_reduce_scatter backward"}
+        assert layers == {f"transformer.h.{layer}.{name}.c_proj" for layer in (0, 1) for name in ("attn", "mlp")}
+    written = {path.name for path in out.iterdir()}
+    assert {"summary.json", "trace.json", "trace", "run"} == written
+    assert not list((out / "run").glob("step-*")) and (out / "run" / "metrics.jsonl").exists()
+    assert "profile" not in (out / "run" / "config.toml").read_text()
+    assert run(["profile", "compare", str(out), str(out)]) == 0
+    (out / "summary.json").unlink()
+    assert run(["profile", "summary", str(out)]) == 0
+    assert json.loads((out / "summary.json").read_text()) == document
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("gpt2-124m --parallel.tp 2", f"tpfuse train --model.preset gpt2-124m --parallel.tp 2 {RECORDED}"),
+        ("FILE.toml", f"tpfuse train --config FILE.toml {RECORDED}"),
+        ("tpfuse train --out mine", f"tpfuse train --out mine {RECORDED}"),
+        (f"{sys.executable} -m tpfuse train", f"tpfuse train {RECORDED}"),
+        (
+            f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m tpfuse train --kernels torch",
+            f"PYTHON -m torch.distributed.run --nproc-per-node 2 -m tpfuse train --kernels torch {RECORDED}",
+        ),
+    ],
+)
+def test_commands(words: str, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.touch()
+    given = words.replace("FILE.toml", str(file)).split()
+    (command,) = commands_of(ProfileCommand(), given, Path("P"))
+    text = shlex.join(command).replace(shlex.join(TPFUSE), "tpfuse", 1)
+    assert text == expected.replace("FILE.toml", str(file)).replace("PYTHON", sys.executable)
+
+
+def test_commands_can_be_printed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["profile", "--print", "--", "tiny"]) == 0
+    assert shlex.split(capsys.readouterr().out)[:6] == [*TPFUSE, "train", "--model.preset", "tiny"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "expected a configuration or a command after --"),
+        ("-- no-such-program", "neither a preset (tiny"),
+        ("-- missing.toml", "there is no file missing.toml"),
+        (f"-- {sys.executable} train.py", "use tpfuse.record_trace"),
+        (f"-- {sys.executable} tpfuse.py train", "use tpfuse.record_trace"),
+        ("-- tpfuse train --resume --out run", "leave out --resume"),
+        ("--steps 5:3 -- tiny", "steps '5:3'"),
+        ("--steps 0 -- tiny", "steps '0'"),
+        ("--out FULL -- tiny", "expected a new or an empty folder"),
+        ("--with perf -- tiny", "perf"),
+        ("summary", "expected the folder of the traces"),
+        ("summary FULL", "has no traces"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert run(["profile", *words.replace("FULL", str(tmp_path)).split()]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_status_of_the_command_is_that_of_the_profile(
+    small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile"
+    assert run(["profile", "--out", str(out), "--", *small, "--train.batch", "0"]) == 2
+    assert "the command ended with exit status 2" in capfd.readouterr().err
+
+
+def test_a_run_that_ends_early_writes_what_it_has(
+    small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--train.steps", "3", "--train.eval-every", "0", "--out", str(tmp_path / "run"), "--parallel.tp", "1"]
+    traces = tmp_path / "trace"
+    arguments = ["train", *small[1:], *flags, "--profile.steps", "2:9", "--profile.trace", str(traces)]
+    assert run(arguments) == 0
+    assert run(["profile", "summary", str(traces)]) == 0
+    assert json.loads((traces / "summary.json").read_text())["steps"] == ["step 2", "step 3"]
+    capfd.readouterr()
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(
+    small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--train.steps", "3", "--train.eval-every", "0", "--out", str(tmp_path / "run"), "--parallel.tp", "1"]
+    (tmp_path / "file").touch()
+    arguments = ["train", *small[1:], *flags, "--profile.steps", "2", "--profile.trace", str(tmp_path / "file" / "x")]
+    assert run(arguments) == 0
+    assert "warning: cannot write the profile" in capfd.readouterr().err
+    assert run([*arguments[:-4], "--profile.steps", "two", "--out", str(tmp_path / "other")]) == 2
