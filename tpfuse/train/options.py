@@ -381,9 +381,12 @@ class HangCommand:
 class ProfileCommand:
     """Run some steps of a training under a profiler, and explain what they show.
 
-    After -- comes a preset, a TOML file or a command, with its options:
+    After -- comes a preset, a TOML file or a command, with its options, as in:
+
     tpfuse profile -- tiny --parallel.tp 2
+
     `tpfuse profile summary FOLDER` explains what another program has recorded.
+
     `tpfuse profile compare A B` compares two profiles.
     """
 
