@@ -45,14 +45,17 @@ from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, signal, wait_signal
 from tpfuse.kernels.tiles import dot, grouped_tile
+from tpfuse.kernels.trace import COMPUTING, COPYING, now, record
 
 
 @triton.jit
-def _copy_share(source_ptr, target_ptr, n, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies this copier's tiles of the n elements of a chunk: the same tiles of every chunk, on every rank."""
+def _copy_share(source_ptr, target_ptr, n, trace_ptr, owner, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies this copier's tiles of the n elements of owner's chunk: the same tiles of every chunk, on every rank."""
+    since = now(trace_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), COPIERS):
         offs = tile * BLOCK + tl.arange(0, BLOCK)
         tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < n), mask=offs < n)
+    record(trace_ptr, COPYING, owner, since)
 
 
 @triton.jit
@@ -63,6 +66,7 @@ def _gather_chunks(
     slots_ptr,
     flags_ptr,
     abort_ptr,
+    trace_ptr,
     n,
     slot_bytes,
     epoch,
@@ -75,19 +79,20 @@ def _gather_chunks(
     """Does a copier's work; returns how many chunks have its share here: WORLD unless a wait was cut short."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     copier = tl.program_id(0)
-    _copy_share(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), n, COPIERS, BLOCK)
+    _copy_share(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), n, trace_ptr, rank, COPIERS, BLOCK)
     arrive(flags_ptr, epoch, rank, copier * WORLD, WORLD)
     here = peer_pointer(flags_ptr, rank, tl.int32) + copier * WORLD
     chunks = 1
     for step in range(1, WORLD):
         source = (rank + step) % WORLD
-        if wait_signal(here + source, epoch, abort_ptr):
+        if wait_signal(here + source, epoch, abort_ptr, None, trace_ptr, source):
             chunk_ptr = gathered_ptr + tl.cast(source, tl.int64) * n
-            _copy_share(slot(slots_ptr, source, epoch, slot_bytes, dtype), chunk_ptr, n, COPIERS, BLOCK)
+            staged_ptr = slot(slots_ptr, source, epoch, slot_bytes, dtype)
+            _copy_share(staged_ptr, chunk_ptr, n, trace_ptr, source, COPIERS, BLOCK)
             signal(ready_ptr + source * COPIERS + copier, epoch)
             chunks += 1
     if KEEP_OWN:
-        _copy_share(x_ptr, gathered_ptr + tl.cast(rank, tl.int64) * n, n, COPIERS, BLOCK)
+        _copy_share(x_ptr, gathered_ptr + tl.cast(rank, tl.int64) * n, n, trace_ptr, rank, COPIERS, BLOCK)
     return chunks
 
 
@@ -150,6 +155,7 @@ def all_gather_gemm_forward_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     M,
     N,
     K,
@@ -184,7 +190,7 @@ def all_gather_gemm_forward_kernel(
         if COPIERS > 0:
             if worker < 0:
                 chunks = _gather_chunks(
-                    x_ptr, gathered_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr,
+                    x_ptr, gathered_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, trace_ptr,
                     M * K, slot_bytes, epoch, rank, WORLD, COPIERS, KEEP_OWN, BLOCK_COPY,
                 )  # fmt: skip
         if worker >= 0:
@@ -194,7 +200,8 @@ def all_gather_gemm_forward_kernel(
             for step in range(WORLD):
                 source = tl.cast((rank + step) % WORLD, tl.int64)
                 there = (shares < SHARES) & (step > 0)  # this rank's chunk needs no wait
-                if wait_signal(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there):
+                if wait_signal(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there, trace_ptr, source):
+                    since = now(trace_ptr)
                     chunk_ptr = x_ptr if step == 0 else gathered_ptr + source * M * K
                     kept_ptr = None
                     if preactivation_ptr is not None:
@@ -204,6 +211,7 @@ def all_gather_gemm_forward_kernel(
                         first, workers, M, N, K, stride_wn, stride_wk, stride_bias,
                         ACTIVATION, K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_PARTS,
                     )  # fmt: skip
+                    record(trace_ptr, COMPUTING, source, since)
                     chunks += 1
                 first += tl.cdiv(max(tiles - first, 0), workers) * workers - tiles
         if chunks == WORLD:

@@ -16,6 +16,7 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
+from tpfuse.kernels.trace import COMPUTING, COPYING, now, record
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -26,6 +27,7 @@ def all_reduce_one_shot_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     n,
     slot_bytes,
     rank,
@@ -35,12 +37,16 @@ def all_reduce_one_shot_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
+        since = now(trace_ptr)
         stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), 1, n, n, BLOCK)
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+        record(trace_ptr, COPYING, rank, since)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, trace_ptr=trace_ptr):
+            since = now(trace_ptr)
             for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
                 offs = tile * BLOCK + tl.arange(0, BLOCK)
                 total = sum_of_slots(slots_ptr, epoch, slot_bytes, offs, offs < n, dtype, WORLD)
                 tl.store(out_ptr + offs, total, mask=offs < n)
+            record(trace_ptr, COMPUTING, rank, since)
             advance(state_ptr, epoch)
 
 
@@ -66,6 +72,7 @@ def all_reduce_two_shot_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     n,
     part,
     slot_bytes,
@@ -76,11 +83,16 @@ def all_reduce_two_shot_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
+        since = now(trace_ptr)
         stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), WORLD, part, n, BLOCK)
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=0):
+        record(trace_ptr, COPYING, rank, since)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=0, trace_ptr=trace_ptr):
+            since = now(trace_ptr)
             _sum_part(slots_ptr, epoch, slot_bytes, rank, part, n, dtype, WORLD, BLOCK)
-            if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1):
+            record(trace_ptr, COMPUTING, rank, since)
+            if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1, trace_ptr=trace_ptr):
                 for step in range(WORLD):
+                    since = now(trace_ptr)
                     owner = (rank + step) % WORLD
                     sum_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype)
                     for tile in range(tl.program_id(0), tl.cdiv(part, BLOCK), tl.num_programs(0)):
@@ -88,6 +100,7 @@ def all_reduce_two_shot_kernel(
                         element = part * owner + column
                         mask = (column < part) & (element < n)
                         tl.store(out_ptr + element, tl.load(sum_ptr + element, mask=mask), mask=mask)
+                    record(trace_ptr, COPYING, owner, since)
                 advance(state_ptr, epoch)
 
 

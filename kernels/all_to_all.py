@@ -14,6 +14,7 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, as_words, slot, stage
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
+from tpfuse.kernels.trace import COPYING, now, record
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -24,6 +25,7 @@ def all_to_all_forward_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     n,
     slot_bytes,
     rank,
@@ -33,15 +35,19 @@ def all_to_all_forward_kernel(
     word: tl.constexpr = x_ptr.dtype.element_ty
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
+        since = now(trace_ptr)
         stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, word), WORLD, n, n * WORLD, BLOCK)
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+        record(trace_ptr, COPYING, rank, since)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, trace_ptr=trace_ptr):
             for step in range(WORLD):
+                since = now(trace_ptr)
                 source = (rank + step) % WORLD
                 staged_ptr = slot(slots_ptr, source, epoch, slot_bytes, word) + n * rank
                 row_ptr = out_ptr + n * source
                 for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
                     offs = tile * BLOCK + tl.arange(0, BLOCK)
                     tl.store(row_ptr + offs, tl.load(staged_ptr + offs, mask=offs < n), mask=offs < n)
+                record(trace_ptr, COPYING, source, since)
             advance(state_ptr, epoch)
 
 

@@ -43,6 +43,7 @@ from torch import Tensor
 from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
 from tpfuse.kernels.launch import cdiv
 from tpfuse.kernels.signals import arrive, peer_pointer, signal, wait_signal
+from tpfuse.kernels.trace import COPYING, now, record
 
 _ALIGNMENT = 16  # words: Triton recognises this multiple, so that 16 bytes are moved at once
 
@@ -108,12 +109,14 @@ class BlockExchange:
 
 
 @triton.jit
-def _copy_share(source_ptr, target_ptr, words, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies this copier's tiles of a part of a block: the same tiles of every block, on every rank."""
+def _copy_share(source_ptr, target_ptr, words, trace_ptr, owner, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies this copier's tiles of a part of owner's block: the same tiles of every block, on every rank."""
+    since = now(trace_ptr)
     words = words // 4 * 4  # words is a multiple of 4; this tells Triton, so that 16 bytes are moved at once
     for tile in range(tl.program_id(0), tl.cdiv(words, BLOCK), COPIERS):
         offs = tile * BLOCK + tl.arange(0, BLOCK)
         tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < words), mask=offs < words)
+    record(trace_ptr, COPYING, owner, since)
 
 
 @triton.jit
@@ -130,6 +133,7 @@ def copy_blocks(
     slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, peers' are read
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     start,
     words,
     block_words,
@@ -153,7 +157,7 @@ def copy_blocks(
     first = (PART * STEPS * COPIERS + copier) * WORLD  # the copier's flag word of the first step and of rank 0
     if WORLD > 1:
         staged_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, rank, rank, block_words) + start
-        _copy_share(own_ptr, staged_ptr, words, COPIERS, BLOCK)
+        _copy_share(own_ptr, staged_ptr, words, trace_ptr, rank, COPIERS, BLOCK)
         if RING:
             signal(there + first + rank, epoch)
         else:
@@ -164,10 +168,10 @@ def copy_blocks(
         sender = left if RING else source
         step_words = (step - 1) * COPIERS * WORLD if RING else 0
         if blocks == step:
-            if wait_signal(here + first + step_words + sender, epoch, abort_ptr):
+            if wait_signal(here + first + step_words + sender, epoch, abort_ptr, None, trace_ptr, sender):
                 theirs_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, sender, source, block_words) + start
                 ours_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words) + start
-                _copy_share(theirs_ptr, ours_ptr, words, COPIERS, BLOCK)
+                _copy_share(theirs_ptr, ours_ptr, words, trace_ptr, source, COPIERS, BLOCK)
                 if RING:
                     if step < WORLD - 1:
                         signal(there + first + step * COPIERS * WORLD + rank, epoch)
@@ -178,7 +182,7 @@ def copy_blocks(
 
 @triton.jit
 def await_block(
-    ready_ptr, abort_ptr, step, epoch, rank, WORLD: tl.constexpr, COPIERS: tl.constexpr, PART: tl.constexpr
+    ready_ptr, abort_ptr, trace_ptr, step, epoch, rank, WORLD: tl.constexpr, COPIERS: tl.constexpr, PART: tl.constexpr
 ):
     """Waits until a part of the block of rank - step is in this rank's slot; returns whether it may be read.
 
@@ -192,4 +196,5 @@ def await_block(
         source = (rank + WORLD - step) % WORLD
         copiers = tl.arange(0, triton.next_power_of_2(COPIERS))
         words = ready_ptr + (PART * WORLD + source) * COPIERS + copiers
-        return wait_signal(words, epoch, abort_ptr, copiers < tl.where(step > 0, COPIERS, 0))
+        mask = copiers < tl.where(step > 0, COPIERS, 0)
+        return wait_signal(words, epoch, abort_ptr, mask, trace_ptr, source)

@@ -90,11 +90,12 @@ class Endpoint:
         return (min(self.programs, tiles, programs),)
 
     def signals(self) -> dict[str, Any]:
-        """Returns the arguments that every kernel takes."""
+        """Returns the arguments that every kernel takes. A launch gets a trace_ptr while a trace is being taken."""
         return {
             "flags_ptr": self.flags,
             "state_ptr": self.state,
             "abort_ptr": self.abort,
+            "trace_ptr": None,
             "rank": self.rank,
             "WORLD": self.world,
         }

@@ -56,12 +56,13 @@ def open_copies_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32, read
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     rank,
     WORLD: tl.constexpr,
 ):
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, trace_ptr=trace_ptr):
             tl.store(stamp_ptr, epoch)
 
 
@@ -70,12 +71,13 @@ def close_copies_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     rank,
     WORLD: tl.constexpr,
 ):
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, 1):
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, 1, trace_ptr):
             advance(state_ptr, epoch)
 
 

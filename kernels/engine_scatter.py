@@ -53,6 +53,7 @@ from tpfuse.kernels.endpoint import Endpoint, check_ready
 from tpfuse.kernels.gemm_reduce_scatter import sum_tile
 from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.signals import advance, begin, wait_signal
+from tpfuse.kernels.trace import COMPUTING, now, record
 
 
 @triton.jit(do_not_specialize=["owner"])
@@ -60,13 +61,15 @@ def await_part_kernel(
     stored_ptr,  # [programs, WORLD] int32, read
     stamp_ptr,  # [1] int32, read
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     owner,
     programs,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.arange(0, BLOCK)
-    wait_signal(stored_ptr + index * WORLD + owner, tl.load(stamp_ptr), abort_ptr, index < programs)
+    words_ptr = stored_ptr + index * WORLD + owner
+    wait_signal(words_ptr, tl.load(stamp_ptr), abort_ptr, index < programs, trace_ptr, owner)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -78,6 +81,7 @@ def sum_parts_kernel(
     slots_ptr,  # [WORLD] int64, addresses of [WORLD, chunk, N] bf16, of which this rank's is read
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     rows,
     N,
     chunk,
@@ -93,7 +97,9 @@ def sum_parts_kernel(
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         sources = tl.arange(0, triton.next_power_of_2(WORLD))
-        if wait_signal(ready_ptr + sources, epoch, abort_ptr, (sources < WORLD) & (sources != rank)):
+        words_ptr = ready_ptr + sources
+        if wait_signal(words_ptr, epoch, abort_ptr, (sources < WORLD) & (sources != rank), trace_ptr, sources):
+            since = now(trace_ptr)
             half_ptr = tl.multiple_of(tl.load(slots_ptr + rank).to(tl.pointer_type(dtype)), 16)
             tiles_n = tl.cdiv(N, BLOCK_N)
             for index in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * tiles_n, tl.num_programs(0)):
@@ -101,6 +107,7 @@ def sum_parts_kernel(
                     half_ptr, bias_ptr, residual_ptr, out_ptr, index // tiles_n * BLOCK_M, index % tiles_n * BLOCK_N,
                     rows, N, chunk, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
+            record(trace_ptr, COMPUTING, rank, since)
             advance(state_ptr, epoch)
 
 
@@ -123,6 +130,7 @@ def _waiting(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) -> L
     block = triton.next_power_of_2(endpoint.programs)
     arguments = {
         "abort_ptr": endpoint.abort,
+        "trace_ptr": None,
         "owner": owner,
         "programs": endpoint.programs,
         "WORLD": endpoint.world,

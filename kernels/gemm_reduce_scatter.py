@@ -52,6 +52,7 @@ from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.signals import advance, begin, peer_pointer, signal, wait_signal
 from tpfuse.kernels.tiles import dot, grouped_tile
+from tpfuse.kernels.trace import COMPUTING, now, record
 
 
 @triton.jit
@@ -117,6 +118,7 @@ def gemm_reduce_scatter_forward_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     M,
     N,
     K,
@@ -150,6 +152,7 @@ def gemm_reduce_scatter_forward_kernel(
         programs, tiles_n = tl.num_programs(0), tl.cdiv(N, BLOCK_N)
         most = tl.cdiv(chunk, BLOCK_M) * tiles_n
         for step in range(1, WORLD + 1):
+            since = now(trace_ptr)
             owner = (rank + step) % WORLD
             rows = min(max(M - owner * chunk, 0), chunk)
             tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -170,6 +173,7 @@ def gemm_reduce_scatter_forward_kernel(
                 parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
                 for part in tl.static_range(EPILOGUE_PARTS):
                     store_tile(parts[part], part_ptr, first_m, first_n + part * WIDTH, rows, N, N, 1, BLOCK_M, WIDTH)
+            record(trace_ptr, COMPUTING, owner, since)
             if stored_ptr is None:
                 if step > 1:
                     _signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)
@@ -179,7 +183,8 @@ def gemm_reduce_scatter_forward_kernel(
             _signal(flags_ptr, rank, epoch, rank, WORLD)
             sources = tl.arange(0, triton.next_power_of_2(WORLD))
             words_ptr = peer_pointer(flags_ptr, rank, tl.int32) + tl.program_id(0) * WORLD
-            if wait_signal(words_ptr + sources, epoch, abort_ptr, sources < WORLD):
+            if wait_signal(words_ptr + sources, epoch, abort_ptr, sources < WORLD, trace_ptr, sources):
+                since = now(trace_ptr)
                 half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
                 rows = min(max(M - rank * chunk, 0), chunk)
                 tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -190,6 +195,7 @@ def gemm_reduce_scatter_forward_kernel(
                             half_ptr, bias_ptr, residual_ptr, out_ptr, pid_m * BLOCK_M, pid_n * BLOCK_N + column,
                             rows, N, chunk, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, COLUMNS,
                         )  # fmt: skip
+                record(trace_ptr, COMPUTING, rank, since)
                 advance(state_ptr, epoch)
 
 

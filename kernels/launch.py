@@ -8,6 +8,8 @@ On CUDA Triton's binder sees a launch once (`tpfuse.kernels.compiled_launch`). L
 once for each layout of its tensors (`planned`): checks, configuration, grid and all arguments but pointers. A later
 call then only allocates results and calls `Launch.run`.
 
+While a trace is being taken (`tpfuse.kernels.trace`), each launch that may wait for peers gets memory for its events.
+
 Triton decides whether it interprets when a kernel is decorated: TRITON_INTERPRET=1 must be set before these modules are
 imported, and applies to the whole process.
 """
@@ -84,7 +86,8 @@ class Launch:
         if INTERPRETED or _recording.get() is not None or 0 in self.grid:
             launch(self.kernel, self.grid, num_warps=self.num_warps, num_stages=self.num_stages, **arguments)
             return
-        key = tuple([-1 if x is None else x.data_ptr() % 16 for x in pointers.values()])
+        arguments = _traced(self.kernel, self.grid, arguments)
+        key = tuple([-1 if x is None else x.data_ptr() % 16 for x in (*pointers.values(), arguments.get("trace_ptr"))])
         started = self._started.get(key)
         if started is None or compiled_launch.watched(self.kernel):
             started = compiled_launch.run(self.kernel, self.grid, arguments, self.num_warps, self.num_stages)
@@ -115,6 +118,35 @@ def recording(family: str) -> Iterator[Recording]:
         yield current
     finally:
         _recording.reset(token)
+
+
+# From a launch's kernel, grid and arguments by name to its rows in the trace that is being taken, or None.
+_Rows = Callable[[Any, tuple[int, ...], dict[str, Any]], Tensor | None]
+_rows: _Rows | None = None  # of all threads: autograd launches kernels in threads of its own
+
+
+def start_trace(rows: _Rows) -> None:
+    """Lets `rows` give the argument trace_ptr of all launches that may wait for peers, until `stop_trace`.
+
+    Raises RuntimeError where a trace is being taken already.
+    """
+    global _rows
+    if _rows is not None:
+        raise RuntimeError("a trace of kernels is being taken already: end it before the next one")
+    _rows = rows
+
+
+def stop_trace() -> None:
+    """Ends the trace that is being taken."""
+    global _rows
+    _rows = None
+
+
+def _traced(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments, with the rows of the trace where the launch may wait: where it has an abort word."""
+    if _rows is None or "trace_ptr" not in arguments or arguments["abort_ptr"] is None:
+        return arguments
+    return arguments | {"trace_ptr": _rows(kernel, grid, arguments)}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -202,6 +234,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: in
     """Runs `kernel` over `grid` on the device of its first tensor, or records it. An empty grid does nothing."""
     if 0 in grid:
         return
+    arguments = _traced(kernel, grid, arguments)
     current = _recording.get()
     if current is not None:
         current.launches.append(Launch(kernel, grid, arguments, num_warps, num_stages))

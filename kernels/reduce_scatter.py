@@ -12,6 +12,7 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
+from tpfuse.kernels.trace import COMPUTING, COPYING, now, record
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -22,6 +23,7 @@ def reduce_scatter_forward_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     n,
     slot_bytes,
     rank,
@@ -31,13 +33,17 @@ def reduce_scatter_forward_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
+        since = now(trace_ptr)
         stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), WORLD, n, n * WORLD, BLOCK)
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+        record(trace_ptr, COPYING, rank, since)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, trace_ptr=trace_ptr):
+            since = now(trace_ptr)
             for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
                 offs = tile * BLOCK + tl.arange(0, BLOCK)
                 mask = offs < n
                 total = sum_of_slots(slots_ptr, epoch, slot_bytes, n * rank + offs, mask, dtype, WORLD)
                 tl.store(out_ptr + offs, total, mask=mask)
+            record(trace_ptr, COMPUTING, rank, since)
             advance(state_ptr, epoch)
 
 

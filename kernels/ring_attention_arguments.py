@@ -72,7 +72,7 @@ def ring_arguments(
 
 def without_exchange(rank: int, runs: SequenceRuns) -> dict[str, Any]:
     """Returns the arguments that replace `BlockExchange.arguments` and COPIERS where all blocks are here."""
-    pointers = ("words", "ready", "slots", "flags", "state", "abort")
+    pointers = ("words", "ready", "slots", "flags", "state", "abort", "trace")
     numbers = {"words": 0, "block_words": 0, "slot_bytes": 0, "rank": rank, "WORLD": runs.world}
     return dict.fromkeys((f"{name}_ptr" for name in pointers), None) | numbers | {"COPIERS": 0, "RING": False}
 

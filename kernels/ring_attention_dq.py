@@ -19,6 +19,7 @@ from tpfuse.kernels.ring_attention_visibility import first_index, index_range, l
 from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.kernels.signals import advance, begin
 from tpfuse.kernels.tiles import dot, rounded
+from tpfuse.kernels.trace import COMPUTING, now, record
 
 # Numbers that change from call to call: Triton compiles no separate kernel for 1 and multiples of 16.
 _CHANGING = ["tiles", "run_count", "run_size", "run_unit", "run_step", "source_first", "source_step", "steps", "rank"]
@@ -107,7 +108,7 @@ def _walk(
     blocks_ptr, keys_start, stride_v = blocks
     source_first, source_step, steps = sources
     run_count, run_size, run_unit, run_step = runs
-    ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank = channel
+    ready_ptr, slots_ptr, abort_ptr, trace_ptr, block_words, slot_bytes, epoch, rank = channel
     element: tl.constexpr = blocks_ptr.dtype
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     missing = 0
@@ -124,11 +125,12 @@ def _walk(
             there = indices[0] < indices[3]
             if COPIERS > 0:
                 if there & (step >= here):
-                    if await_block(ready_ptr, abort_ptr, step, epoch, rank, WORLD, COPIERS, 0):
+                    if await_block(ready_ptr, abort_ptr, trace_ptr, step, epoch, rank, WORLD, COPIERS, 0):
                         here = step + 1
                     else:
                         missing += 1
             if there & (step < here):
+                since = now(trace_ptr)
                 k_ptr = block_ptr + multiple_of_8(keys_start + tl.cast(run * run_size, tl.int64) * HEAD_SIZE)
                 keys = (k_ptr, k_ptr + multiple_of_8(stride_v), start, run_step, run_size)
                 interval = (
@@ -139,6 +141,7 @@ def _walk(
                     dq, queries, grads, sums, keys, indices, interval, dropout, scale,
                     HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N, SLICE_D,
                 )  # fmt: skip
+                record(trace_ptr, COMPUTING, source, since)
     return dq, here, missing
 
 
@@ -224,6 +227,7 @@ def ring_attention_dq_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     tiles,
     heads,
     group,
@@ -265,12 +269,12 @@ def ring_attention_dq_kernel(
                 start = queries_start // 16 * 16  # tells Triton that it is a multiple, to move 16 bytes at once
                 missing = 2 * WORLD
                 missing -= copy_blocks(
-                    words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
+                    words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, trace_ptr, 0, words, block_words, slot_bytes,
                     epoch, rank, WORLD, COPIERS, RING, 0, BLOCK_COPY,
                 )  # fmt: skip
                 if missing == WORLD:
                     missing -= copy_blocks(
-                        queries_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, start, queries_words,
+                        queries_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, trace_ptr, start, queries_words,
                         block_words, slot_bytes, epoch, rank, WORLD, COPIERS, RING, 1, BLOCK_COPY,
                     )  # fmt: skip
         worker = tl.program_id(0) - COPIERS
@@ -280,8 +284,8 @@ def ring_attention_dq_kernel(
                 tile, (q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr), (first_ptr, last_ptr),
                 (counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale), (blocks_ptr, stride_v),
                 (source_first, source_step, steps), (run_count, run_size, run_unit, run_step),
-                (ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank), dq_ptr, heads, group,
-                here, scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N, SLICE_D,
+                (ready_ptr, slots_ptr, abort_ptr, trace_ptr, block_words, slot_bytes, epoch, rank), dq_ptr, heads,
+                group, here, scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N, SLICE_D,
             )  # fmt: skip
             missing += late
         if COPIERS > 0:

@@ -31,6 +31,7 @@ from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exch
 from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import SequenceRuns, run_start
 from tpfuse.kernels.signals import advance, begin
+from tpfuse.kernels.trace import COMPUTING, now, record
 
 # Arguments that change from call to call and for whose values a separate compilation gains nothing.
 _CHANGING = ["run_count", "run_size", "run_unit", "run_step", "tiles", "words", "block_words", "slot_bytes"]
@@ -87,7 +88,7 @@ def _attend_tile(
     dropout,  # (counters_ptr, dropout_key_ptr, threshold, scale)
     out_ptr,
     lse_ptr,
-    channel,  # (ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank)
+    channel,  # (ready_ptr, slots_ptr, abort_ptr, trace_ptr, block_words, slot_bytes, epoch, rank)
     sources,  # (first, step, how many)
     runs,  # (count, size, unit, step)
     heads,
@@ -110,7 +111,7 @@ def _attend_tile(
     Only the first tile of a program waits for blocks. After a wait that was cut short no block is read.
     """
     element: tl.constexpr = q_ptr.dtype
-    ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank = channel
+    ready_ptr, slots_ptr, abort_ptr, trace_ptr, block_words, slot_bytes, epoch, rank = channel
     run_count, run_size, run_unit, run_step = runs
     counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
     tokens = run_count * run_size
@@ -136,7 +137,8 @@ def _attend_tile(
             received_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words).to(element)
             block_ptr = tl.multiple_of(tl.where(step == 0, blocks_ptr, received_ptr), 16)
         awaited = tl.where((tile < workers) & (run == 0), step, 0)
-        if (aborted == 0) & await_block(ready_ptr, abort_ptr, awaited, epoch, rank, WORLD, COPIERS, 0):
+        if (aborted == 0) & await_block(ready_ptr, abort_ptr, trace_ptr, awaited, epoch, rank, WORLD, COPIERS, 0):
+            since = now(trace_ptr)
             k_ptr = block_ptr + (kv_head + run * run_size) * HEAD_SIZE
             acc, row_max, row_sum = _attend_run(
                 (acc, row_max, row_sum), q, (q_ptr, q_first, q_stop, stride_qt),
@@ -145,6 +147,7 @@ def _attend_tile(
                 (counters_ptr, dropout_key_ptr, dropout_threshold), scale,
                 HEAD_SIZE, DROPOUT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+            record(trace_ptr, COMPUTING, source, since)
         else:
             aborted = 1
     out_ptr += (batch * tokens * heads + head) * HEAD_SIZE
@@ -169,6 +172,7 @@ def ring_attention_forward_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     heads,
     group,
     run_count,
@@ -208,8 +212,8 @@ def ring_attention_forward_kernel(
         _attend_tile(
             worker, tl.full((), 0, tl.int32), workers,
             q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
-            (None, None, None, 0, 0, 0, rank), sources, runs, heads, group, stride_qb, stride_qh, stride_qt, stride_v,
-            scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
+            (None, None, None, None, 0, 0, 0, rank), sources, runs, heads, group, stride_qb, stride_qh, stride_qt,
+            stride_v, scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         epoch, running = begin(state_ptr, abort_ptr)
@@ -217,14 +221,14 @@ def ring_attention_forward_kernel(
             aborted = 0
             if worker < 0:
                 blocks = copy_blocks(
-                    words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
+                    words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, trace_ptr, 0, words, block_words, slot_bytes,
                     epoch, rank, WORLD, COPIERS, RING, 0, BLOCK_COPY,
                 )  # fmt: skip
                 aborted = WORLD - blocks
             for tile in range(tl.where(worker < 0, tiles, worker), tiles, workers):
                 aborted = _attend_tile(
                     tile, aborted, workers, q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
-                    (ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank), sources, runs,
+                    (ready_ptr, slots_ptr, abort_ptr, trace_ptr, block_words, slot_bytes, epoch, rank), sources, runs,
                     heads, group, stride_qb, stride_qh, stride_qt, stride_v,
                     scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
                 )  # fmt: skip

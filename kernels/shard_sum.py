@@ -24,6 +24,7 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
+from tpfuse.kernels.trace import COMPUTING, now, record
 
 _MOST = 2**30  # elements of a shard: kernels count them in 32 bits, which takes fewer registers
 
@@ -54,6 +55,7 @@ def shard_sum_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     m,
     parts,
     start,
@@ -65,7 +67,8 @@ def shard_sum_kernel(
     pid, programs = tl.program_id(0), tl.num_programs(0)
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, trace_ptr=trace_ptr):
+            since = now(trace_ptr)
             squares = tl.zeros((BLOCK,), tl.float32)
             for tile in range(pid, tl.cdiv(m, BLOCK), programs):
                 offs = tile * BLOCK + tl.arange(0, BLOCK)
@@ -76,6 +79,7 @@ def shard_sum_kernel(
             tl.store(squares_ptr + pid, tl.sum(squares, 0))
             for part in range(pid + programs, parts, programs):
                 tl.store(squares_ptr + part, 0.0)
+            record(trace_ptr, COMPUTING, rank, since)
             advance(state_ptr, epoch)
 
 

@@ -28,6 +28,7 @@ from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.shard_sum import check_flat, shard_pointer, sum_over_ranks
 from tpfuse.kernels.signals import advance, barrier, begin
 from tpfuse.kernels.tiles import rounded
+from tpfuse.kernels.trace import COMPUTING, now, record
 
 
 @triton.jit(do_not_specialize=["rank", "decay_end"])
@@ -45,6 +46,7 @@ def sharded_adamw_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     m,
     start,
     decay_end,
@@ -64,7 +66,8 @@ def sharded_adamw_kernel(
     if running:
         lr, step = tl.load(lr_ptr), tl.load(step_ptr).to(tl.float32)
         clip = 1.0 if clip_ptr is None else tl.load(clip_ptr)
-        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=0):
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=0, trace_ptr=trace_ptr):
+            since = now(trace_ptr)
             for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK), tl.num_programs(0)):
                 offs = tile * BLOCK + tl.arange(0, BLOCK)
                 mask = offs < m
@@ -92,7 +95,8 @@ def sharded_adamw_kernel(
                 for distance in tl.static_range(WORLD):
                     peer_ptr = shard_pointer(value_addresses_ptr, (rank + distance) % WORLD, start, dtype)
                     tl.store(peer_ptr + offs, value, mask=mask)
-            if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1):
+            record(trace_ptr, COMPUTING, rank, since)
+            if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1, trace_ptr=trace_ptr):
                 advance(state_ptr, epoch)
 
 

@@ -17,9 +17,10 @@ from tpfuse.kernels.signals import wait_signal, wrapped
 def signal_wait_kernel(
     flag_ptr,  # [1] int32, read
     abort_ptr,  # [1] int32, read
+    trace_ptr,  # [programs, words] int64, written; or None
     epoch,
 ):
-    wait_signal(flag_ptr, epoch, abort_ptr)
+    wait_signal(flag_ptr, epoch, abort_ptr, None, trace_ptr)
 
 
 def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:
@@ -32,5 +33,12 @@ def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:
         check_integers("signal_wait", name, x, (torch.int32,))
         check_device("signal_wait", "flag", flag, name, x)
     launch.launch(
-        signal_wait_kernel, (1,), num_warps=1, num_stages=1, flag_ptr=flag, abort_ptr=abort, epoch=wrapped(epoch)
+        signal_wait_kernel,
+        (1,),
+        num_warps=1,
+        num_stages=1,
+        flag_ptr=flag,
+        abort_ptr=abort,
+        trace_ptr=None,
+        epoch=wrapped(epoch),
     )

@@ -27,6 +27,8 @@ sends no more signals and leaves the epoch as it is.
 import triton
 import triton.language as tl
 
+from tpfuse.kernels.trace import last_late, nobody, now, record_wait
+
 # How far a peer may be ahead of a wait. A word that small grids have not written for 2^31 launches is in the other half
 # of the numbers, where the sign of the difference is wrong; this bound tells it from a peer that is one epoch ahead.
 _AHEAD: tl.constexpr = tl.constexpr(1 << 16)
@@ -58,23 +60,28 @@ def signal(flag_ptrs, epoch, mask=None):
 
 
 @triton.jit
-def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None):
+def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None, trace_ptr=None, peer=-1):
     """Waits until words of this rank's flags are all `epoch` or later (acquire); returns False after an abort.
 
     flag_ptrs: as for `signal`. Everything that the writers had done before is then visible to all threads of the
-    program. The abort word, which ends the wait too, orders nothing.
+    program. The abort word, which ends the wait too, orders nothing. trace_ptr: the kernel's; peer: the rank that a
+    trace shall name, or a block of them, one for each flag.
     """
+    since, last = now(trace_ptr), nobody()
     late, aborted = 1, 0
     while (late != 0) & (aborted == 0):
         ahead = tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys") - epoch
         behind = (ahead < 0) | (ahead >= _AHEAD)
         if mask is not None:
             behind = behind & mask
+        if trace_ptr is not None:
+            last = last_late(behind, peer, last)
         late = behind.to(tl.int32)
         if len(late.shape) == 1:
             late = tl.max(late, 0)
         if late != 0:
             aborted = tl.atomic_add(abort_ptr, 0, sem="relaxed", scope="sys")
+    record_wait(trace_ptr, last, since)
     return late == 0
 
 
@@ -92,18 +99,19 @@ def arrive(flags_ptr, epoch, rank, first, WORLD: tl.constexpr):
 
 
 @triton.jit
-def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.constexpr = 0):
+def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.constexpr = 0, trace_ptr=None):
     """Waits until program p of every rank has come here in this epoch; returns False if the abort word ended the wait.
 
     Data that those programs wrote before may be read afterwards, and data that they read may be overwritten. flags_ptr:
     [WORLD] int64, addresses of int32 [rounds * programs * WORLD], rounds: how many barriers a launch has, each with its
-    ROUND. A rank signals itself as well: the program's writes are then visible to its own other threads too.
+    ROUND. A rank signals itself as well: the program's writes are then visible to its own other threads too. trace_ptr:
+    as for `wait_signal`.
     """
     ranks = tl.arange(0, triton.next_power_of_2(WORLD))
     first = (ROUND * tl.num_programs(0) + tl.program_id(0)) * WORLD
     arrive(flags_ptr, epoch, rank, first, WORLD)
     here = peer_pointer(flags_ptr, rank, tl.int32)
-    return wait_signal(here + first + ranks, epoch, abort_ptr, ranks < WORLD)
+    return wait_signal(here + first + ranks, epoch, abort_ptr, ranks < WORLD, trace_ptr, ranks)
 
 
 @triton.jit

@@ -146,7 +146,8 @@ class GatherSuite(ProtocolSuite):
 GATHER, KERNEL = all_gather_gemm._gather_chunks, all_gather_gemm.all_gather_gemm_forward_kernel
 FLAGS = "peer_pointer(flags_ptr, rank, tl.int32) + {} * WORLD"
 IDLE = "tl.cdiv(max(tiles - first, 0), workers) * workers - tiles"
-OPEN, BARRIER = engine_gather.open_copies_kernel, "barrier(flags_ptr, abort_ptr, epoch, rank, WORLD)"
+OPEN = engine_gather.open_copies_kernel
+BARRIER = "barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, trace_ptr=trace_ptr)"
 STAMP = "tl.store(stamp_ptr, epoch)"
 STAMP_AFTER_BARRIER = f"if {BARRIER}:\n    {STAMP}"
 

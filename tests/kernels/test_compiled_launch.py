@@ -224,6 +224,36 @@ def test_a_plan_launches_with_the_pointers_that_it_is_given(kernel: _Kernel) -> 
     assert record.launches[0].arguments.keys() == ARGUMENTS.keys() and len(kernel.started) == 4
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_traced_launch_is_compiled_apart(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, is_planned: bool) -> None:
+    """Launches of a trace start another compiled kernel, each with its own rows; launches after it start the first."""
+    monkeypatch.setattr(kernel, "arg_names", (*kernel.arg_names, "abort_ptr", "trace_ptr"))
+    kernel.params += [_Parameter("abort_ptr"), _Parameter("trace_ptr")]
+    given = {**ARGUMENTS, "abort_ptr": torch.zeros(1, dtype=torch.int32), "trace_ptr": None}
+    plan = Launch(kernel, (3,), {name: x for name, x in given.items() if name[:2] not in ("x_", "y_")}, 4, 2)
+
+    def run() -> object:
+        if is_planned:
+            plan.run(x_ptr=given["x_ptr"], y_ptr=None)
+        else:
+            launch(kernel, (3,), num_warps=4, num_stages=2, **given)
+        return kernel.started[-1][-1][-1] if kernel.started else None
+
+    rows = [torch.empty(3, 5, dtype=torch.int64) for _ in range(3)]
+    run()
+    assert run() is None and kernel.through_triton == 1
+    left = iter(rows)
+    launching.start_trace(lambda *_: next(left))
+    try:
+        run()
+        assert kernel.through_triton == 2, "it is compiled for rows"
+        assert run() is rows[1] and run() is rows[2] and kernel.through_triton == 2
+    finally:
+        launching.stop_trace()
+    assert run() is None and kernel.through_triton == 2
+    assert [values[-1] is None for *_, values in kernel.started] == [True, False, False, True]
+
+
 def _planned() -> tuple[Any, list[tuple[Any, ...]]]:
     seen: list[tuple[Any, ...]] = []
 

@@ -97,7 +97,7 @@ def zero(memory: SimulatedMemory, steps: int = 2) -> None:
 
 
 KERNEL = sharded_adamw.sharded_adamw_kernel
-BARRIER = "barrier(flags_ptr, abort_ptr, {}, rank, WORLD, ROUND=0)"
+BARRIER = "barrier(flags_ptr, abort_ptr, {}, rank, WORLD, ROUND=0, trace_ptr=trace_ptr)"
 
 
 class TestShardedAdamW(ProtocolSuite):

@@ -129,7 +129,7 @@ def test_every_line_is_needed() -> None:
 
 BARRIER = """
 @triton.jit
-def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.constexpr = 0):
+def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.constexpr = 0, trace_ptr=None):
     ranks = tl.arange(0, triton.next_power_of_2(WORLD))
     first = {}
     arrive(flags_ptr, epoch, rank, first, WORLD)
@@ -144,7 +144,7 @@ def arrive(flags_ptr, epoch, rank, first, WORLD: tl.constexpr):
 """
 WAIT = """
 @triton.jit
-def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None):
+def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None, trace_ptr=None, peer=-1):
     late, aborted = 1, 0
     while (late != 0) & (aborted == 0):
         ahead = tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys") - {}
