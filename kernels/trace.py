@@ -128,13 +128,14 @@ class Event(NamedTuple):
 class TracedLaunch:
     """A launch of a kernel. events: program by program, in the order in which each program recorded them.
 
-    rank, world: this rank in the kernel's group and the group's size, None where the kernel does not know them. lost:
-    how many events did not fit the rows of their programs.
+    rank, world: this rank in the kernel's group and the group's size, None where the kernel does not know them.
+    programs: the size of the grid. lost: how many events did not fit the rows of their programs.
     """
 
     kernel: str
     rank: int | None
     world: int | None
+    programs: int
     events: list[Event]
     lost: int
 
@@ -150,6 +151,11 @@ class KernelTrace:
         self._left = most_bytes
         self._launches: list[tuple[str, int | None, int | None, Tensor]] = []
         self.untraced = 0
+
+    @property
+    def launched(self) -> int:
+        """The number of launches that were traced so far."""
+        return len(self._launches)
 
     def __enter__(self) -> "KernelTrace":
         start_trace(self._rows)
@@ -186,4 +192,4 @@ def _read(kernel: str, rank: int | None, world: int | None, rows: Tensor) -> Tra
         for first in range(1, 1 + 4 * count, 4):
             kind, peer, begin, end = words[first : first + 4]
             events.append(Event(program, KINDS[kind], peer, begin, end))
-    return TracedLaunch(kernel, rank, world, events, lost)
+    return TracedLaunch(kernel, rank, world, len(rows), events, lost)

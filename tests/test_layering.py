@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops.linear": {"kernels", "backend", "comm", "comm.collectives", "ops"},
     "ops.ring_attention": {"kernels", "choices", "backend", "comm", "comm.collectives", "ops"},
     "layers": {"_lazy", "comm", "ops", "ops.linear"},
-    "parallel": {"choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
+    "parallel": {"kernels", "choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
     "drop_in": {"comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "parallel"},
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tpfuse.comm.trace import Span
+from tpfuse.comm.trace import Launch, Span
 from tpfuse.profile.summary import Place, summarise, table, times_of
 from tpfuse.profile.trace_files import RankTrace, _nested
 
@@ -77,6 +77,21 @@ def test_sentences_name_operator_layer_and_ranks() -> None:
     ]
     shown = table(document)
     assert "rank 1" in shown and "linear_reduce_scatter (direct)" in shown and "3.0 ms" in shown
+
+
+@pytest.mark.parametrize(("device", "wait", "copy"), [("cpu", 2, 1), ("cuda", 1, 0.5)])
+def test_waits_inside_kernels_are_waits(device: str, wait: float, copy: float) -> None:
+    """Interpreted programs run one after another, so their times are summed; for those of a GPU the mean counts."""
+    operator = _span("operator", OP, 0, 10, 1, implementation="fused", layer="h.3", idle=3)
+    events = [(0, "waiting", 1, 1, 3), (0, "computing", 1, 3, 5), (1, "copying", 1, 5, 6)]
+    launch = Launch("kernel", 0, 2, 0, [(*event[:3], event[3] * MS, event[4] * MS) for event in events])
+    roots = _nested([operator, _span("step", "step 1", 0, 10, 0)])
+    trace = RankTrace(0, 2, "host", device, {}, 0, roots, {}, {id(operator): [launch]})
+    (places,) = times_of([trace])
+    times = places[Place("h.3", "linear_reduce_scatter", "fused")]
+    assert dict(times.waits) == {1: wait * MS} and times.communication == copy * MS
+    assert times.idle == pytest.approx(3 * MS * (10 - wait - copy) / 10) and times.total == 10 * MS
+    assert times.exposed == times.in_flight == (wait + copy) * MS
 
 
 def test_times_are_means_over_steps() -> None:

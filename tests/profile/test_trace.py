@@ -166,6 +166,34 @@ def test_operators_know_their_layer_in_forward_and_backward(tmp_path: Path) -> N
         }
 
 
+def _fused(folder: Path) -> None:
+    with implementation("fused"):
+        down = RowParallelLinear(32, 16, sequence_parallel=True, device_mesh=tensor_mesh())
+        x = torch.randn(4, 32 // dist.get_world_size())
+        down(x)
+        dist.barrier()
+        with record_trace(folder, nn.Sequential(down), dist.group.WORLD) as step, step():
+            if dist.get_rank() == LATE:
+                time.sleep(6 * DELAY)  # the interpreter itself is slow
+            down(x)
+
+
+def test_a_fused_operator_shows_the_waits_of_its_kernel(tmp_path: Path) -> None:
+    pool(2).run(_fused, tmp_path)
+    traces = read_traces(tmp_path)
+    waits = [places[Place("0", "linear_reduce_scatter", "fused")].waits for places in times_of(traces)]
+    assert waits[1 - LATE][LATE] > 5e9 * DELAY > 2 * waits[LATE][1 - LATE]
+    write_perfetto(traces, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    found = [event for event in events if event.get("cat") == "gemm_reduce_scatter_forward_kernel"]
+    assert {event["name"] for event in found} >= {"waiting for rank 1", "computing of rank 0", "computing of rank 1"}
+    for trace_of_rank in traces:
+        (operator,) = [n.span for n, _ in trace_of_rank.steps[0].walk() if n.span.kind == "operator"]
+        (launch,) = trace_of_rank.launches_of(operator)
+        assert operator.ranks == [0, 1] and not launch.lost
+        assert all(operator.begin <= begin <= end <= operator.end for *_, begin, end in launch.events)
+
+
 def _collective(folder: Path) -> None:
     collectives.all_gather(torch.ones(4), dist.group.WORLD)  # the channel is open then
     with record_trace(folder, group=dist.group.WORLD) as step, step():
@@ -385,6 +413,8 @@ def test_the_merged_trace_is_valid(traces: list[RankTrace], tmp_path: Path) -> N
         (lambda found: found.update(spans=[["step", "step 1"]]), "a span has the fields"),
         (lambda found: found.update(rank="first"), "expected int"),
         (lambda found: found.update(signals=[[1]]), "cannot read"),
+        (lambda found: found.update(launches=[["k", 9, 1, 0, []]]), "a launch has the fields"),
+        (lambda found: found.update(launches=[["k", 0, 1, 0, [[1, "waiting"]]]]), "the events of a launch of k"),
         (lambda found: found.update(spans=[]), "no complete step"),
         (lambda found: found.update(world=3), "of the ranks 0: expected"),
     ],

@@ -63,7 +63,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
         self._started = time.monotonic()
-        self._span = trace.begin("operator", op, "fused" if kernel else "direct")
+        self._span = trace.begin("operator", op, "fused" if kernel else "direct", ranks=self.control.ranks)
         try:
             self._recover()
             self._number = self.control.begin(op, fence=kernel)

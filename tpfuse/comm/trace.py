@@ -14,13 +14,15 @@ of its own, while the thread that has called it waits.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
+
+    from tpfuse.kernels.trace import KernelTrace
 
 Kind = Literal["step", "micro_batch", "phase", "layer", "operator", "communication", "wait"]
 """The kinds of spans. An operator communicates and may also compute; a communication moves or sums data of several
@@ -37,7 +39,8 @@ class Span:
     waits; None if that is not known, as in a collective of NCCL or Gloo. flow: a text that is equal in a wait and in
     the signal for which it waits, or in all ranks' spans of one collective; else empty. layer: the innermost layer at
     the beginning. begin, end: ns, of `Recorder`'s clock. idle: the ns in which the thread did not run, without those of
-    the spans inside; 0 in waits and communication. level: the number of spans around it.
+    the spans inside; 0 in waits and communication. level: the number of spans around it. ranks: for an operator in
+    symmetric memory, the numbers in the world of its group's ranks; else empty.
     """
 
     kind: Kind
@@ -50,6 +53,22 @@ class Span:
     end: int = 0
     idle: int = 0
     level: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel by a fused operator.
+
+    operator: the index of the operator's span among those that have ended. programs: the size of the grid. lost: the
+    number of events that were not kept. events: (program, kind, peer, begin, end), see `tpfuse.kernels.trace`; peer is
+    a rank of the world, or -1 if it is not known.
+    """
+
+    kernel: str
+    operator: int
+    programs: int
+    lost: int
+    events: list[tuple[int, str, int, int, int]]
 
 
 class Observer(Protocol):
@@ -91,11 +110,13 @@ def layer_now() -> str:
     return next((span.name for span in reversed(_open) if span.kind == "layer"), "")
 
 
-def begin(kind: Kind, name: str, implementation: str = "", peer: int | None = None, flow: str = "") -> Span | None:
+def begin(
+    kind: Kind, name: str, implementation: str = "", peer: int | None = None, flow: str = "", ranks: Sequence[int] = ()
+) -> Span | None:
     """Marks that a span begins, and returns it for `end`; None if no observer watches."""
     if not _observers:
         return None
-    begun = Span(kind, name, implementation, peer, flow, layer_now(), level=len(_open))
+    begun = Span(kind, name, implementation, peer, flow, layer_now(), level=len(_open), ranks=tuple(ranks))
     _open.append(begun)
     for observer in _observers:
         observer.begin(begun)
@@ -216,13 +237,16 @@ class _CudaMarks:
 class Recorder:
     """Keeps the spans and signals of this process with their times in ns of the host's clock, `time.time_ns`.
 
-    On a GPU, times are those at which the device comes to the mark on the current stream. ended: the spans, in the
-    order of their ends. signals: (flow, ns).
+    On a GPU, times are those at which the device comes to the mark on the current stream. kernels: records the programs
+    of fused operators, which wait inside of a kernel; None to leave them out. ended: the spans, in the order of their
+    ends. signals: (flow, ns). launches: the kernels of fused operators, in the order of their launch.
     """
 
     device: "torch.device"
+    kernels: "KernelTrace | None" = None
     ended: list[Span] = field(default_factory=list)
     signals: list[tuple[str, int]] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._cuda = _CudaMarks(self.device) if self.device.type == "cuda" else None
@@ -230,9 +254,12 @@ class Recorder:
         # inside that have ended.
         self._stack: list[list[Any]] = []
         self._marks: list[tuple[Span, Any, Any]] = []
+        self._operators: list[tuple[Span, int, int]] = []  # fused ones, with the numbers of their launches
 
     def begin(self, span: Span) -> None:
         """Notes the time at which a span begins."""
+        if span.implementation == "fused" and self.kernels is not None:
+            self._operators.append((span, self.kernels.launched, 0))
         if self._cuda is not None:
             self._stack.append([self._cuda.mark()])
             return
@@ -242,6 +269,8 @@ class Recorder:
         """Notes the time at which the innermost span ends."""
         if not self._stack:  # it began before this recorder watched
             return
+        if self._operators and self._operators[-1][0] is span and self.kernels is not None:
+            self._operators[-1] = span, self._operators[-1][1], self.kernels.launched
         if self._cuda is not None:
             self._marks.append((span, self._stack.pop()[0], self._cuda.mark()))
             return
@@ -261,10 +290,25 @@ class Recorder:
         self.signals.append((flow, time.time_ns()))
 
     def finish(self) -> None:
-        """Fills in the times of spans on a GPU, after the last span."""
+        """Fills in the times of spans on a GPU and the events of kernels, after the last span."""
         if self._cuda is not None:
             self._cuda.synchronize()
             for span, begun, ended in self._marks:
                 span.begin, span.end = self._cuda.nanoseconds(begun), self._cuda.nanoseconds(ended)
                 self.ended.append(span)
             self._marks.clear()
+        places = {id(span): index for index, span in enumerate(self.ended)}
+        traced = [] if self.kernels is None else self.kernels.read()
+        for span, first, stop in self._operators:
+            for launch in traced[first:stop] if id(span) in places else ():
+                peers = span.ranks if launch.world == len(span.ranks) else ()
+                events = [
+                    (event.program, event.kind, _world_rank(event.peer, peers), event.begin_ns, event.end_ns)
+                    for event in launch.events
+                ]
+                self.launches.append(Launch(launch.kernel, places[id(span)], launch.programs, launch.lost, events))
+        self._operators.clear()
+
+
+def _world_rank(peer: int, ranks: Sequence[int]) -> int:
+    return ranks[peer] if 0 <= peer < len(ranks) else -1

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpfuse.comm import trace
 from tpfuse.comm.host import node_identity, replace_file
+from tpfuse.kernels.trace import KernelTrace
 from tpfuse.parallel.clock import clock_offset
 
 FORMAT = 1  # of the file of a rank
@@ -44,11 +45,12 @@ def record_trace(
     """
     device = torch.device("cpu") if device is None else device
     offset, error = clock_offset(group, device)
-    recorder = trace.Recorder(device)
+    kernels = KernelTrace()
+    recorder = trace.Recorder(device, kernels)
     begun = time.time_ns()
     try:
         numbers = itertools.count(1)
-        with trace.observed(recorder), contextlib.nullcontext() if model is None else layer_spans(model):
+        with kernels, trace.observed(recorder), contextlib.nullcontext() if model is None else layer_spans(model):
             yield lambda: trace.span("step", f"step {next(numbers)}")
     finally:
         recorder.finish()
@@ -65,6 +67,7 @@ def record_trace(
             "end": time.time_ns(),
             "spans": [astuple(span) for span in recorder.ended],
             "signals": recorder.signals,
+            "launches": recorder.launches,
         }
         replace_file(folder / f"rank{document['rank']}.json", json.dumps(document))
 

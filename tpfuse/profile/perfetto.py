@@ -4,7 +4,7 @@ The format is Chrome's: "Trace Event Format", docs.google.com/document/d/1CvAClv
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def _events(traces: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
                 event = {"ph": "X", "pid": trace.rank, "tid": 0, "name": _name(span), "cat": span.kind}
                 event |= {"ts": microseconds(span.begin), "dur": (span.end - span.begin) / 1e3, "args": _details(span)}
                 yield event | ({"cname": _COLORS[span.kind]} if span.kind in _COLORS else {})
+                yield from _kernels(trace, span, microseconds)
                 signalled = _signalled(span, traces)
                 if signalled is not None and span.end > span.begin:
                     arrows += 1
@@ -46,8 +47,19 @@ def _events(traces: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
                     yield arrow | {"ph": "f", "bp": "e", "pid": trace.rank, "ts": microseconds(span.end)}
 
 
-def _named(pid: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": 0, "args": {"name": name}}
+def _kernels(trace: RankTrace, operator: Span, microseconds: Callable[[int], float]) -> Iterator[dict[str, Any]]:
+    """Yields the events of an operator's kernels: a track for each program."""
+    for launch in trace.launches_of(operator):
+        for program, kind, peer, begin, end in launch.events:
+            yield _named(trace.rank, "thread_name", f"program {program}", 1 + program)
+            event = {"ph": "X", "pid": trace.rank, "tid": 1 + program, "cat": launch.kernel}
+            event |= {"name": f"{kind} for rank {peer}" if kind == "waiting" else f"{kind} of rank {peer}"}
+            event |= {"ts": microseconds(begin), "dur": (end - begin) / 1e3, "args": {"kernel": launch.kernel}}
+            yield event | ({"cname": _COLORS["wait"]} if kind == "waiting" else {})
+
+
+def _named(pid: int, what: str, name: str, tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _name(span: Span) -> str:

@@ -99,10 +99,34 @@ def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place
                 if waited:
                     times.waits[last] += waited
             else:
-                idle = min(span.idle, node.exclusive)
+                inside = _count_kernels(times, trace, span, node.exclusive)
+                idle = min(span.idle, node.exclusive) * (node.exclusive - inside) // max(node.exclusive, 1)
                 times.idle += idle
-                times.computing += node.exclusive - idle
+                times.computing += node.exclusive - inside - idle
     return dict(places)
+
+
+def _count_kernels(times: Times, trace: RankTrace, operator: Span, most: int) -> int:
+    """Counts the waits and the communication inside an operator's kernels. Returns their ns, at most `most`.
+
+    Programs of a GPU run at the same time: there the mean over the programs counts. Interpreted programs run one after
+    another.
+    """
+    counted = 0
+    for launch in trace.launches_of(operator):
+        share = 1 if trace.device == "cpu" else launch.programs
+        for _, kind, peer, begin, end in launch.events:
+            ns = min((end - begin) // share, most - counted)
+            if kind == "waiting":
+                times.waits[peer if peer >= 0 else trace.rank] += ns
+            elif kind == "copying":
+                times.communication += ns
+            else:
+                continue
+            counted += ns
+    times.exposed += counted
+    times.in_flight += counted
+    return counted
 
 
 def _place(span: Span, above: tuple[Span, ...], operator: Span | None) -> Place:

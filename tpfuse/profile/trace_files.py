@@ -5,16 +5,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tpfuse.comm.trace import Span
+from tpfuse.comm.trace import Launch, Span
 from tpfuse.train.errors import UserError
 from tpfuse.train.untrusted import Unreadable, read_json
 
 FORMAT = 1  # as in `tpfuse.parallel.tracing`
 _SCHEMA = {
     "format": int, "rank": int, "world": int, "host": str, "device": str, "layout": dict, "clock_offset_ns": int,
-    "clock_error_ns": int, "begin": int, "end": int, "spans": [list], "signals": [list],
+    "clock_error_ns": int, "begin": int, "end": int, "spans": [list], "signals": [list], "launches": [list],
 }  # fmt: skip
-_TYPES = (str, str, str, int | None, str, str, int, int, int, int)  # of the fields of a span
+_TYPES = (str, str, str, int | None, str, str, int, int, int, int, list)  # of the fields of a span
+_EVENT = (int, str, int, int, int)  # the types of the fields of a kernel's event
 
 
 @dataclass
@@ -45,7 +46,8 @@ class Node:
 class RankTrace:
     """The trace of one rank. Times are ns of the first rank's clock, as far as the ranks could measure it.
 
-    roots: the spans that are in no other span, in the order of time. signals: the time of each flow.
+    roots: the spans that are in no other span, in the order of time. signals: the time of each flow. launches: the
+    kernels of each fused operator, by the id of its span.
     """
 
     rank: int
@@ -56,6 +58,11 @@ class RankTrace:
     clock_error: int
     roots: list[Node]
     signals: dict[str, int]
+    launches: dict[int, list[Launch]] = field(default_factory=dict)
+
+    def launches_of(self, span: Span) -> list[Launch]:
+        """Returns the launches of an operator."""
+        return self.launches.get(id(span), [])
 
     @property
     def steps(self) -> list[Node]:
@@ -86,11 +93,15 @@ def _read(path: Path) -> RankTrace:
         offset = found["clock_offset_ns"]
         spans = [_span(values, offset) for values in found["spans"]]
         signals = {str(flow): int(when) + offset for flow, when in found["signals"]}
+        launches: dict[int, list[Launch]] = {}
+        for values in found["launches"]:
+            launch = _launch(values, spans, offset, found["device"])
+            launches.setdefault(id(spans[launch.operator]), []).append(launch)
     except (OSError, Unreadable, ValueError, TypeError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     return RankTrace(
         found["rank"], found["world"], found["host"], found["device"], found["layout"], found["clock_error_ns"],
-        _nested(spans), signals,
+        _nested(spans), signals, launches,
     )  # fmt: skip
 
 
@@ -100,6 +111,21 @@ def _span(values: list[Any], offset: int) -> Span:
     span = Span(*values)
     span.begin, span.end = span.begin + offset, span.end + offset
     return span
+
+
+def _launch(values: list[Any], spans: list[Span], offset: int, device: str) -> Launch:
+    launch = Launch(*values)
+    if not (isinstance(launch.operator, int) and 0 <= launch.operator < len(spans) and launch.programs > 0):
+        raise Unreadable(f"a launch has the fields {Launch._fields}, found {values[:4]}")
+    if any(
+        len(event) != len(_EVENT) or not all(isinstance(v, kind) for v, kind in zip(event, _EVENT, strict=True))
+        for event in launch.events
+    ):
+        raise Unreadable(f"the events of a launch of {launch.kernel} are not (program, kind, peer, begin, end)")
+    if device != "cpu" and launch.events:
+        # The kernel's clock is not the host's: the first event belongs to the beginning of the operator.
+        offset = spans[launch.operator].begin - min(event[3] for event in launch.events)
+    return launch._replace(events=[(*event[:3], event[3] + offset, event[4] + offset) for event in launch.events])
 
 
 def _nested(spans: list[Span]) -> list[Node]:
