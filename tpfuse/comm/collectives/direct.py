@@ -37,6 +37,11 @@ class DirectHandle:
         self._generation = collectives.memory.generation
         self.done = False
 
+    @property
+    def lost(self) -> bool:
+        """Whether a reset has ended the operation."""
+        return self._generation != self._collectives.memory.generation
+
     def begin(self) -> None:
         """Stages and signals the first piece."""
         self.done = next(self._rounds, _FINISHED) is _FINISHED
@@ -52,7 +57,7 @@ class DirectHandle:
         """Does the rest of the operation. The caller is within a guard."""
         memory = self._collectives.memory
         self.done = True
-        if self._generation != memory.generation:
+        if self.lost:
             raise PeerTimeout(
                 self._op,
                 step=memory.step,
@@ -129,7 +134,7 @@ class DirectCollectives:
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None and not pending.done:
+        if pending is not None and not pending.done and not pending.lost:  # the wait for a lost one raises
             pending.finish()
 
     def _all_gather(self, x: Tensor, out: Tensor) -> Iterator[None]:
