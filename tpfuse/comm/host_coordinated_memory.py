@@ -106,7 +106,11 @@ class HostCoordinatedMemory(SymmetricMemory):
     def _agree(self, what: str, op: str) -> None:
         """Calls `ControlBlock.agree`; after a Disagreement it resets the memory first."""
         self._recover()
-        self.control.agree(what, op)
+        try:
+            self.control.agree(what, op)
+        except PeerTimeout as error:
+            write_flight_record(self.control, error)
+            raise
 
     def _recover(self) -> None:
         """Resets the memory if this rank has raised a Disagreement. Every other rank that goes on resets it too."""
@@ -123,7 +127,11 @@ class HostCoordinatedMemory(SymmetricMemory):
 
     def exchange(self, value: object, op: str) -> list[Any]:
         """Returns every rank's value, sent as JSON, in rank order. Raises PeerTimeout if a rank does not take part."""
-        return [json.loads(text) for text in self.control.exchange(json.dumps(value), op)]
+        try:
+            return [json.loads(text) for text in self.control.exchange(json.dumps(value), op)]
+        except PeerTimeout as error:
+            write_flight_record(self.control, error)
+            raise
 
     def collect(self, reason: str, op: str, value: object = None) -> list[Any]:
         """Returns every rank's value, in rank order. Raises Unavailable on every rank if one of them has a reason."""

@@ -1,18 +1,59 @@
 """An exchange for ranks that share no memory yet: each writes into the store of their process group.
 
-A collective of the group would not serve, because it cannot name a rank that does not come.
+A collective of the group would not serve, because it cannot name a rank that does not come. The store also says which
+process each rank is, for the flight record of a rank that has waited in vain without shared memory.
 """
 
+import contextlib
 import json
+import os
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
+from tpfuse.comm import host
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.flight_record import Process, write_record
+from tpfuse.comm.stacks import has_ended
 
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_announced: WeakSet[dist.ProcessGroup] = WeakSet()
+_NO_STORE = (RuntimeError, KeyError)  # what torch raises if the store fails, or if the group has none
+
+
+def announce(group: dist.ProcessGroup) -> None:
+    """Tells the other ranks of the group which process this rank is. Only the first call does anything."""
+    if group not in _announced:
+        _announced.add(group)
+        with contextlib.suppress(*_NO_STORE):
+            store = dist.distributed_c10d._get_process_group_store(group)
+            store.set(_process_key(group.rank()), json.dumps([host.node_identity(), os.getpid()]))
+
+
+def write_group_record(group: dist.ProcessGroup, error: PeerTimeout) -> None:
+    """Writes the flight record of a rank that has waited in vain without shared memory.
+
+    It has the processes on this host that have announced themselves. Their operations are not recorded.
+    """
+    write_record(error, lambda: _processes(group))
+
+
+def _processes(group: dist.ProcessGroup) -> list[Process]:
+    found, node = [], host.node_identity()
+    with contextlib.suppress(*_NO_STORE):
+        store = dist.distributed_c10d._get_process_group_store(group)
+        for rank, global_rank in enumerate(dist.get_process_group_ranks(group)):
+            if store.check([_process_key(rank)]):
+                other, pid = json.loads(store.get(_process_key(rank)))
+                if other == node:
+                    found.append(Process(global_rank, pid, has_ended(pid)))
+    return found
+
+
+def _process_key(rank: int) -> str:
+    return f"tpfuse process: {rank}"
 
 
 def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
@@ -20,6 +61,7 @@ def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> l
 
     Raises PeerTimeout, which names the first rank that does not come within `timeout` seconds.
     """
+    announce(group)
     _counts[group] = count = _counts.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)
     store.set(f"tpfuse exchange {count}: {group.rank()}", json.dumps(value))
@@ -31,7 +73,9 @@ def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> l
             values.append(json.loads(store.get(key)))
         except RuntimeError as error:
             detail = "it has not come to the first exchange of the ranks"
-            raise PeerTimeout(
+            missing = PeerTimeout(
                 op, step=-1, rank=ranks[group.rank()], peer=ranks[rank], waited=timeout, detail=detail
-            ) from error
+            )
+            write_group_record(group, missing)
+            raise missing from error
     return values

@@ -40,6 +40,11 @@ def state_of(pid: int) -> str:
     return _status(pid).get("State", "")
 
 
+def has_ended(pid: int) -> bool:
+    """Returns whether a process of this host has ended; a zombie has."""
+    return state_of(pid)[:1] in ("", "Z")
+
+
 def stacks_of(folder: Path, pids: Sequence[int]) -> dict[int, str]:
     """Returns the Python stacks of these processes, by their pid. Those that do not answer in a second are left out."""
     asked = [pid for pid in pids if _file(folder, pid).exists() and _answers(pid)]

@@ -4,18 +4,15 @@ Each memory has a thread that checks a few times a second. If an operation is la
 thread tells every rank to stop waiting; the kernels see that in their abort word and return.
 """
 
-import json
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from tpfuse.comm.control_block import ControlBlock
-from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.flight_record import Process, write_record
 from tpfuse.comm.futex import Stopwatch
-from tpfuse.comm.settings import settings
-from tpfuse.comm.stacks import stacks_of, state_of
 
 INTERVAL = 0.1  # seconds
 
@@ -82,36 +79,12 @@ def _look_often(reference: "weakref.ref[Watcher]", awake: threading.Event, enter
 
 
 def write_flight_record(control: ControlBlock, error: BaseException) -> None:
-    """Writes the last operations of every rank as JSON into the folder of the settings, if `error` is a time-out.
+    """Writes the last operations of every rank of the control block, if `error` is a time-out (`write_record`)."""
 
-    The record has the Python stacks of the ranks that offer them too (`tpfuse.comm.stacks`). A disk that fails must not
-    hide the error, so a failure to write is only noted on it.
-    """
-    folder = settings().flight_folder
-    if folder is None or not isinstance(error, PeerTimeout) or error.waited is None:
-        return
-    stacks = stacks_of(folder, control.pids)
-    record: dict[str, Any] = {
-        "error": str(error),
-        "op": error.op,
-        "step": error.step,
-        "rank": error.rank,
-        "missing": error.peer,
-        "waited_s": round(error.waited, 3),
-        "written_ns": time.time_ns(),
-        "ranks": [
-            {
-                "rank": control.ranks[rank],
-                "pid": pid,
-                "ended": control.has_ended(rank),
-                "state": state_of(pid),
-                "stack": stacks.get(pid, ""),
-                "operations": state.operations(),
-            }
+    def processes() -> list[Process]:
+        return [
+            Process(control.ranks[rank], pid, control.has_ended(rank), state.operations())
             for rank, (pid, state) in enumerate(zip(control.pids, control.states, strict=True))
-        ],
-    }
-    try:
-        (folder / f"flight_record_rank{error.rank}.json").write_text(json.dumps(record, indent=1))
-    except OSError as disk:
-        error.add_note(f"the flight record could not be written: {disk}")
+        ]
+
+    write_record(error, processes)

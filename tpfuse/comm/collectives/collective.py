@@ -19,6 +19,7 @@ from torch import Tensor
 from tpfuse.comm import trace
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.rendezvous import announce, write_group_record
 from tpfuse.comm.settings import settings
 
 _PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
@@ -47,6 +48,7 @@ class CollectiveHandle:
 
     def __init__(self, op: str, group: dist.ProcessGroup, work: dist.Work | None) -> None:
         self._op, self._group, self._work = op, group, work
+        announce(group)
         self._number = _counts[group] = _counts.get(group, 0) + 1
         self._started = time.monotonic()
         # Gloo's wait takes a deadline. That of NCCL would block the host until the result is there; NCCL's watchdog has
@@ -82,14 +84,16 @@ class CollectiveHandle:
             ranks = dist.get_process_group_ranks(self._group)
             silent = [ranks[rank] for rank in silent]
             detail = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent"
-            raise PeerTimeout(
+            missing = PeerTimeout(
                 self._op,
                 step=-1,
                 rank=ranks[self._group.rank()],
                 peer=silent[0] if len(silent) == 1 else None,
                 waited=waited,
                 detail=detail,
-            ) from error
+            )
+            write_group_record(self._group, missing)
+            raise missing from error
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any]:
