@@ -57,12 +57,13 @@ def read_records(run: Path) -> list[Record]:
 def hang(run: Path) -> str:
     """Returns the explanation. Raises UserError for a run without records."""
     records = read_records(run)
-    waiting = {record.rank for record in records}
-    named = [record for record in records if record.missing is not None]
-    cause = next((record for record in named if record.missing not in waiting), named[0] if named else records[0])
-    lines = [_sentence(cause, [record.rank for record in records if record.missing == cause.missing])]
-    if cause.missing in cause.ranks:
-        lines.append(_described(cause, cause.ranks[cause.missing]))
+    in_time = [record for record in records if record.missing != record.rank]
+    waiting = {record.rank for record in in_time}
+    causes = [record for record in in_time if record.missing not in waiting] or in_time or records
+    # A rank that was told to stop waiting has waited less. One that was stopped may have written when it went on.
+    cause = max(causes, key=lambda record: (record.missing is not None, bool(_suspects(record)), record.waited))
+    lines = [_sentence(cause, [record.rank for record in in_time if record.missing == cause.missing])]
+    lines += [_described(cause, entry) for entry in _suspects(cause)]
     difference = _difference(cause)
     if difference:
         lines.append(difference)
@@ -78,18 +79,27 @@ def _sentence(record: Record, waiting: list[int]) -> str:
     where = record.op + (f" of step {record.step}" if record.step >= 0 else "")
     if record.missing is None:
         return f"In {where}, rank {record.rank} waited {record.waited:.1f} s, but no single rank was late."
+    if record.missing == record.rank:
+        return f"In {where}, rank {record.rank} came too late: the other ranks had stopped waiting for it."
     ranks = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
     return f"In {where}, {ranks} waited {record.waited:.1f} s for rank {record.missing}."
 
 
+def _suspects(record: Record) -> list[dict[str, Any]]:
+    """Returns the entry of the missing rank or, if no single rank was late, of those that had ended or were stopped."""
+    if record.missing is not None:
+        return [record.ranks[record.missing]] if record.missing in record.ranks else []
+    return [entry for entry in record.ranks.values() if entry["ended"] or entry["state"].startswith("T")]
+
+
 def _described(record: Record, missing: dict[str, Any]) -> str:
-    """Returns what the missing rank did."""
+    """Returns what a missing rank did."""
     process = f"Rank {missing['rank']} (process {missing['pid']})"
     if missing["ended"]:
         return f"{process} had ended: read its own error."
     stopped = " was stopped by a signal, and" if missing["state"].startswith("T") else ""
     if not missing["operations"]:
-        return f"{process}{stopped} had begun no operation."
+        return f"{process}{stopped} has no recorded operation."
     last = missing["operations"][-1]
     if last["ended_ns"]:
         seconds = (record.written - last["ended_ns"]) / 1e9
