@@ -27,8 +27,10 @@ def _entry(rank: int, *operations: dict[str, Any], **changes: Any) -> dict[str, 
     return entry | {"operations": list(operations)} | changes
 
 
-def _write(folder: Path, rank: int, missing: int | None, *ranks: dict[str, Any], written: float = 200.0) -> None:
-    record = {"op": "all_gather", "step": 41, "rank": rank, "missing": missing, "waited_s": 60.0}
+def _write(
+    folder: Path, rank: int, missing: int | None, *ranks: dict[str, Any], written: float = 200.0, waited: float = 60.0
+) -> None:
+    record: dict[str, Any] = {"op": "all_gather", "step": 41, "rank": rank, "missing": missing, "waited_s": waited}
     record |= {"written_ns": int(written * 1e9), "ranks": list(ranks)}
     (folder / f"flight_record_rank{rank}.json").write_text(json.dumps(record))
 
@@ -49,7 +51,7 @@ MINE = _entry(0, _operation(8, SCATTER, 130, 131), _operation(9, GATHER, 140))
             "Rank 1 (process 71) had begun reduce_scatter float32 [4] 70.0 s before and had not ended it.",
         ),
         (_entry(1, ended=True), "Rank 1 (process 71) had ended: read its own error."),
-        (_entry(1), "Rank 1 (process 71) had begun no operation."),
+        (_entry(1), "Rank 1 (process 71) has no recorded operation."),
         (
             _entry(1, _operation(8, SCATTER, 130, 131), state="T (stopped)", stack=""),
             "Rank 1 (process 71) was stopped by a signal, and had ended its last operation",
@@ -80,6 +82,32 @@ def test_the_cause_is_the_rank_that_waited_for_nobody(tmp_path: Path, commands: 
     _write(tmp_path, 0, None, MINE, _entry(1))
     (tmp_path / "flight_record_rank1.json").unlink()
     assert "rank 0 waited 60.0 s, but no single rank was late." in commands.do("hang", tmp_path)
+
+
+def test_a_rank_that_came_too_late_is_no_waiting_rank(tmp_path: Path, commands: Commands) -> None:
+    """Rank 0 was missing, and comes when the others have given up."""
+    _write(tmp_path, 0, 0, MINE, _entry(1), waited=0.0)
+    said = commands.do("hang", tmp_path)
+    assert said.startswith(
+        "In all_gather of step 41, rank 0 came too late: the other ranks had stopped waiting for it."
+    )
+    _write(tmp_path, 1, 0, MINE, _entry(1), waited=2.0)
+    _write(tmp_path, 2, 0, MINE, _entry(1), waited=60.0)
+    assert commands.do("hang", tmp_path).startswith("In all_gather of step 41, ranks 1, 2 waited 60.0 s for rank 0.\n")
+
+
+def test_a_stopped_rank_is_described_although_no_rank_was_late(tmp_path: Path, commands: Commands) -> None:
+    """Rank 1 was stopped inside the operation, and gives up too when it goes on."""
+    _write(tmp_path, 0, None, MINE, _entry(1, _operation(9, GATHER, 140), state="T (stopped)"), _entry(2, ended=True))
+    _write(tmp_path, 1, 0, MINE, _entry(1), waited=90.0)
+    said = commands.do("hang", tmp_path).splitlines()
+    assert said[:4] == [
+        "In all_gather of step 41, rank 0 waited 60.0 s, but no single rank was late.",
+        "Rank 1 (process 71) was stopped by a signal, and had begun all_gather float32 [2] 60.0 s before and had not"
+        " ended it.",
+        "Rank 2 (process 72) had ended: read its own error.",
+        "",
+    ]
 
 
 def test_a_run_without_readable_records_is_refused(tmp_path: Path, commands: Commands) -> None:

@@ -49,9 +49,9 @@ class Rank:
         """Send `what` to the test, which receives it by `Ranks.hear`."""
         self._connection.send(what)
 
-    def hear(self) -> None:
-        """Wait until the test calls `Ranks.go`."""
-        self._connection.recv()
+    def hear(self) -> Any:
+        """Wait for the next message of the test, and return it: "go" if the test calls `Ranks.go`."""
+        return self._connection.recv()
 
     def pause(self) -> None:
         """Send "here" to the test, and wait until it calls `Ranks.go`."""
