@@ -547,6 +547,20 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "Bad file descriptor" in machine.process_descriptors()
 
 
+def test_one_process_is_started_to_find_out_whether_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+    output = Machine.output
+
+    def counted(machine: Machine, *command: str) -> str | None:
+        if command[0] == sys.executable:
+            started.append(command)
+        return output(machine, *command)
+
+    monkeypatch.setattr(Machine, "output", counted)
+    doctor.examine(Machine())
+    assert len(started) == 1
+
+
 def test_another_process_opens_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Machine().shared_memory() == ""
     monkeypatch.setattr(machines, "_OPEN", "raise PermissionError")
@@ -585,7 +599,7 @@ def test_facts_that_torch_reports_about_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.obstacle([old, new]) == "torch is old"
     assert machine.obstacle([]) == ""
     monkeypatch.setattr(machines, "anonymous_memory", lambda: "refused")
-    assert machine.obstacle([]) == machine.obstacle([old, new]) == "refused"
+    assert Machine().obstacle([]) == Machine().obstacle([old, new]) == "refused"
 
 
 def test_a_library_that_cannot_be_imported_is_one_line(

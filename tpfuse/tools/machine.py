@@ -65,6 +65,7 @@ class Machine:
     def __init__(self, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> None:
         self.root = root
         self.environment = environment
+        self._not_shared: str | None = None  # the result of `shared_memory`, which starts a process
 
     def text(self, path: str) -> str | None:
         """Returns the text of a file, without blanks around it. path: relative to the root."""
@@ -200,9 +201,16 @@ class Machine:
         return INTERPRETED
 
     def shared_memory(self) -> str:
-        """Returns why processes of this user cannot share anonymous memory; empty if they can."""
-        if reason := anonymous_memory():
-            return reason
+        """Returns why processes of this user cannot share anonymous memory; empty if they can.
+
+        The first call finds out; later calls return the same.
+        """
+        if self._not_shared is None:
+            self._not_shared = anonymous_memory() or self._not_opened()
+        return self._not_shared
+
+    def _not_opened(self) -> str:
+        """Returns why another process cannot open the anonymous memory of this one; empty if it can."""
         descriptor = os.memfd_create("tpfuse doctor", os.MFD_CLOEXEC)
         try:
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
