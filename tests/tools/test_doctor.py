@@ -465,6 +465,8 @@ def test_drivers_name_themselves_in_two_ways() -> None:
     text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024"
     machine = StandIn(files={"proc/driver/nvidia/version": text})
     assert "The NVIDIA driver 550.54.15 supports CUDA 13.0." in found(machine, "ok")
+    machine = StandIn(files={"proc/driver/nvidia/version": None})
+    assert "The NVIDIA driver, whose version is unknown, supports CUDA 13.0." in found(machine, "ok")
 
 
 @pytest.mark.parametrize(

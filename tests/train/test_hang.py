@@ -1,6 +1,7 @@
 """`tpfuse hang` says who waited for whom."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,15 @@ def _entry(rank: int, *operations: dict[str, Any], **changes: Any) -> dict[str, 
 
 
 def _write(
-    folder: Path, rank: int, missing: int | None, *ranks: dict[str, Any], written: float = 200.0, waited: float = 60.0
+    folder: Path,
+    rank: int,
+    missing: int | None,
+    *ranks: dict[str, Any],
+    written: float = 200.0,
+    waited: float = 60.0,
+    step: int = 41,
 ) -> None:
-    record: dict[str, Any] = {"op": "all_gather", "step": 41, "rank": rank, "missing": missing, "waited_s": waited}
+    record: dict[str, Any] = {"op": "all_gather", "step": step, "rank": rank, "missing": missing, "waited_s": waited}
     record |= {"written_ns": int(written * 1e9), "ranks": list(ranks)}
     (folder / f"flight_record_rank{rank}.json").write_text(json.dumps(record))
 
@@ -77,11 +84,41 @@ def test_the_cause_is_the_rank_that_waited_for_nobody(tmp_path: Path, commands: 
     """Rank 0 waits for rank 1, which waits for rank 2. Records of an earlier failure are left out."""
     _write(tmp_path, 0, 1, MINE, _entry(1))
     _write(tmp_path, 1, 2, _entry(1), _entry(2))
-    _write(tmp_path, 3, 0, MINE, _entry(3), written=-300.0)
+    _write(tmp_path, 3, 9, MINE, _entry(3), written=-300.0, waited=99.0)
+    (tmp_path / "metrics.jsonl").write_text("no record")
     assert commands.do("hang", tmp_path).startswith("In all_gather of step 41, rank 1 waited 60.0 s for rank 2.\n")
     _write(tmp_path, 0, None, MINE, _entry(1))
     (tmp_path / "flight_record_rank1.json").unlink()
     assert "rank 0 waited 60.0 s, but no single rank was late." in commands.do("hang", tmp_path)
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_the_stack_of_each_rank_is_shown_from_the_record_that_has_it(
+    other: int, tmp_path: Path, commands: Commands
+) -> None:
+    _write(tmp_path, other, 1, _entry(1, stack=""), MINE | {"rank": other})
+    _write(tmp_path, 2 - other, 1, _entry(1), MINE | {"rank": 2 - other, "stack": ""})
+    found = re.findall(r"Python stack of rank (\d):\n  (\w+)", commands.do("hang", tmp_path))
+    assert found == [(str(rank), "unknown" if rank == 2 - other else "File") for rank in range(3)]
+
+
+def test_a_step_that_is_not_known_is_not_named(tmp_path: Path, commands: Commands) -> None:
+    _write(tmp_path, 0, 1, MINE, step=-1)
+    assert commands.do("hang", tmp_path).startswith("In all_gather, rank 0 waited 60.0 s for rank 1.\n\nPython stack")
+
+
+def test_ranks_that_wait_for_each_other_are_a_cause(tmp_path: Path, commands: Commands) -> None:
+    """Rank 2 came too late, which the others did not wait for."""
+    _write(tmp_path, 0, 1, MINE, _entry(1))
+    _write(tmp_path, 1, 0, MINE, _entry(1), waited=50.0)
+    _write(tmp_path, 2, 2, MINE, _entry(2), waited=90.0)
+    assert commands.do("hang", tmp_path).startswith("In all_gather of step 41, rank 0 waited 60.0 s for rank 1.\n")
+
+
+def test_a_named_rank_is_a_cause_before_a_stopped_one(tmp_path: Path, commands: Commands) -> None:
+    _write(tmp_path, 0, None, MINE, _entry(1, state="T (stopped)"), waited=90.0)
+    _write(tmp_path, 2, 3, MINE, _entry(3))
+    assert commands.do("hang", tmp_path).startswith("In all_gather of step 41, rank 2 waited 60.0 s for rank 3.\n")
 
 
 def test_a_rank_that_came_too_late_is_no_waiting_rank(tmp_path: Path, commands: Commands) -> None:
@@ -99,15 +136,18 @@ def test_a_rank_that_came_too_late_is_no_waiting_rank(tmp_path: Path, commands: 
 def test_a_stopped_rank_is_described_although_no_rank_was_late(tmp_path: Path, commands: Commands) -> None:
     """Rank 1 was stopped inside the operation, and gives up too when it goes on."""
     _write(tmp_path, 0, None, MINE, _entry(1, _operation(9, GATHER, 140), state="T (stopped)"), _entry(2, ended=True))
-    _write(tmp_path, 1, 0, MINE, _entry(1), waited=90.0)
-    said = commands.do("hang", tmp_path).splitlines()
-    assert said[:4] == [
-        "In all_gather of step 41, rank 0 waited 60.0 s, but no single rank was late.",
-        "Rank 1 (process 71) was stopped by a signal, and had begun all_gather float32 [2] 60.0 s before and had not"
-        " ended it.",
-        "Rank 2 (process 72) had ended: read its own error.",
-        "",
-    ]
+    described = (
+        f"Rank 1 (process 71) was stopped by a signal, and had begun {GATHER} 60.0 s before and had not ended it."
+    )
+    for missing in (0, None):
+        _write(tmp_path, 1, missing, MINE, _entry(1), waited=90.0)
+        said = commands.do("hang", tmp_path).splitlines()
+        assert said[:4] == [
+            "In all_gather of step 41, rank 0 waited 60.0 s, but no single rank was late.",
+            described,
+            "Rank 2 (process 72) had ended: read its own error.",
+            "",
+        ]
 
 
 def test_a_run_without_readable_records_is_refused(tmp_path: Path, commands: Commands) -> None:
@@ -116,6 +156,8 @@ def test_a_run_without_readable_records_is_refused(tmp_path: Path, commands: Com
     for damaged in ("{", "[]", '{"op": 3}'):
         (tmp_path / "flight_record_rank0.json").write_text(damaged)
         assert "cannot read" in commands.fail("hang", tmp_path)
+    _write(tmp_path, 0, "1", MINE)  # type: ignore[arg-type]
+    assert "missing is '1': expected the number of a rank" in commands.fail("hang", tmp_path)
     _write(tmp_path, 0, 1, MINE | {"operations": [{"number": "x"}]})
     assert "cannot read" in commands.fail("hang", tmp_path)
     shutil.rmtree(tmp_path)
