@@ -214,6 +214,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"gpus": [], "cuda_error": "Error 802: system not yet initialized"},
         "training on them will fail, because torch cannot use them: Error 802: system not yet initialized.",
     ),
+    "GPUs that do not start for no known reason": (
+        {"gpus": []},
+        "training on them will fail, because torch cannot use them: the reason is unknown.",
+    ),
     "old GPU": (
         {"gpus": [*GPUS[:7], VOLTA]},
         "cuda:7 is Tesla V100 with 80.0 GiB and compute capability 7.0. Triton kernels will fail: Tesla V100: the",
@@ -653,6 +657,11 @@ def test_one_gpu_needs_neither_nccl_nor_links() -> None:
     assert found(machine, "note") == found(machine, "fails") == []
     assert "Triton builds its launchers with icx." in found(machine, "ok")
     assert not any(finding.topic == "links" for finding in doctor.examine(machine))
+
+
+def test_clang_is_a_compiler_too() -> None:
+    machine = StandIn(program=lambda name: name if name == "clang" else None)
+    assert "Triton builds its launchers with clang." in found(machine, "ok")
 
 
 def test_facts_about_software(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,4 +132,4 @@ def _innermost(stack: str, state: str) -> list[str]:
     lines = stack.splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), 0)
     ending = (index for index, line in enumerate(lines) if index > start and not line.startswith("  "))
-    return [line for line in lines[start + 1 : next(ending, len(lines))] if line]
+    return lines[start + 1 : next(ending, len(lines))]
