@@ -147,7 +147,9 @@ class TrainingLoop:
         except ValueError as error:
             raise RunError(str(error), UserError.status) from error
         world = dist.group.WORLD if info.world > 1 else None
-        self.profile = StepProfile(run.options.profile, self.trainer.model, self.trainer.layout, world, device)
+        self.profile = StepProfile(
+            run.options.profile, self.trainer.model, self.trainer.layout, world, device, options.compile
+        )
         self.held_before = held  # bytes that Python and torch themselves hold
         self.decisions: dict[str, Decision] = {}  # the implementations by which the ranks compute their products
         if run.checkpoint is not None:

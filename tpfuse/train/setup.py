@@ -28,6 +28,7 @@ from tpfuse.train.hardware import device_count
 from tpfuse.train.initial_weights import find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
+from tpfuse.train.nvtx import nvtx_package
 from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
@@ -77,7 +78,9 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
 
 
 def check_numbers(options: TrainCommand) -> None:
-    """Raises UserError for a number outside its range. options: with the layout filled in."""
+    """Raises UserError for a number outside its range, or a missing package. options: with the layout filled in."""
+    if options.profile.nvtx:
+        nvtx_package()
     train, optim, dp = options.train, options.optim, options.parallel.dp
     at_least = {
         "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 0),

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tpfuse.comm import trace
-from tpfuse.parallel.tracing import record_trace
+from tpfuse.parallel.tracing import layer_spans, record_trace
 from tpfuse.train.messages import warn
+from tpfuse.train.nvtx import NvtxRanges
 from tpfuse.train.options import ProfileOptions
 from tpfuse.train.step_numbers import profiled_steps
 
@@ -20,7 +21,8 @@ class StepProfile:
     """The profile of one rank's steps. All ranks make it and use it alike.
 
     As a context manager it stands around the whole training loop: a run that ends early, or by an error, writes what
-    was recorded. A file that cannot be written is a warning, since training must go on.
+    was recorded. A file that cannot be written is a warning, since training must go on. compiled: whether the steps run
+    by torch.compile, in whose graphs NVTX shows no layers.
     """
 
     def __init__(
@@ -30,21 +32,29 @@ class StepProfile:
         layout: Mapping[str, Any],
         group: dist.ProcessGroup | None,
         device: torch.device,
+        compiled: bool,
     ) -> None:
         self._options, self._model, self._layout = options, model, layout
         self._group, self._device = group, device
         self._steps = profiled_steps(options.steps)
-        self._wanted = options.trace is not None
-        self._stack = contextlib.ExitStack()
+        self._wanted = options.trace is not None or (options.nvtx and device.type == "cuda")
+        self._marks_layers = options.nvtx and not compiled
+        self._whole = contextlib.ExitStack()  # of all steps
+        self._stack = contextlib.ExitStack()  # of the steps to profile
         self._running = False
 
     def __enter__(self) -> None:
-        pass
+        if self._options.nvtx:
+            rank, world = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+            self._whole.enter_context(NvtxRanges().shown(rank, world, self._layout))
+        if self._marks_layers:
+            self._whole.enter_context(layer_spans(self._model))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._finish()
+        self._whole.close()
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -57,13 +67,26 @@ class StepProfile:
             self._finish()
 
     def _begin(self) -> None:
-        assert self._options.trace is not None
-        self._stack.enter_context(
-            record_trace(self._options.trace, self._model, self._group, self._device, self._layout)
-        )
+        if self._options.nvtx and self._device.type == "cuda":
+            self._stack.enter_context(_captured(self._device))
+        if self._options.trace is not None:
+            model = None if self._marks_layers else self._model  # else each layer would have two spans
+            self._stack.enter_context(record_trace(self._options.trace, model, self._group, self._device, self._layout))
 
     def _finish(self) -> None:
         try:
             self._stack.close()
         except OSError as error:
             warn(f"cannot write the profile: {error}")
+
+
+@contextlib.contextmanager
+def _captured(device: torch.device) -> Iterator[None]:
+    """Lets Nsight Systems and Nsight Compute record the work of the GPU within the block, if they wait to be told."""
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()
+    try:
+        yield
+        torch.cuda.synchronize(device)
+    finally:
+        torch.cuda.profiler.stop()
