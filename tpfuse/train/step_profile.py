@@ -84,9 +84,9 @@ class StepProfile:
 def _captured(device: torch.device) -> Iterator[None]:
     """Lets Nsight Systems and Nsight Compute record the work of the GPU within the block, if they wait to be told."""
     torch.cuda.synchronize(device)
-    torch.cuda.profiler.start()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     try:
         yield
         torch.cuda.synchronize(device)
     finally:
-        torch.cuda.profiler.stop()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
