@@ -22,7 +22,7 @@ class StepProfile:
 
     As a context manager it stands around the whole training loop: a run that ends early, or by an error, writes what
     was recorded. A file that cannot be written is a warning, since training must go on. compiled: whether the steps run
-    by torch.compile, in whose graphs NVTX shows no layers.
+    by torch.compile: its graphs have no layers, and would be compiled again if these were marked.
     """
 
     def __init__(
@@ -34,21 +34,20 @@ class StepProfile:
         device: torch.device,
         compiled: bool,
     ) -> None:
-        self._options, self._model, self._layout = options, model, layout
+        self._options, self._layout = options, layout
+        self._model = None if compiled else model  # whose layers are marked
         self._group, self._device = group, device
         self._steps = profiled_steps(options.steps)
         self._wanted = options.trace is not None or (options.nvtx and device.type == "cuda")
-        self._marks_layers = options.nvtx and not compiled
         self._whole = contextlib.ExitStack()  # of all steps
         self._stack = contextlib.ExitStack()  # of the steps to profile
-        self._running = False
 
     def __enter__(self) -> None:
         if self._options.nvtx:
             rank, world = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
             self._whole.enter_context(NvtxRanges().shown(rank, world, self._layout))
-        if self._marks_layers:
-            self._whole.enter_context(layer_spans(self._model))
+            if self._model is not None:
+                self._whole.enter_context(layer_spans(self._model))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -70,7 +69,7 @@ class StepProfile:
         if self._options.nvtx and self._device.type == "cuda":
             self._stack.enter_context(_captured(self._device))
         if self._options.trace is not None:
-            model = None if self._marks_layers else self._model  # else each layer would have two spans
+            model = None if self._options.nvtx else self._model  # else each layer would have two spans
             self._stack.enter_context(record_trace(self._options.trace, model, self._group, self._device, self._layout))
 
     def _finish(self) -> None:
