@@ -147,7 +147,7 @@ def _forward_and_backward(model: nn.Module, x: Tensor, grad: Tensor) -> Callable
     return call
 
 
-def _preset(tp: int) -> tuple[TrainCommand, GPTConfig, Windows]:
+def preset(tp: int) -> tuple[TrainCommand, GPTConfig, Windows]:
     """Return the run of `make train`, but on 4096 bytes that follow a rule."""
     options = parse_train(["--model.preset", "tiny"])
     options = replace(options, parallel=replace(options.parallel, tp=tp, dp=1))
@@ -188,7 +188,7 @@ def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> None:
     """Fill `_calls` with checked training steps. Every rank must call it."""
     keep_freed_memory()
     world = 1 if alone else dist.get_world_size()
-    options, config, windows = _preset(world)
+    options, config, windows = preset(world)
     mesh = None if alone else build_mesh("cpu", dp=1, tp=world)
     trainer = Trainer(options, config, mesh, torch.device("cpu"))
     weights = {name: _whole(p).detach().clone() for name, p in trainer.model.named_parameters()}

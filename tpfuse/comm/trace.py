@@ -15,6 +15,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
@@ -137,9 +138,7 @@ def signal(flow: str) -> None:
         observer.signal(flow)
 
 
-class span:
-    """A context manager that marks a span if an observer watches. See `Span` for the arguments."""
-
+class _Marked:
     __slots__ = ("_arguments", "_begun")
 
     def __init__(
@@ -148,12 +147,22 @@ class span:
         self._arguments = kind, name, implementation, peer, flow
 
     def __enter__(self) -> None:
-        self._begun = begin(*self._arguments) if _observers else None
+        self._begun = begin(*self._arguments)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end(self._begun)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def span(
+    kind: Kind, name: str, implementation: str = "", peer: int | None = None, flow: str = ""
+) -> AbstractContextManager[None]:
+    """Returns a context manager that marks a span if an observer watches. See `Span` for the arguments."""
+    return _Marked(kind, name, implementation, peer, flow) if _observers else _NOTHING
 
 
 def operator(name: str, implementation: str) -> Callable[[_Method], _Method]:
