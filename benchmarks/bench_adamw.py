@@ -95,9 +95,11 @@ def cases(scale: Scale) -> list[Case]:
     sizes = {"124m": 124_439_808} if scale == "quick" else {"124m": 124_439_808, "7b, a shard of 16": 421_163_008}
     if scale == "tiny":
         sizes = {"tiny": 1000}
+    elif scale == "cpu":
+        sizes = {"two blocks of 124m": 14_175_744}
     chosen_cases = []
     for name, n in sizes.items():
-        for half in (True, False):
+        for half in (False,) if scale == "cpu" else (True, False):
             kind = "bf16 with float32 master" if half else "float32"
             case = Case(
                 "adamw", f"{name}, {n}, {kind}", partial(_build, AdamW(name, n, half)), name != "7b, a shard of 16"

@@ -42,7 +42,9 @@ def _build(shape: Attention, bench: Bench) -> Built:
     def one_group(name: str, x: Tensor) -> Tensor:
         return x[:1, : 1 if name in "kv" else shape.H // shape.Hk]
 
-    names = ["SDPA math"] if bench.interpreted else list(BACKENDS)
+    names = list(BACKENDS)
+    if bench.device.type == "cpu":
+        names = ["SDPA math"] if bench.interpreted else ["SDPA flash", "SDPA math"]
     if shape.T > _LONGEST_MATH:
         names.remove("SDPA math")
     peers = {name: _backend(name, shape) for name in names}
@@ -60,6 +62,8 @@ def cases(scale: Scale) -> list[Case]:
     if scale == "tiny":
         sizes = [Attention("tiny", 1, 2, 1, 40, 16), Attention("tiny", 1, 2, 2, 40, 16, causal=False)]
         return [_case(x, True) for x in sizes]
+    if scale == "cpu":
+        return [_case(Attention("124m", 1, 12, 12, 1024, 64))]
     asked = [Attention("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
     chosen_cases = [_case(x, True) for x in asked]
     if scale == "all":

@@ -40,7 +40,7 @@ def _plain(shape: Gemm, bench: Bench) -> Built:
 def _fused(shape: Gemm, compile_for: str, bench: Bench) -> Built:
     """Build the case with bias and activation. compile_for: "", "inference" or "training"."""
     peers: dict[str, Function] = {EAGER: shape.reference}
-    if shape.activation == "gelu_tanh" and not bench.interpreted:
+    if shape.activation == "gelu_tanh" and bench.device.type == "cuda":
         peers[ADDMM] = _addmm_activation
     if compile_for:
         fresh_compiler()
@@ -61,6 +61,9 @@ def cases(scale: Scale) -> list[Case]:
     if scale == "tiny":
         tiny = Product(("tiny",), 48, 64, 32, None)
         return [_case(tiny, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]
+    if scale == "cpu":
+        up = Product(("124m tp1 up",), 1024, 3072, 768, None)
+        return [_case(up, activation, "", False) for activation in (None, "gelu_tanh")]
     all_products = products()
     asked = [replace(x, names=(name,)) for name in ASKED for x in all_products if name in x.names]
     chosen_cases = [_case(x, None, "", True) for x in asked]

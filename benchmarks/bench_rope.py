@@ -77,6 +77,8 @@ def cases(scale: Scale) -> list[Case]:
     """Return cases of the models that have rotary embeddings."""
     if scale == "tiny":
         return [Case("rope", "tiny", partial(_build, Rope("tiny", 1, 12, 2, 1, 16)), True)]
+    if scale == "cpu":
+        return [_case(Rope("7b tp4", 1, 1024, 8, 8, 128))]
     sizes = {"7b tp1": (32, 32)}
     if scale == "all":
         sizes |= {"7b tp4": (8, 8), "70b tp1": (64, 8), "70b tp8": (8, 1)}

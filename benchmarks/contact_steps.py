@@ -287,10 +287,14 @@ def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
     for case in all_cases:
         if case.asked != (group != "more timings") or (group == "torch.compile" and case.name not in left_out):
             continue
-        rows.each(case.name, partial(_time, case, bench))
+        rows.each(case.name, partial(time_case, case, bench))
 
 
-def _time(case: Case, bench: Bench) -> Row:
+def time_case(case: Case, bench: Bench) -> Row:
+    """Return the rows of a case's candidates as "measurements", and an error where one of tpfuse's has none.
+
+    "left out" says whether candidates are left to another turn.
+    """
     measured = list(measure(case, bench))
     timed = [row for row in measured if not row.get("error", "").startswith(f"{LeftOut.__name__}:")]
     failed = [row["error"] for row in timed if row["candidate"] == OURS and "median_us" not in row]

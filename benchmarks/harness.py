@@ -20,13 +20,14 @@ import triton
 
 from benchmarks import timing
 from benchmarks.timing import Candidate, Ceilings, Clock, DeviceClock, HostClock, Timing
-from tpfuse.backend import kernels
+from tpfuse.backend import Kernels, kernels
 from tpfuse.comm.host import processor
 from tpfuse.tools.operator import Draw
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "tpfuse"
-Scale = Literal["all", "quick", "tiny"]  # tiny: for the interpreter, to check that a benchmark works
+# cpu: what torch computes on two CPU cores in a second; tiny: for the interpreter, to check that a benchmark works
+Scale = Literal["all", "quick", "cpu", "tiny"]
 Row = dict[str, Any]
 
 
@@ -36,11 +37,19 @@ def percentiles(times: list[float]) -> dict[str, float]:
     return {"median": float(median), "p20": float(p20), "p80": float(p80)}
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_machine() -> str:
+    """Return the CPU's name with the number of cores that this process may use."""
+    return f"{processor()}, {cores()} cores"
+
+
 def machine() -> str:
-    """Return the GPU's name, or the CPU's with the number of cores this process may use."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
+    """Return the GPU's name, or `cpu_machine` where there is no GPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_machine()
 
 
 def _output_of(*command: str) -> str:
@@ -104,8 +113,9 @@ class Bench(Draw):
     interpreted: bool
     clock: Clock
     ceilings: Ceilings
-    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `Measurement`
+    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `Measurement`; 0: one round
     compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
+    kernels: Kernels = "triton"  # of tpfuse's candidates
 
 
 def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Bench:
@@ -124,6 +134,27 @@ def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
         clock=clock,
         ceilings=ceilings,
         seconds=0.0 if interpreted else 0.6,
+    )
+
+
+def new_cpu_bench(seed: int, seconds: float) -> Bench:
+    """Return the Bench of this machine's CPU, where tpfuse's operators compute by torch, in float32 on all cores.
+
+    Its rows have no meaningful bound: the costs of operators count the bytes of half types.
+    """
+    torch.set_num_threads(cores())
+    device = torch.device("cpu")
+    generator = torch.Generator().manual_seed(seed)
+    return Bench(
+        device=device,
+        dtype=torch.float32,
+        generator=generator,
+        interpreted=False,
+        clock=HostClock(),
+        ceilings=Ceilings(1.0, 1.0),
+        seconds=seconds,
+        compiler=False,
+        kernels="auto",
     )
 
 
@@ -162,7 +193,7 @@ def measure(case: Case, bench: Bench) -> Iterator[Row]:
     """Yield a row per mode and candidate. tpfuse is not timed where it is wrong; a failure's row has the error."""
     identity: Row = {"operator": case.operator, "case": case.name, "asked": case.asked}
     try:
-        with kernels("triton"):
+        with kernels(bench.kernels):
             check, works = case.build(bench)
             verdicts = check()
             for work in works:
@@ -176,7 +207,7 @@ def measure(case: Case, bench: Bench) -> Iterator[Row]:
 
 
 def _rows(work: Measurement, verdicts: dict[str, str], bench: Bench) -> Iterator[Row]:
-    rounds = {"least": 1, "most": 1} if bench.interpreted else {}
+    rounds = {} if bench.seconds else {"least": 1, "most": 1}
     fit = [x for x in work.candidates if x.name not in verdicts or _may_run(x.name, verdicts[x.name])]
     timings = timing.alternate(fit, bench.clock, bench.seconds, **rounds)
     bound = bench.ceilings.bound(work.flops, work.moved) * 1e6

@@ -19,7 +19,7 @@ EAGER, COMPILED, LIGER = "eager", "torch.compile", "Liger-Kernel"
 def _build(shape: Norm, plain: Function, liger: Function, bench: Bench) -> Built:
     fresh_compiler()
     peers = {EAGER: plain, COMPILED: compiled(plain, bench)}
-    if not bench.interpreted:
+    if bench.device.type == "cuda":
         peers[LIGER] = liger
     return described(shape, bench, ("forward", "backward"), peers)
 
@@ -41,6 +41,8 @@ def norm_cases(
 
     if scale == "tiny":
         return [case("tiny", 24, 48, True)]
+    if scale == "cpu":
+        return [case(models[0].name, 1024, models[0].width, False)]
     large = [case(model.name, LARGE // model.width, model.width, True) for model in models]
     if scale == "quick":
         return large[-1:]
