@@ -19,10 +19,8 @@ took ("others"): where it is more than a few per cent, the times are unreliable.
 import argparse
 import contextlib
 import importlib
-import itertools
-import json
+import math
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +36,7 @@ from benchmarks import bench_ring_attention, bench_tensor_parallel, bench_zero, 
 from benchmarks.apart import Rows, Step, run_steps
 from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
 from benchmarks.contact_steps import time_case
+from benchmarks.documents import document_of, slug, table_lines
 from benchmarks.harness import (
     OURS,
     RESULTS,
@@ -85,20 +84,20 @@ class Run:
         return 1 if self.quick else number
 
 
-def slug(machine: str) -> str:
-    """Return a machine's name as a part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", machine.lower())).strip("-")
+def _rounded(others: float) -> float | None:
+    """Return the share of the cores that other programs took, or None where the machine does not count it (NaN)."""
+    return None if math.isnan(others) else round(others, 3)
 
 
 def measurements(case: str, mode: str, times: Mapping[str, Sequence[float]], others: float, **more: Any) -> list[Row]:
-    """Return a row for each candidate. times: the seconds of each round, by candidate."""
+    """Return a row for each candidate. times: the seconds of each round, by candidate; others: see `_rounded`."""
     rows = []
     for name, seconds in times.items():
         alone = name == ALONE
         row: Row = {"case": case, "mode": mode, "candidate": "one process" if alone else name}
         row |= {"processes": 1 if alone else RANKS, "threads": RANKS if alone else 1}
         row |= {f"{key}_ms": round(value * 1e3, 4) for key, value in percentiles(list(seconds)).items()}
-        rows.append(row | {"rounds": len(seconds), "others": round(others, 3)} | more)
+        rows.append(row | {"rounds": len(seconds), "others": _rounded(others)} | more)
     return rows
 
 
@@ -136,7 +135,7 @@ def time_operator(name: str, run: Run, rows: Rows) -> None:
 def _time_operator(case: Case, bench: Bench) -> Row:
     others = _Others()
     found = time_case(case, bench)
-    share, kept = round(others.share(), 3), []
+    share, kept = _rounded(others.share()), []
     for measured in found.pop("measurements"):
         row: Row = {key: measured[key] for key in ("case", "mode", "candidate")}
         row |= {"processes": 1, "threads": cores()}
@@ -237,53 +236,9 @@ def failed(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "error" in row and row.get("candidate", OURS).startswith(OURS)]
 
 
-def document_of(head: Row, rows: Sequence[Row]) -> str:
-    """Return the text of the JSON file, with a line for each row."""
-    text = json.dumps(head, indent=1).removesuffix("\n}")
-    return text + ',\n "rows": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]\n}\n"
-
-
-def _duration(milliseconds: float) -> str:
-    if milliseconds < 1:
-        return f"{1e3 * milliseconds:.0f} µs"
-    return f"{milliseconds:.1f} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"
-
-
-def _cell(row: Row) -> str:
-    """Return a row's time and the name of its candidate; tpfuse has none where it has one candidate."""
-    name = row["candidate"].removeprefix(OURS).strip() if row["candidate"].startswith(OURS) else row["candidate"]
-    if "error" in row:
-        text = f"failed: {row['error']}"
-    else:
-        text = _duration(row["median_ms"]) + (f" ({row['bus_gb_s']:.2g} GB/s)" if "bus_gb_s" in row else "")
-    return (f"{text}, {name}" if name else text).replace("|", "\\|").replace("\n", " ")
-
-
-def table_lines(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table: one for each case and mode, with the candidates of tpfuse beside the peers."""
-    lines = ["| benchmark | case | tpfuse | peers |", "|---|---|---|---|"]
-
-    def case_of(row: Row) -> tuple[str, str, str]:
-        return row["benchmark"], row["case"], row.get("mode", "")
-
-    for (benchmark, case, mode), group in itertools.groupby(rows, case_of):
-        candidates = list(group)
-        name = case if not mode or mode in case else f"{case}; {mode}"
-        if "candidate" not in candidates[0]:
-            error = candidates[0]["error"].strip().splitlines()[-1].replace("|", "\\|")
-            lines.append(f"| {benchmark} | {name} | failed: {error} | |")
-            continue
-        sides = [
-            "; ".join(_cell(row) for row in candidates if row["candidate"].startswith(OURS) == ours)
-            for ours in (True, False)
-        ]
-        lines.append(f"| {benchmark} | {name} | {sides[0]} | {sides[1]} |")
-    return lines
-
-
 def page_of(head: Row, rows: Sequence[Row]) -> str:
     """Return the text of the Markdown file."""
-    others = [row["others"] for row in rows if row.get("others") == row.get("others") and "others" in row]
+    others = [row["others"] for row in rows if row.get("others") is not None]
     lines = [
         f"# tpfuse beside its peers on {head['machine']}",
         "",
