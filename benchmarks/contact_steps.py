@@ -303,17 +303,23 @@ def time_case(case: Case, bench: Bench) -> Row:
 
 
 def time_node(plan: Plan, rows: Rows) -> None:
-    """Time NCCL and torch's fused operators beside tpfuse where there are several GPUs; CPU ranks in a rehearsal."""
-    rows.each("node", partial(_time_node, plan))
+    """Time NCCL and torch's fused operators beside tpfuse where there are several GPUs; CPU ranks in a rehearsal.
+
+    The programs keep their rows in benchmarks/results themselves. A rehearsal leaves out the collectives, whose program
+    would keep the times of CPU ranks.
+    """
+    scale = "tiny" if plan.rehearse else "quick"
+    rows.each("node", partial(_on_all_gpus, plan, "benchmarks.node", "--scale", scale, "--minutes", "5"))
+    if not plan.rehearse:
+        rows.each("collectives", partial(_on_all_gpus, plan, "benchmarks.collectives"))
 
 
-def _time_node(plan: Plan) -> Row:
+def _on_all_gpus(plan: Plan, *program: str) -> Row:
     count = 2 if plan.rehearse else torch.cuda.device_count()
     if count < 2:
         return {"note": "one GPU: there is no NCCL to compare with"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command += ["-m", "benchmarks.node", "--scale", "tiny" if plan.rehearse else "quick", "--minutes", "5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, "-m", *program], cwd=ROOT, capture_output=True, text=True)
     failed = {"error": done.stderr[-2000:]} if done.returncode else {}
     return {"ranks": count, "table": done.stdout.splitlines()} | failed
 

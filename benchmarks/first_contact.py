@@ -4,6 +4,8 @@
     python -m benchmarks.first_contact --out FOLDER --steps timings --operators gemm attention
     python -m benchmarks.first_contact --out FOLDER --rehearse      # all of it on a CPU, interpreted, with tiny shapes
 
+`benchmarks.gpu` takes the steps that time alone, and writes their results into benchmarks/results.
+
 The steps are in this order: the properties of the device; the compiler, on all cores; every operator beside its
 reference; several ranks in one process on streams of their own; several processes on one GPU; training steps; times
 beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as there is time; times of
@@ -89,7 +91,8 @@ def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, An
     }
 
 
-def _line(row: Row) -> str:
+def line(row: Row) -> str:
+    """Return the line that is printed for a row."""
     if row.get("finished"):
         return f"{row['step']}: finished, {row['seconds']} s"
     verdict = "FAILED" if failed(row) else row.get("outcome", row.get("note", "ok"))
@@ -147,7 +150,7 @@ def main() -> int:
     names = [step.name for step in selected]
 
     def say(row: Row) -> None:
-        print(_line(row), flush=True)
+        print(line(row), flush=True)
         if row.get("finished"):
             keep()
 

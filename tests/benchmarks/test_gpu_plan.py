@@ -1,0 +1,249 @@
+"""The table of figures that need a GPU forgets none, and shows what the rows of results have."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import contact_steps, gpu
+from benchmarks.apart import Row, Step, append
+from benchmarks.contact_steps import TIMED, Plan, steps
+from benchmarks.figures import FIGURES
+from benchmarks.gpu import GROUPS, LIMITS, UNKNOWN, figures, keep, measured_in, plan_of
+from benchmarks.harness import OURS, RESULTS
+from tpfuse.tools import operators
+from tpfuse.train.config import parse_train
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = {"machine": "NVIDIA H100", "date": "2026-12-01"}
+PLACE = "(NVIDIA H100, 2026-12-01)"
+
+
+def test_the_committed_table_is_current() -> None:
+    assert (RESULTS / "gpu.md").read_text() == plan_of(measured_in(RESULTS)), "python -m benchmarks.gpu --plan"
+
+
+def test_the_table_names_every_figure() -> None:
+    text = (RESULTS / "gpu.md").read_text()
+    missing = [figure.name for figure in FIGURES if f"| {figure.name} |" not in text]
+    missing += [operator for operator in TIMED if f" --only {operator}`" not in text]
+    missing += [
+        op for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if f"| {op}, speed" not in text
+    ]
+    reports = [path.name for path in RESULTS.glob("*.md") if UNKNOWN in path.read_text() and path.name != "gpu.md"]
+    missing += [name for name in reports if name not in text]
+    assert reports and not missing
+
+
+def test_every_limit_that_is_not_measured_has_a_command() -> None:
+    found = set()
+    for path in (ROOT / "tpfuse").rglob("*.py"):
+        for comment, name, rest in re.findall(r"((?:^#.*\n)*)^(\w+) = (.*)$", path.read_text(), re.M):
+            if UNKNOWN in (comment + rest).lower():
+                found.add(f"{path.relative_to(ROOT)}: {name}")
+    assert found == LIMITS.keys()
+
+
+def test_commands_exist() -> None:
+    for figure in figures():
+        words = shlex.split(figure.command)
+        if words[0] == "tpfuse" and words[1] == "train":
+            assert parse_train(words[2:]).parallel.cp == 8
+        elif words[0] == "tpfuse":
+            assert words == ["tpfuse", "tune"]
+        else:
+            module = words[words.index("-m") + 1]
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+            assert set(words[words.index("--only") + 1 :] if "--only" in words else []) <= TIMED.keys()
+
+
+def _lines(folder: Path) -> dict[str, str]:
+    """Return what the table says is measured, by the name of the figure."""
+    cells = [line.split(" | ") for line in plan_of(measured_in(folder)).splitlines() if line.startswith("| ")]
+    return {name: measured for _, name, _, measured, _ in cells[1:]}
+
+
+def _write(folder: Path, name: str, rows: list[Row]) -> None:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_nothing_is_measured_without_rows(tmp_path: Path) -> None:
+    lines = _lines(tmp_path)
+    assert len(lines) == len(list(figures())) and set(lines.values()) == {UNKNOWN}
+
+
+def _timed(operator: str, candidate: str, median: float, **more: Any) -> Row:
+    row: Row = {"operator": operator, "case": "a", "asked": True, "mode": "forward", "candidate": candidate}
+    return row | {f"{key}_us": median for key in ("median", "p20", "p80")} | {"host_us": 7.0, "rounds": 9} | more
+
+
+def _run(folder: Path) -> None:
+    """Write the rows of a run: the device, ceilings and the times of three operators."""
+    device: Row = {
+        "step": "device",
+        "row": "device",
+        "seconds": 1.0,
+        **CUDA,
+        "torch": "2.13",
+        "triton": "3.7",
+        "cuda": "13",
+    }
+    append(folder, device | {"commit": "abc", "command": "python -m benchmarks.gpu", "driver": "600", "python": "3.12"})
+    append(folder, {"step": "ceilings", "row": "ceilings", "ceilings": {"matrix": 1e15, "copy": 3e12}})
+    for operator, rows in {
+        "layer_norm": [_timed("layer_norm", OURS, 1000.0, bytes=2.7e9)],
+        "rope": [
+            _timed("rope", OURS, 20.0),
+            _timed("rope", "plain torch", 80.0),
+            _timed("rope", "torch.compile", 30.0),
+            _timed("rope", OURS, 10.0, mode="backward", host_us=9.0),
+            _timed("rope", "plain torch", 25.0, mode="backward"),
+        ],
+        "gemm": [
+            _timed("gemm", OURS, 10.0, mode="backward"),
+            _timed("gemm", "F.linear", 9.0, mode="backward"),
+            _timed("gemm", OURS, 10.0, mode="inference"),
+        ],
+    }.items():
+        append(folder, {"step": f"timings: {operator}", "row": "a", "measurements": rows})
+    append(folder, {"step": "timings: adamw", "row": "124m", "error": "RuntimeError: no"})
+
+
+def test_a_run_on_a_gpu_fills_its_figures(tmp_path: Path) -> None:
+    folder, results = tmp_path / "run", tmp_path / "results"
+    folder.mkdir()
+    _run(folder)
+    keep(folder, results)
+    document = json.loads((results / "gpu-nvidia-h100.json").read_text())
+    assert document["machine"] == "NVIDIA H100" and "step" not in document and len(document["rows"]) == 10
+    assert document["rows"][1]["median_ms"] == 0.02 and document["rows"][-1]["error"] == "RuntimeError: no"
+    page = (results / "gpu-nvidia-h100.md").read_text()
+    assert "| rope | a; forward | 20 µs | 80 µs, plain torch; 30 µs, torch.compile |" in page
+    lines = _lines(results)
+    assert lines["layer_norm forward, part of copy bandwidth"] == f"0.90, pass {PLACE}"
+    assert lines["rope, speed / fastest peer"] == f"1.50 to 2.50 {PLACE}"
+    assert lines["gemm backward, speed / fastest peer (backward_products.md)"] == f"0.90 {PLACE}"
+    assert lines["host time of a call, µs (host_time.md)"] == f"7.00 to 9.00 {PLACE}"
+    assert sum(text != UNKNOWN for text in lines.values()) == 4
+    assert (results / "gpu.md").read_text() == plan_of(measured_in(results))
+
+
+def test_rows_between_gpus_fill_their_figures(tmp_path: Path) -> None:
+    def product(layer: str, fused: float | None, **more: Any) -> Row:
+        times = {"by hand": 30.0, "torch.ops.symm_mem": 15.0} | ({} if fused is None else {"tpfuse fused": fused})
+        row: Row = {**CUDA, "ranks": 8, "layer": layer, "M": 8192, "us": {k: {"median": x} for k, x in times.items()}}
+        return row | more
+
+    def collective(nbytes: int, tpfuse: float, peer: str = "nccl", **more: Any) -> Row:
+        times = {f"{peer}_us": {"median": 30.0}, "tpfuse_us": {"median": tpfuse}}
+        return {**CUDA, "ranks": 8, "op": "all_reduce", "bytes": nbytes, **times, **more}
+
+    products = [
+        product("70b tp8 qkv", 1.0),  # an older row of the next one
+        product("70b tp8 qkv", 20.0),
+        product("70b tp8 up", 30.0),
+        product("70b tp8 down", 15.0, ranks=4),
+        product("70b tp8 proj", None),
+    ]
+    _write(tmp_path, "node", products)
+    rows = [collective(4, 1.0), collective(4, 15.0), collective(8, 60.0), collective(4, 1.0, "gloo", machine="CPU")]
+    _write(tmp_path, "collectives", rows)
+    lines = _lines(tmp_path)
+    place = "(8 x NVIDIA H100, 2026-12-01)"
+    assert lines["all_gather_gemm on a node, fused, speed / NCCL and cuBLAS"] == f"1.00 to 1.50 {place}"
+    assert lines["all_gather_gemm on a node, fused, speed / torch.ops.symm_mem"] == f"0.50 to 0.75 {place}"
+    assert lines["gemm_reduce_scatter on a node, fused, speed / NCCL and cuBLAS"] == f"2.00 {place.replace('8', '4')}"
+    assert lines["all_reduce, speed / NCCL"] == f"0.50 to 2.00 {place}"
+    assert lines["all_gather, speed / NCCL"] == UNKNOWN
+
+
+def test_only_tuned_families_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = tmp_path / "table.toml"
+    row = '{families = ["%s"], bits = [16], blocks = {}, num_warps = 4, num_stages = 1, measured = "%s"}'
+    rows = [("sm_80", "H100"), ("sm_90", "H100"), ("sm_90", f"{UNKNOWN}: small")]
+    table.write_text(f"gemm = [{', '.join(row % values for values in rows)}]\n")
+    monkeypatch.setattr(gpu, "TABLE", table)
+    lines = _lines(tmp_path)
+    assert lines["kernels/configurations.toml, sm_80"] != UNKNOWN
+    assert lines["kernels/configurations.toml, sm_90"] == UNKNOWN
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    return gpu.main()
+
+
+def test_without_a_gpu_there_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    assert _main(monkeypatch, "--out", str(tmp_path / "run")) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("benchmarks.gpu: error: there is no CUDA GPU") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert _main(monkeypatch, "--plan") == 0
+    assert (tmp_path / "results" / "gpu.md").read_text() == plan_of(measured_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        (["gemm"], {"device", "ceilings", "timings: gemm", "torch.compile: gemm", "more timings: gemm"}),
+        (["nodes"], {"device", "ceilings", "nodes"}),
+    ],
+)
+def test_the_steps_of_a_name_run(
+    names: list[str], groups: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run_steps(selected: list[Step], folder: Path, *rest: object) -> list[str]:
+        ran.extend(step.name for step in selected)
+        _run(folder)
+        return []
+
+    monkeypatch.setattr(gpu, "run_steps", run_steps)
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(gpu, "unable", lambda *_, **__: None)
+    status = _main(monkeypatch, "--out", str(tmp_path / "run"), "--only", *names)
+    assert set(ran) == groups and len(ran) == len(groups)
+    assert status == 0, "the failure of adamw is of another step"
+    assert (tmp_path / "results" / "gpu-nvidia-h100.json").is_file()
+
+
+def test_a_failure_gives_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "run_steps", lambda selected, folder, *rest: _run(folder) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    assert gpu.measure(tmp_path, ["adamw"], 1.0) == 1
+
+
+def test_groups_are_steps_of_the_first_contact(tmp_path: Path) -> None:
+    everything = steps(Plan(tmp_path, False, 0, tuple(dict.fromkeys([*operators.names(), *TIMED]))))
+    assert set(GROUPS) < everything.keys()
+
+
+def test_programs_between_gpus_run_on_all_of_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "a table\n", "")
+
+    monkeypatch.setattr(contact_steps.subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    contact_steps.time_node(Plan(tmp_path, False, 0, ()), contact_steps.Rows(tmp_path, "nodes", float("inf")))
+    assert [command[command.index("--nproc-per-node") + 1] for command in commands] == ["8", "8"]
+    assert [command[command.index("-m", 2) + 1] for command in commands] == [
+        "benchmarks.node",
+        "benchmarks.collectives",
+    ]
+    rows = gpu.read(tmp_path)
+    assert [(row["row"], row["table"]) for row in rows] == [("node", ["a table"]), ("collectives", ["a table"])]
