@@ -1,6 +1,6 @@
 """Time every operator and every parallel layer on the CPU beside its peers: one JSON file and one table per machine.
 
-    python -m benchmarks.cpu                                   every benchmark, in 5 minutes on two idle cores
+    python -m benchmarks.cpu                                   every benchmark, within 10 minutes on two idle cores
     python -m benchmarks.cpu --only zero collectives --out FOLDER
     python -m benchmarks.cpu --quick                           one round of each, to check that the benchmarks work
 

@@ -109,6 +109,7 @@ def _run(folder: Path) -> None:
             _timed("gemm", OURS, 10.0, mode="backward"),
             _timed("gemm", "F.linear", 9.0, mode="backward"),
             _timed("gemm", OURS, 10.0, mode="inference"),
+            _timed("gemm", "F.linear", 30.0, mode="inference"),
         ],
     }.items():
         append(folder, {"step": f"timings: {operator}", "row": "a", "measurements": rows})
@@ -121,7 +122,7 @@ def test_a_run_on_a_gpu_fills_its_figures(tmp_path: Path) -> None:
     _run(folder)
     keep(folder, results)
     document = json.loads((results / "gpu-nvidia-h100.json").read_text())
-    assert document["machine"] == "NVIDIA H100" and "step" not in document and len(document["rows"]) == 10
+    assert document["machine"] == "NVIDIA H100" and "step" not in document and len(document["rows"]) == 11
     assert document["rows"][1]["median_ms"] == 0.02 and document["rows"][-1]["error"] == "RuntimeError: no"
     page = (results / "gpu-nvidia-h100.md").read_text()
     assert "| rope | a; forward | 20 µs | 80 µs, plain torch; 30 µs, torch.compile |" in page
@@ -153,13 +154,14 @@ def test_rows_between_gpus_fill_their_figures(tmp_path: Path) -> None:
     ]
     _write(tmp_path, "node", products)
     rows = [collective(4, 1.0), collective(4, 15.0), collective(8, 60.0), collective(4, 1.0, "gloo", machine="CPU")]
+    rows.append(collective(4, 10.0, ranks=4))
     _write(tmp_path, "collectives", rows)
     lines = _lines(tmp_path)
     place = "(8 x NVIDIA H100, 2026-12-01)"
     assert lines["all_gather_gemm on a node, fused, speed / NCCL and cuBLAS"] == f"1.00 to 1.50 {place}"
     assert lines["all_gather_gemm on a node, fused, speed / torch.ops.symm_mem"] == f"0.50 to 0.75 {place}"
     assert lines["gemm_reduce_scatter on a node, fused, speed / NCCL and cuBLAS"] == f"2.00 {place.replace('8', '4')}"
-    assert lines["all_reduce, speed / NCCL"] == f"0.50 to 2.00 {place}"
+    assert lines["all_reduce, speed / NCCL"] == f"0.50 to 2.00 {place}; 3.00 {place.replace('8', '4')}"
     assert lines["all_gather, speed / NCCL"] == UNKNOWN
 
 
