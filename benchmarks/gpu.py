@@ -12,8 +12,8 @@ continues in the folder of `benchmarks.first_contact` if that is given. Then it 
     gpu-MACHINE.json    the rows of operators, with the machine, versions, commit and command
     gpu-MACHINE.md      the table of these rows
     gpu.md              every figure of the project that needs a GPU, of all machines that have such a document; the
-                        rows between GPUs come from node.jsonl and collectives.jsonl. What has no row is "not measured
-                        yet", beside the command that measures it.
+                        rows between GPUs come from node.jsonl and collectives.jsonl, and those of training from
+                        training.jsonl. What has no row is "not measured yet", beside the command that measures it.
 """
 
 import argparse
@@ -53,15 +53,22 @@ LIMITS = {
     "tpfuse/ops/ring_attention/fused.py: ROUND_BYTES": f"{_LONG} --parallel.cp-schedule ring",
     "tpfuse/ops/ring_attention/ring_attention.py: GATHERED_BYTES": f"{_LONG} --parallel.cp-schedule all_gather",
 }
+# The options of `tpfuse train` whose speed is a figure: one model on each GPU, and one that eight GPUs share.
+TRAINED = (
+    "--model.preset gpt2-124m",
+    "--model.preset gpt2-1558m --parallel.tp 8 --parallel.impl collective",
+    "--model.preset gpt2-1558m --parallel.tp 8 --parallel.impl fused",
+)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the folder of results has. documents: of GPUs; node, collectives: the rows between GPUs, oldest first."""
+    """What the folder of results has, oldest first. documents: of GPUs; the others: rows of GPUs, by their files."""
 
     documents: Sequence[Row]
     node: Sequence[Row]
     collectives: Sequence[Row]
+    training: Sequence[Row]
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ def measured_in(folder: Path) -> Measured:
         return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
     documents = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-*.json"))]
-    return Measured(documents, rows("node"), [row for row in rows("collectives") if "nccl_us" in row])
+    collectives = [row for row in rows("collectives") if "nccl_us" in row]
+    return Measured(documents, rows("node"), collectives, [row for row in rows("training") if row["gpus"]])
 
 
 def figures() -> Iterator[Figure]:
@@ -112,6 +120,9 @@ def figures() -> Iterator[Figure]:
         if op not in ("broadcast", "reduce"):  # tpfuse has no kernels for these
             name = f"{op}, speed / NCCL"
             yield Figure("between GPUs", name, "", f"{_TORCHRUN} benchmarks.collectives", _Collective(op))
+    for options in TRAINED:
+        name = f"tokens per second, MFU: {options}"
+        yield Figure("training", name, "", f"python -m benchmarks.training_speed {options}", _Training(options))
     for limit, command in LIMITS.items():
         yield Figure("limits", limit, "", command)
     for family in FAMILIES:
@@ -220,6 +231,20 @@ def _by_node(rows: Sequence[Row]) -> list[str]:
         dates = max(row["date"] for row in own)
         texts.append(f"{_range([row['ratio'] for row in own])} ({ranks} x {machine}, {dates})")
     return texts
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The speed of each machine's newest training run with these options."""
+
+    options: str
+
+    def __call__(self, measured: Measured) -> list[str]:
+        rows = [row for row in measured.training if " ".join(row["options"]) == self.options]
+        return [
+            f"{row['tokens_per_second']['median']:.0f}, {row['mfu']['median']:.0%} ({row['gpus']} x {_place(row)})"
+            for row in {(row["machine"], row["gpus"]): row for row in rows}.values()
+        ]
 
 
 @dataclass(frozen=True)

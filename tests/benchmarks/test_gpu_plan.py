@@ -53,7 +53,9 @@ def test_every_limit_that_is_not_measured_has_a_command() -> None:
 def test_commands_exist() -> None:
     for figure in figures():
         words = shlex.split(figure.command)
-        if words[0] == "tpfuse" and words[1] == "train":
+        if "benchmarks.training_speed" in words:
+            assert parse_train(words[3:]).model.preset.startswith("gpt2-")
+        elif words[0] == "tpfuse" and words[1] == "train":
             assert parse_train(words[2:]).parallel.cp == 8
         elif words[0] == "tpfuse":
             assert words == ["tpfuse", "tune"]
@@ -163,6 +165,19 @@ def test_rows_between_gpus_fill_their_figures(tmp_path: Path) -> None:
     assert lines["gemm_reduce_scatter on a node, fused, speed / NCCL and cuBLAS"] == f"2.00 {place.replace('8', '4')}"
     assert lines["all_reduce, speed / NCCL"] == f"0.50 to 2.00 {place}; 3.00 {place.replace('8', '4')}"
     assert lines["all_gather, speed / NCCL"] == UNKNOWN
+
+
+def test_the_newest_training_run_of_a_machine_is_shown(tmp_path: Path) -> None:
+    def row(tokens: float, gpus: int = 8, options: str = "--model.preset gpt2-124m") -> Row:
+        figures = {"tokens_per_second": {"median": tokens}, "mfu": {"median": 0.41}}
+        return {**CUDA, "gpus": gpus, "options": options.split(), **figures}
+
+    _write(tmp_path, "training", [row(1.0), row(2e6), row(3e5, 1), row(9.0, 0), row(8.0, options="--train.batch 1")])
+    lines = _lines(tmp_path)
+    first, second = (f"{x} x NVIDIA H100, 2026-12-01" for x in (8, 1))
+    expected = f"2000000, 41% ({first}); 300000, 41% ({second})"
+    assert lines["tokens per second, MFU: --model.preset gpt2-124m"] == expected
+    assert sum(text != UNKNOWN for text in lines.values()) == 1
 
 
 def test_only_tuned_families_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
