@@ -70,7 +70,7 @@ LEFT_OUT = {
     "existing_models": "needs transformers: `python -m benchmarks.bench_existing_models`",
     "nanogpt": "needs a checkout of nanoGPT and a text: `python -m benchmarks.bench_nanogpt`",
 }
-_PATIENCE = 240.0  # the seconds after which a row counts as a hang
+_PATIENCE = 600.0  # the seconds after which a row counts as a hang
 
 
 @dataclass(frozen=True)
