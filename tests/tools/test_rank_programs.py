@@ -77,8 +77,9 @@ def test_rounds_with_other_bits_are_returned() -> None:
     assert results == [[], [5 - 1 - rank_programs.VARIANTS]]
 
 
-def test_one_rank_alone_runs_without_waiting() -> None:
-    one_rank.profile("all_gather_gemm, copy engines", 3, 1, TINY, CPU, timeout=60.0)
+@pytest.mark.parametrize("name", ["all_gather_gemm, copy engines", "gemm_reduce_scatter, copy engines"])
+def test_one_rank_alone_runs_without_waiting(name: str) -> None:
+    one_rank.profile(name, 3, 1, TINY, CPU, timeout=60.0)
 
 
 def test_one_rank_without_signals_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

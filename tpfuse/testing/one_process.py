@@ -34,7 +34,7 @@ from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapp
 Result = TypeVar("Result")
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-_FROM_PEERS = ("flags", "ready, stamp")  # the signals of a channel that other ranks set
+_FROM_PEERS = ("flags", "ready, stamp", "ready, stamp, stored")  # the signals of a channel that other ranks set
 _FREE = 4  # multiprocessors for kernels that run beside the grids that wait: copies, sums, delays
 _LARGE, _SMALL = (
     2**31,
