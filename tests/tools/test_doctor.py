@@ -19,6 +19,7 @@ from tpfuse.comm import probe
 from tpfuse.tools import doctor
 from tpfuse.tools import machine as machines
 from tpfuse.tools.machine import Finding, Gpu, Machine
+from tpfuse.train import host
 from tpfuse.train.errors import RunError
 
 GIB = 2**30
@@ -112,7 +113,7 @@ class StandIn(Machine):
         return sorted({path.split("/")[0] for path in inside})
 
     def output(self, *command: str) -> str | None:
-        return self.outputs.get(" ".join(command))
+        return self.outputs.get(" ".join([Path(command[0]).name, *command[1:]]))
 
     def program(self, name: str) -> str | None:
         return f"/usr/bin/{name}" if name == "gcc" or f"{name} --version" in self.outputs else None
@@ -536,7 +537,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert machine.output(sys.executable, "-c", "print(1)") == "1\n"
     assert machine.program("sh") and machine.program("no such command") is None
     assert machine.output(sys.executable, "-c", "exit(1)") is None and machine.output("no such command") is None
-    monkeypatch.setattr(machines, "_PATIENCE", 0.05)
+    monkeypatch.setattr(host, "_PATIENCE", 0.05)
     assert machine.output("sleep", "5") is None
     assert machine.limit(resource.RLIMIT_NOFILE) in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
     assert machine.usable_cores() == os.sched_getaffinity(0)

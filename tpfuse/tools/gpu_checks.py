@@ -15,7 +15,6 @@ _SLOWDOWNS = {
     0x40: "the hardware has slowed the clocks down because of the temperature",
     0x80: "the power supply has slowed the clocks down",
 }
-_ADMINISTRATOR, _PERFORMANCE_MONITOR = 1 << 21, 1 << 38  # bits of CapEff: CAP_SYS_ADMIN and CAP_PERFMON
 
 
 def gpu_findings(machine: Machine) -> list[Finding]:
@@ -190,34 +189,30 @@ def _multicast(machine: Machine, count: int) -> Finding:
 
 
 def _nsys(machine: Machine) -> Finding:
-    if machine.program("nsys") is None:
+    program = machine.program("nsys")
+    if program is None:
         return Finding("profilers", "note", "nsys is not installed, so Nsight Systems cannot record a timeline.")
-    if machine.output("nsys", "--version") is None:
+    if machine.output(program, "--version") is None:
         return Finding("profilers", "note", "nsys is installed but cannot run: `nsys --version` fails.")
     paranoid = machine.text("proc/sys/kernel/perf_event_paranoid") or ""
-    if paranoid.lstrip("-").isdigit() and int(paranoid) > 2 and not _privileged(machine):
+    if paranoid.lstrip("-").isdigit() and int(paranoid) > 2 and not machine.privileged():
         cure = "`sudo sysctl kernel.perf_event_paranoid=2` allows it"
         return Finding("profilers", "note", f"nsys can run, but it cannot sample the CPU: {cure}.")
     return Finding("profilers", "ok", "nsys can run.")
 
 
 def _ncu(machine: Machine, gpus: bool) -> Finding:
-    if machine.program("ncu") is None:
+    program = machine.program("ncu")
+    if program is None:
         return Finding("profilers", "note", "ncu is not installed, so Nsight Compute cannot measure kernels.")
-    if machine.output("ncu", "--version") is None:
+    if machine.output(program, "--version") is None:
         return Finding("profilers", "note", "ncu is installed but cannot run: `ncu --version` fails.")
     if not gpus:
         return Finding("profilers", "ok", "ncu can run, but there is no GPU for it.")
-    only = re.search(r"RmProfilingAdminOnly: (\d)", machine.text("proc/driver/nvidia/params") or "")
-    if only is None:
+    permitted = machine.counters_permitted()
+    if permitted is None:
         return Finding("profilers", "note", "ncu can run; it is unknown whether it may read performance counters.")
-    if only[1] != "0" and not _privileged(machine):
+    if not permitted:
         cure = "load the driver with NVreg_RestrictProfilingToAdminUsers=0, or run ncu as an administrator"
         return Finding("profilers", "note", f"ncu will fail with ERR_NVGPUCTRPERM when it reads counters: {cure}.")
     return Finding("profilers", "ok", "ncu can run and may read performance counters.")
-
-
-def _privileged(machine: Machine) -> bool:
-    """Returns whether this process may read performance counters that only administrators may read."""
-    effective = re.search(r"CapEff:\s*([\da-f]+)", machine.text("proc/self/status") or "")
-    return effective is not None and bool(int(effective[1], 16) & (_ADMINISTRATOR | _PERFORMANCE_MONITOR))

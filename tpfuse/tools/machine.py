@@ -1,7 +1,6 @@
-"""The machine as `tpfuse doctor` reads it: files of the kernel, commands, the driver, torch, limits, the environment.
+"""The machine as `tpfuse doctor` reads it: what `tpfuse.train.host` reads, and the driver, torch and limits.
 
-Every method reads one fact and raises nothing: a fact that cannot be read is None, or an empty collection. Tests
-replace the methods to simulate machines.
+Here too, every method reads one fact and raises nothing, and tests replace the methods to simulate machines.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -29,8 +27,8 @@ from tpfuse.comm.cuda_calls import CudaCalls, mps_enabled, native_atomics
 from tpfuse.comm.decisions import default_file, driver, machine, read_decisions
 from tpfuse.comm.probe import MULTICAST, anonymous_memory, available_memory, gpus_with, time_limit
 from tpfuse.kernels.launch import INTERPRETED, family
+from tpfuse.train.host import Host
 
-_PATIENCE = 10.0  # seconds that a command gets: nvidia-smi takes some where the driver is not kept loaded
 _OPEN = "import sys; open(sys.argv[1], 'r+b').close()"
 
 Status = Literal["ok", "note", "fails"]
@@ -59,45 +57,12 @@ class Gpu:
     problem: str = ""
 
 
-class Machine:
-    """This machine. root: the folder that contains /proc, /sys and /dev; environment: the variables of this process."""
+class Machine(Host):
+    """This machine, with what the driver, torch and Triton know of it."""
 
     def __init__(self, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> None:
-        self.root = root
-        self.environment = environment
+        super().__init__(root, environment)
         self._not_shared: str | None = None  # the result of `shared_memory`, which starts a process
-
-    def text(self, path: str) -> str | None:
-        """Returns the text of a file, without blanks around it. path: relative to the root."""
-        try:
-            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
-            return None
-
-    def names(self, folder: str) -> list[str]:
-        """Returns the sorted names in a folder. folder: relative to the root."""
-        try:
-            return sorted(path.name for path in (self.root / folder).iterdir())
-        except OSError:
-            return []
-
-    def gpu_files(self) -> list[str]:
-        """Returns the device files of NVIDIA's GPUs. /proc shows a container also those that it may not use."""
-        return [name for name in self.names("dev") if re.fullmatch(r"nvidia\d+", name)]
-
-    def output(self, *command: str) -> str | None:
-        """Returns what a command prints; None if it is not found, fails, or takes too long."""
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=True
-            )
-        except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-            return None
-        return done.stdout
-
-    def program(self, name: str) -> str | None:
-        """Returns the path of an installed command."""
-        return shutil.which(name)
 
     def python_header(self) -> bool:
         """Returns whether the C header of this Python is installed."""
