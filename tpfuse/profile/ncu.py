@@ -61,9 +61,9 @@ def commands(
 
     program: the command that launches them; empty for kernels that wait, of which one rank of `world` then runs alone.
     marked: whether the program marks what to measure by cudaProfilerStart and cudaProfilerStop. application: run the
-    program on `world` ranks of this machine, which torchrun starts, each with an ncu of its own. The program's process
-    group should be one of Gloo: nobody has tried whether kernels of NCCL proceed beside kernels that ncu delays. out:
-    the folder of the reports.
+    program on `world` ranks of this machine, which torchrun starts, each with an ncu of its own. It runs many times, so
+    it must not refuse files of an earlier run. Its process group should be one of Gloo: nobody has tried whether
+    kernels of NCCL proceed beside kernels that ncu delays. out: the folder of the reports.
 
     Raises UserError if a kernel would wait for ever.
     """
