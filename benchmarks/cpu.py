@@ -68,6 +68,7 @@ LEFT_OUT = {
     "sharded_adamw": "a kernel of GPUs: on the CPU it would be interpreted; zero's rows have the update by CPU ranks",
     "compile": "torch.compile alone takes minutes: `python -m benchmarks.bench_compile`",
     "existing_models": "needs transformers: `python -m benchmarks.bench_existing_models`",
+    "trace": "no peer: what the marks of traces cost: `python -m benchmarks.bench_trace`",
     "nanogpt": "needs a checkout of nanoGPT and a text: `python -m benchmarks.bench_nanogpt`",
 }
 _PATIENCE = 600.0  # the seconds after which a row counts as a hang

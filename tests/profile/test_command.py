@@ -1,5 +1,6 @@
 """`tpfuse profile` runs a command with what it needs, and explains the result."""
 
+import gzip
 import json
 import shlex
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tpfuse.cli import run
+from tpfuse.profile import preflight
 from tpfuse.profile.command import commands_of
+from tpfuse.train.errors import UserError
 from tpfuse.train.options import ProfileCommand
 
 TPFUSE = [sys.executable, "-m", "tpfuse"]
@@ -65,9 +68,96 @@ def test_commands(words: str, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.touch()
     given = words.replace("FILE.toml", str(file)).split()
-    (command,) = commands_of(ProfileCommand(), given, Path("P"))
+    (command,) = commands_of(ProfileCommand(), given, Path("P"), "trace")
     text = shlex.join(command).replace(shlex.join(TPFUSE), "tpfuse", 1)
     assert text == expected.replace("FILE.toml", str(file)).replace("PYTHON", sys.executable)
+
+
+NSYS = (
+    "nsys profile --trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none --cuda-graph-trace=node{} --force-overwrite=true"
+    " --output=P/nsys-%h"
+)
+CAPTURE = " --capture-range=cudaProfilerApi --capture-range-end=stop"
+NCU = "ncu --replay-mode kernel --target-processes all --set full{} --kernel-name {} --launch-count 5 --force-overwrite"
+MARKED = f"--profile.steps 3:5 --profile.nvtx {ENDS}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "expected"),
+    [
+        (
+            ProfileCommand(with_="torch"),
+            "tiny",
+            f"tpfuse train --model.preset tiny --profile.steps 3:5 --profile.torch P/torch {ENDS}",
+        ),
+        (
+            ProfileCommand(with_="nsys"),
+            "tiny",
+            f"{NSYS.format(CAPTURE)} tpfuse train --model.preset tiny {MARKED}",
+        ),
+        (ProfileCommand(with_="nsys"), f"{sys.executable} mine.py", f"{NSYS.format('')} PYTHON mine.py"),
+        (
+            ProfileCommand(with_="ncu", kernel="^gemm_forward"),
+            "tiny",
+            f"{NCU.format(' --profile-from-start off', 'regex:^gemm_forward')} --export P/ncu"
+            f" tpfuse train --model.preset tiny {MARKED}",
+        ),
+        (
+            ProfileCommand(with_="ncu", kernel="^gemm_forward"),
+            f"{sys.executable} mine.py",
+            f"{NCU.format('', 'regex:^gemm_forward')} --export P/ncu PYTHON mine.py",
+        ),
+        (
+            ProfileCommand(with_="ncu", kernel="all_gather_gemm", ranks=4),
+            "",
+            f"{NCU.format(' --profile-from-start off', 'regex:all_gather_gemm')} --export P/ncu-all_gather_gemm"
+            " PYTHON -m tpfuse.tools.one_rank all_gather_gemm --world 4",
+        ),
+    ],
+)
+def test_commands_of_other_profilers(options: ProfileCommand, words: str, expected: str) -> None:
+    (command,) = commands_of(options, words.split(), Path("P"), options.with_)
+    ours = f"{sys.executable} -m tpfuse train"
+    assert " ".join(command).replace(ours, "tpfuse train") == expected.replace("PYTHON", sys.executable)
+
+
+STAND_IN = """#!/bin/sh
+if [ "$1" = stats ]; then
+    echo '[{"Range": "tpfuse:step 3", "Total Time (ns)": 5000000, "Instances": 1}]'
+else
+    for word; do case "$word" in --output=*) touch "${word#--output=}.nsys-rep";; esac; done
+fi
+"""
+
+
+def test_nsys_is_checked_then_run_then_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tool, out = tmp_path / "nsys", tmp_path / "profile"
+    tool.write_text(STAND_IN)
+    tool.chmod(0o755)
+    arguments = ["profile", "--with", "nsys", "--out", str(out), "--", "tiny"]
+
+    def refuse(host: object) -> str:
+        raise UserError("nsys is too old")
+
+    monkeypatch.setattr(preflight, "nsys", refuse)
+    assert run(arguments) == 2 and not out.exists()
+    assert capfd.readouterr().err == "tpfuse profile: error: nsys is too old\n"
+    monkeypatch.setattr(preflight, "nsys", lambda host: str(tool))
+    assert run(arguments) == 0
+    said = capfd.readouterr().out
+    assert "ranges of tpfuse" in said and "step 3" in said and "5.000 ms" in said
+    assert f"files in {out}: nsys-%h.nsys-rep" in said
+
+
+def test_torch_records_the_steps(small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "profile"
+    assert run(["profile", "--with", "torch", "--steps", "2:3", "--out", str(out), "--", *small]) == 0
+    assert f"files in {out}: torch/rank0.json.gz, torch/rank1.json.gz" in capfd.readouterr().out
+    found = json.loads(gzip.decompress((out / "torch" / "rank1.json.gz").read_bytes()))
+    steps = {event["name"] for event in found["traceEvents"] if event["name"].startswith("ProfilerStep#")}
+    assert len(steps) == 2
 
 
 def test_commands_can_be_printed_alone(
@@ -92,6 +182,9 @@ def test_commands_can_be_printed_alone(
         ("--steps 0 -- tiny", "steps '0'"),
         ("--out FULL -- tiny", "expected a new or an empty folder"),
         ("--with perf -- tiny", "perf"),
+        ("--kernel gemm -- tiny", "--kernel is for --with ncu"),
+        ("--with ncu -- tiny", "needs --kernel"),
+        ("--with ncu --kernel all_gather_gemm --print -- tiny", "tpfuse.tools.one_rank all_gather_gemm"),
         ("summary", "expected the folder of the traces"),
         ("summary FULL", "has no traces"),
     ],

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from tpfuse.comm.host import replace_file
+from tpfuse.profile import ncu, nsys, preflight
 from tpfuse.profile.compare import SUMMARY
 from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.summary import summarise, table
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.train.config import PRESETS
 from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.host import Host
 from tpfuse.train.messages import program, say
 from tpfuse.train.options import ProfileCommand
 from tpfuse.train.step_numbers import profiled_steps
@@ -29,17 +31,18 @@ TRACE, RUN = "trace", "run"  # folders within a profile
 def profile(options: ProfileCommand, words: Sequence[str]) -> int:
     """Runs the command `words`, or the training of a configuration, and prints what was found.
 
-    Returns the exit status of the command. Raises UserError.
+    Returns 0. Raises UserError for bad input and for what this machine lacks, and RunError if the command fails.
     """
-    profiled_steps(options.steps)
     out = options.out or Path("profiles") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: expected a new or an empty folder")
-    commands = commands_of(options, words, out)
+    commands = commands_of(options, words, out, options.with_)
     if options.print:
         for command in commands:
             say(shlex.join(command))
         return 0
+    tool = _tool(options)
+    commands = commands_of(options, words, out, tool)
     out.mkdir(parents=True, exist_ok=True)
     for command in commands:
         say(f"running  {shlex.join(command)}")
@@ -49,16 +52,56 @@ def profile(options: ProfileCommand, words: Sequence[str]) -> int:
     for checkpoint in (out / RUN).glob("step-*"):  # nobody continues a run that was only profiled
         shutil.rmtree(checkpoint)
     say()
-    say(summary_of(out))
+    say(_result(options, out, tool))
     return 0
 
 
-def commands_of(options: ProfileCommand, words: Sequence[str], out: Path) -> list[list[str]]:
-    """Returns the commands to run, in their order. Raises UserError if this machine or the command does not permit."""
+def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: str) -> list[list[str]]:
+    """Returns the commands to run, in their order. tool: the program of the profiler nsys or ncu.
+
+    Raises UserError for a command that cannot be profiled.
+    """
+    profiled_steps(options.steps)
+    if options.kernel and options.with_ != "ncu":
+        raise UserError(f"--kernel is for --with ncu: --with {options.with_} records all kernels")
+    if options.with_ == "ncu" and not words:
+        return ncu.commands(options.kernel, (), out, world=options.ranks, tool=tool)
     command = _command(words)
-    flags = ["--profile.steps", options.steps]
-    flags += ["--profile.trace", str(out / TRACE)]
-    return [_trained(command, options, [*flags], out)]
+    trained = _is_training(command)
+    if options.with_ in ("trace", "torch"):
+        return [_trained(command, options, [f"--profile.{options.with_}", str(out / options.with_)], out)]
+    if trained:
+        command = _trained(command, options, ["--profile.nvtx"], out)
+    if options.with_ == "nsys":
+        return [nsys.command(command, out, trained, tool=tool)]
+    return ncu.commands(
+        options.kernel, command, out,
+        world=options.ranks, marked=trained, application=options.all_ranks, tool=tool,
+    )  # fmt: skip
+
+
+def _tool(options: ProfileCommand) -> str:
+    """Returns the path of the profiler's program. Raises UserError if it cannot record here."""
+    match options.with_:
+        case "nsys":
+            return preflight.nsys(Host())
+        case "ncu":
+            return preflight.ncu(Host(), lockstep=options.all_ranks)
+        case "torch":
+            preflight.torch_profiler(Host())
+    return options.with_
+
+
+def _result(options: ProfileCommand, out: Path, tool: str) -> str:
+    """Returns what a profiler has found, in words, and the files that it has written."""
+    if options.with_ == "trace":
+        return summary_of(out)
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.relative_to(out).parts[0] != RUN)
+    written = f"files in {out}: {', '.join(file for file in files if (out / file).is_file())}"
+    if options.with_ != "nsys":
+        return written
+    reports = sorted(out.glob("*.nsys-rep"))
+    return "\n\n".join([*(nsys.summarise(report, tool=tool) for report in reports), written])
 
 
 def _command(words: Sequence[str]) -> list[str]:
@@ -81,18 +124,24 @@ def _command(words: Sequence[str]) -> list[str]:
     return [found, *rest]
 
 
-def _trained(command: list[str], options: ProfileCommand, flags: Sequence[str], out: Path) -> list[str]:
-    """Returns a command that runs `tpfuse train`, with the flags that record the steps and end after them."""
+def _is_training(command: Sequence[str]) -> bool:
+    """Returns whether a command runs `tpfuse train`, perhaps by torchrun."""
     words = [Path(word).name for word in command]
-    if not any(pair == ("tpfuse", "train") for pair in itertools.pairwise(words)):
+    return any(pair == ("tpfuse", "train") for pair in itertools.pairwise(words))
+
+
+def _trained(command: Sequence[str], options: ProfileCommand, flags: Sequence[str], out: Path) -> list[str]:
+    """Returns a command that runs `tpfuse train`, with the flags that record the steps and end after them."""
+    if not _is_training(command):
         raise UserError(
             f"--with {options.with_} records the steps of `tpfuse train`, and this command is another program: in that"
             " program, use tpfuse.record_trace(FOLDER, model, group), and then: tpfuse profile summary FOLDER"
         )
     if "--resume" in command:
         raise UserError("a profile is a run of its own: leave out --resume, or give `tpfuse train` --profile.trace")
-    last = profiled_steps(options.steps)[-1]
-    return [*command, *flags, "--train.steps", str(last), "--train.eval-every", "0", "--out", str(out / RUN)]
+    steps, last = options.steps, profiled_steps(options.steps)[-1]
+    ending = ["--train.steps", str(last), "--train.eval-every", "0", "--out", str(out / RUN)]
+    return [*command, "--profile.steps", steps, *flags, *ending]
 
 
 def _run(command: Sequence[str]) -> int:

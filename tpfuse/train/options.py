@@ -396,7 +396,12 @@ class ProfileCommand:
     steps: str = "3:5"
     """Record these steps: one number, or the first and the last as in 10:12. The run ends after them."""
     kernel: str = ""
-    """Measure the kernels whose names this regular expression matches. Profiler ncu needs it."""
+    """With ncu, measure the kernels whose names this regular expression matches. Kernels that wait for other ranks need
+    no command: tpfuse launches them as one rank alone."""
+    ranks: int = 8
+    """With ncu, measure kernels that wait as if there were this number of ranks."""
+    all_ranks: bool = False
+    """With ncu, run the command on all --ranks of this machine, each with an ncu of its own, once for each pass."""
     out: OptionalPath = None
     """Write all files to this folder, which must be new or empty. Default: profiles/DATE-TIME."""
     print: bool = False

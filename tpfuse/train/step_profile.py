@@ -15,6 +15,7 @@ from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import NvtxRanges
 from tpfuse.train.options import ProfileOptions
 from tpfuse.train.step_numbers import profiled_steps
+from tpfuse.train.torch_profile import TorchProfile
 
 
 class StepProfile:
@@ -38,7 +39,8 @@ class StepProfile:
         self._model = None if compiled else model  # whose layers are marked
         self._group, self._device = group, device
         self._steps = profiled_steps(options.steps)
-        self._wanted = options.trace is not None or (options.nvtx and device.type == "cuda")
+        self._wanted = bool(options.trace or options.torch) or (options.nvtx and device.type == "cuda")
+        self._torch: TorchProfile | None = None
         self._whole = contextlib.ExitStack()  # of all steps
         self._stack = contextlib.ExitStack()  # of the steps to profile
 
@@ -60,6 +62,8 @@ class StepProfile:
         """Records step `number` if it is one of those to profile."""
         if self._wanted and number == self._steps.start:
             self._begin()
+        elif self._torch is not None:
+            self._torch.step()
         with trace.span("step", f"step {number}"):
             yield
         if number == self._steps[-1]:
@@ -68,6 +72,9 @@ class StepProfile:
     def _begin(self) -> None:
         if self._options.nvtx and self._device.type == "cuda":
             self._stack.enter_context(_captured(self._device))
+        if self._options.torch is not None:
+            rank = 0 if self._group is None else self._group.rank()
+            self._torch = self._stack.enter_context(TorchProfile(self._options.torch, rank, self._device))
         if self._options.trace is not None:
             model = None if self._options.nvtx else self._model  # else each layer would have two spans
             self._stack.enter_context(record_trace(self._options.trace, model, self._group, self._device, self._layout))
@@ -77,6 +84,7 @@ class StepProfile:
             self._stack.close()
         except OSError as error:
             warn(f"cannot write the profile: {error}")
+        self._torch = None
 
 
 @contextlib.contextmanager

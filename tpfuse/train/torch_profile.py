@@ -33,7 +33,7 @@ class TorchProfile:
         return self
 
     def step(self) -> None:
-        """Marks the end of a step."""
+        """Marks the end of a step and the beginning of the next one."""
         self._profiler.step()
 
     def __exit__(
