@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"comm.collectives", "train", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
-LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "testing", "tools", "cli")]
+LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "profile", "testing", "tools", "cli")]
 LIBRARY_PACKAGES = {"torch", "triton", "numpy", "einops", "safetensors", "tpfuse"}
 ADAPTER = ROOT / "tpfuse" / "drop_in" / "huggingface.py"  # it alone knows transformers
 

@@ -16,7 +16,7 @@ from typing import Any
 from tpfuse.comm.trace import Span
 from tpfuse.profile.trace_files import RankTrace
 
-_KINDS = ("computing", "communication", "waiting", "idle")
+KINDS = ("computing", "communication", "waiting", "idle")
 _WORTH_A_SENTENCE = 0.02  # the least share of a step
 
 
@@ -92,7 +92,7 @@ def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place
                 times.waits[peer] += node.exclusive
                 _count_wait(times, span, operator, signals[peer] if peer < len(signals) else {})
             elif span.kind == "communication":
-                waited, last = _wait_for_last(span, signals, trace.rank)
+                waited, last = wait_for_last(span, signals, trace.rank)
                 times.communication += node.exclusive - waited
                 times.exposed += node.exclusive
                 times.in_flight += max(node.exclusive, _duration_in_background(span, trace.signals))
@@ -146,7 +146,7 @@ def _count_wait(times: Times, span: Span, operator: Span | None, signals: Mappin
     times.in_flight += max(duration, awaited)
 
 
-def _wait_for_last(span: Span, signals: Sequence[Mapping[str, int]], rank: int) -> tuple[int, int]:
+def wait_for_last(span: Span, signals: Sequence[Mapping[str, int]], rank: int) -> tuple[int, int]:
     """Returns (ns of a collective before the last rank had come, that rank)."""
     begun = {other: of[f"begin {span.flow}"] for other, of in enumerate(signals) if f"begin {span.flow}" in of}
     if not begun:
@@ -203,7 +203,7 @@ def _sum(times: Iterable[Times]) -> Times:
 
 
 def _seconds(times: Times, steps: int) -> dict[str, Any]:
-    values: dict[str, Any] = {f"{kind}_s": getattr(times, kind) / steps / 1e9 for kind in _KINDS}
+    values: dict[str, Any] = {f"{kind}_s": getattr(times, kind) / steps / 1e9 for kind in KINDS}
     values["waits_s"] = {str(rank): ns / steps / 1e9 for rank, ns in sorted(times.waits.items()) if ns}
     return values
 
@@ -220,7 +220,7 @@ def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, Tim
     ranks = document["ranks"]
     slowest = max(ranks, key=lambda row: float(row["wall_s"]))
     wall = slowest["wall_s"] or 1e-9
-    shares = ", ".join(f"{slowest[f'{kind}_s'] / wall:.0%} {kind}" for kind in _KINDS)
+    shares = ", ".join(f"{slowest[f'{kind}_s'] / wall:.0%} {kind}" for kind in KINDS)
     where = f" on rank {slowest['rank']}" if len(ranks) > 1 else ""
     sentences = [f"A step takes {_time(wall)}{where}: {shares}."]
     if document["hidden_share"] is not None and len(ranks) > 1:
@@ -279,22 +279,26 @@ def _time(seconds: float) -> str:
 
 def table(document: Mapping[str, Any], rows: int = 12) -> str:
     """Returns the times of all ranks, and of the operators that take longest, as text."""
-    columns = [f"{kind:>14}" for kind in _KINDS]
+    columns = [f"{kind:>14}" for kind in KINDS]
     lines = [f"{'':<52}{'total':>10}" + "".join(columns)]
     lines += [_line(f"rank {row['rank']}", row["wall_s"], row) for row in document["ranks"]]
     lines.append("")
+    lines += [_line(name, mean["total_s"], mean) for name, mean in list(mean_operators(document).items())[:rows]]
+    return "\n".join(lines)
+
+
+def mean_operators(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the times of each operator over all layers, the mean over ranks, the longest first."""
     merged: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for rank in document["ranks"]:
         for row in rank["operators"]:
             merged[kind_of(row)].append(row)
     count = len(document["ranks"])
     means = {
-        name: {key: sum(row[key] for row in found) / count for key in ("total_s", *(f"{k}_s" for k in _KINDS))}
+        name: {key: sum(row[key] for row in found) / count for key in ("total_s", *(f"{k}_s" for k in KINDS))}
         for name, found in merged.items()
     }
-    for name, mean in sorted(means.items(), key=lambda item: -item[1]["total_s"])[:rows]:
-        lines.append(_line(name, mean["total_s"], mean))
-    return "\n".join(lines)
+    return dict(sorted(means.items(), key=lambda item: -item[1]["total_s"]))
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
@@ -306,5 +310,5 @@ def kind_of(row: Mapping[str, Any]) -> str:
 
 
 def _line(name: str, total: float, row: Mapping[str, Any]) -> str:
-    cells = "".join(f"{_time(row[f'{kind}_s']):>14}" for kind in _KINDS)
+    cells = "".join(f"{_time(row[f'{kind}_s']):>14}" for kind in KINDS)
     return f"{name[:51]:<52}{_time(total):>10}{cells}"
