@@ -308,7 +308,8 @@ def test_names_with_special_characters_are_drawn_as_they_are(tmp_path: Path) -> 
         trace.steps[0].children[0].span.layer = "<a> & $b$ 'c'"
     assert words(drawn(traces, tmp_path / "timeline.svg"))[0] == "linear_reduce_scatter of <a> & $b$ 'c', step 4:"
     document: dict[str, Any] = summarise(traces)
-    document["sentences"][0] = "$x_ is not mathematics$"
+    document["sentences"][0] = r"As a formula $\frac$ would be an error."
+    document["ranks"][0]["operators"][0]["operator"] = r"$\frac$"
     draw_breakdown(document, tmp_path / "breakdown.png")
 
 

@@ -1,7 +1,7 @@
 """Draws the summary of a profile: where the time of each rank goes, and how long ranks wait for each other."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,17 +30,17 @@ def draw_breakdown(document: Mapping[str, Any], path: Path) -> None:
 
     document: what `summarise` returns. Raises OSError if the file cannot be written.
     """
-    _save(breakdown(document), path)
+    _draw(breakdown, document, path)
 
 
 def draw_waits(document: Mapping[str, Any], path: Path) -> None:
     """Draws how long each rank waits for each other, as a PNG. Raises OSError if the file cannot be written."""
-    _save(waits(document), path)
+    _draw(waits, document, path)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    with rc_context({"text.parse_math": False}):
-        figure.savefig(path, format="png", bbox_inches="tight", pad_inches=0.2)
+def _draw(figure: Callable[[Mapping[str, Any]], Figure], document: Mapping[str, Any], path: Path) -> None:
+    with rc_context({"text.parse_math": False}):  # a $ in a name is no formula
+        figure(document).savefig(path, format="png", bbox_inches="tight", pad_inches=0.2)
 
 
 def breakdown(document: Mapping[str, Any]) -> Figure:
