@@ -1,5 +1,6 @@
 """The pictures of a profile show the numbers of the traces: not their pixels are tested, but what is drawn where."""
 
+import dataclasses
 import itertools
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from tpfuse.comm.trace import Kind, Span
+from tpfuse.comm.trace import Kind, Launch, Span
 from tpfuse.profile.appearance import COLOURS, duration, three_digits
 from tpfuse.profile.pictures import breakdown, draw_breakdown, draw_waits, waits
 from tpfuse.profile.summary import KINDS, summarise
@@ -28,7 +29,8 @@ def spanned(
     kind: Kind, name: str, begin: float, end: float, *children: Node, peer: int | None = None, flow: str = ""
 ) -> Node:
     layer = LAYER if kind == "operator" else ""
-    return Node(Span(kind, name, "", peer, flow, layer, round(begin * US), round(end * US)), list(children))
+    implementation = "direct" if kind == "operator" else ""
+    return Node(Span(kind, name, implementation, peer, flow, layer, round(begin * US), round(end * US)), list(children))
 
 
 def wait(begin: float, end: float, peer: int, flow: str = "") -> Node:
@@ -87,7 +89,9 @@ def test_bars_have_the_widths_of_the_document() -> None:
         assert [left for _, left, _ in found] == pytest.approx(
             list(itertools.accumulate((ms for _, ms in expected[:-1]), initial=0))
         )
-    assert [label.get_text() for label in lower.get_yticklabels()] == ["between the parts of a step", NAME.split()[0]]
+    assert [label.get_text() for label in lower.get_yticklabels()] == [
+        "rest of the step, other", "linear_reduce_scatter (direct)"
+    ]  # fmt: skip
     means = [sum(rank["operators"][place]["computing_s"] for rank in document["ranks"]) / 2 * 1e3 for place in (0, 1)]
     assert [bars(lower)[row][0][2] for row in (0, 1)] == pytest.approx(means)
     texts = [text.get_text() for text in upper.texts]
@@ -262,11 +266,11 @@ def test_a_collective_waits_for_the_rank_that_begins_last(tmp_path: Path) -> Non
 
 
 def test_programs_of_a_kernel_have_lanes_of_their_own(tmp_path: Path) -> None:
-    programs = [
-        spanned("wait", f"program {program}", 100, 100 + 50 * (program + 1), peer=1, flow="") for program in range(6)
-    ]
+    operator = spanned("operator", NAME, 0, 1000, spanned("communication", "stage", 0, 10))
+    events = [(program, "waiting", 1, 100 * US, (150 + 50 * program) * US) for program in range(6)]
+    launches = [Launch("gemm", 0, 6, 0, [*events, (5, "computing", -1, 500 * US, 600 * US)])]
     traces = [
-        traced(0, 2, [spanned("operator", NAME, 0, 1000, *programs)]),
+        dataclasses.replace(traced(0, 2, [operator]), launches={id(operator.span): launches}),
         traced(1, 2, [spanned("operator", NAME, 0, 1000, wait(10, 20, 0))]),
     ]
     root = drawn(traces, tmp_path / "timeline.svg")
@@ -276,6 +280,10 @@ def test_programs_of_a_kernel_have_lanes_of_their_own(tmp_path: Path) -> None:
     assert words(root)[1] == "rank 0 waits 300 µs for rank 1" and "its programs run" in words(root)
     heights = {block.get("height") for block in blocks(root) if block.get("class") == "waiting"}
     assert heights == {"30.00", "16.00"}
+    last = blocks(root)[-3]  # before those of rank 1
+    assert last.get("class") == "computing" and last.get("height") == "16.00"
+    assert number(last, "x") == pytest.approx(LEFT + WIDE / 2, abs=0.5)
+    assert number(last, "width") == pytest.approx(WIDE / 10, abs=0.5)
     check_texts_do_not_overlap(root)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpfuse.comm.host import replace_file
-from tpfuse.comm.trace import Span
+from tpfuse.comm.trace import Kind, Span
 from tpfuse.profile.appearance import COLOURS, INK, duration
 from tpfuse.profile.summary import wait_for_last
 from tpfuse.profile.trace_files import Node, RankTrace
@@ -139,7 +139,7 @@ def _calls(traces: Sequence[RankTrace]) -> Iterator[_Call]:
                 if span.kind == "operator" and any(n.span.kind in ("wait", "communication") for n, _ in node.walk()):
                     place = step.span.name, span.name, span.layer
                     counts[place] += 1
-                    nodes[*place, counts[place]][trace.rank] = node
+                    nodes[*place, counts[place]][trace.rank] = _with_programs(node, trace)
     totals = Counter(place[:3] for place in nodes)
     for (step_name, name, layer, number), found in nodes.items():
         waits = {rank: list(_waits(node, rank, signals)) for rank, node in found.items()}
@@ -148,6 +148,17 @@ def _calls(traces: Sequence[RankTrace]) -> Iterator[_Call]:
                 step_name, name, layer, number, totals[step_name, name, layer],
                 {rank: found[rank] for rank in sorted(group)}, {rank: waits[rank] for rank in sorted(group)},
             )  # fmt: skip
+
+
+def _with_programs(node: Node, trace: RankTrace) -> Node:
+    """Returns an operator with the events of its kernels' programs as spans inside it."""
+    kinds: dict[str, Kind] = {"waiting": "wait", "copying": "communication", "computing": "phase"}
+    events = [
+        Node(Span(kinds[kind], f"program {program}", "", peer if peer >= 0 else None, begin=begin, end=end))
+        for launch in trace.launches_of(node.span)
+        for program, kind, peer, begin, end in launch.events
+    ]
+    return Node(node.span, [*node.children, *events])
 
 
 def _groups(waits: Mapping[int, Sequence[_Wait]]) -> list[set[int]]:
