@@ -27,9 +27,11 @@ from tpfuse.kernels.block_exchange import BlockExchange
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import Launch, launch, recording
+from tpfuse.kernels.ring_attention_backward import ring_attention_backward
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.kernels.signal_wait import signal_wait
+from tpfuse.kernels.signals import wait_signal
 from tpfuse.kernels.trace import COMPUTING, EVENTS, Event, KernelTrace, TracedLaunch, now, record
 from tpfuse.testing.channels import connect
 from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
@@ -46,9 +48,11 @@ TILES = {
     },
     "gemm_reduce_scatter": {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "EPILOGUE_PARTS": 1},
     "ring_attention_forward": {"BLOCK_M": 16, "BLOCK_N": 16, "COPIERS": 1},
+    "ring_attention_dq": {"BLOCK_M": 16, "BLOCK_N": 16, "COPIERS": 1},
     "all_gather": {"BLOCK": 16},
     "all_reduce": {"BLOCK": 16},
 }  # fmt: skip
+BLOCKS = ("ring", "direct", "backward")  # operations that exchange blocks
 COPIERS, PROGRAMS = 2, 4
 LATE = 0.1  # seconds
 Operation = Callable[[], Tensor]
@@ -83,6 +87,20 @@ def _direct(memory: SymmetricMemory, end: Endpoint) -> Operation:
     return _ring_attention(memory, end, False)
 
 
+def _backward(memory: SymmetricMemory, end: Endpoint) -> Operation:
+    world, tokens = memory.world, 24
+    runs = SequenceRuns(tokens * world, world, count=1, size=tokens, unit=tokens, step=1)
+    exchange = BlockExchange(end, memory.signals("ready", COPIERS * world).local, True)
+    tensors = [normal(10 * seed + memory.rank, 1, 2, tokens, 16) for seed in range(5)]
+    lse, visible = normal(9, 1, 2, tokens), (torch.zeros(tokens).int(), torch.full((tokens,), tokens * world - 1).int())
+
+    def run() -> Tensor:
+        where = runs, memory.rank, visible, visible
+        return torch.cat([x.flatten() for x in ring_attention_backward(*tensors, lse, *where, exchange=exchange)])
+
+    return run
+
+
 def _all_gather(memory: SymmetricMemory, end: Endpoint) -> Operation:
     def run() -> Tensor:
         x = integers(memory.rank, 100)
@@ -95,7 +113,7 @@ def _all_gather(memory: SymmetricMemory, end: Endpoint) -> Operation:
 
 def _two_shot(memory: SymmetricMemory, end: Endpoint) -> Operation:
     def run() -> Tensor:
-        x = integers(memory.rank, 100)
+        x = integers(memory.rank, 200)
         out = torch.empty_like(x)
         all_reduce_forward(x, out, end, two_shot=True)
         return out
@@ -108,13 +126,14 @@ OPERATIONS: dict[str, Callable[[SymmetricMemory, Endpoint], Operation]] = {
     "gemm_reduce_scatter": _gemm_reduce_scatter,
     "ring": _ring,
     "direct": _direct,
+    "backward": _backward,
     "all_gather": _all_gather,
     "two_shot": _two_shot,
 }
 
 
 def _prepared(name: str, memory: SymmetricMemory) -> tuple[Operation, Endpoint]:
-    end = connect(memory, slot_bytes=2**15, flag_count=64, programs=PROGRAMS)
+    end = connect(memory, slot_bytes=2**16, flag_count=64, programs=PROGRAMS)
     return OPERATIONS[name](memory, end), end
 
 
@@ -128,7 +147,7 @@ def _side_by_side(name: str, world: int, schedule: Any) -> dict[int, tuple[Tenso
         out = operation()
         found[memory.rank] = out, begin, time.time_ns()
 
-    explore(program, world, schedules=[schedule])
+    explore(program, world, schedules=[schedule], resident=PROGRAMS)
     return found
 
 
@@ -149,10 +168,11 @@ def _expected(name: str, rank: int, world: int, program: int) -> dict[str, list[
         return {"waiting": following, "copying": [], "computing": [rank, *following]}
     if name == "gemm_reduce_scatter":
         return {"waiting": following, "copying": [], "computing": [*following, rank, rank]}
-    if name in ("ring", "direct"):
+    if name in BLOCKS:
         if program < 1:
-            waits = [preceding[0]] * (world - 1) if name == "ring" else preceding
-            return {"waiting": waits, "copying": [rank, *preceding], "computing": []}
+            parts = 2 if name == "backward" else 1
+            waits = preceding if name == "direct" else preceding[:1] * (world - 1) * parts
+            return {"waiting": waits, "copying": [rank, *preceding] * parts, "computing": []}
         return {"waiting": preceding, "copying": [], "computing": [rank, *preceding]}
     if name == "all_gather":
         return {"waiting": following, "copying": [rank, rank, *following], "computing": []}
@@ -160,19 +180,18 @@ def _expected(name: str, rank: int, world: int, program: int) -> dict[str, list[
     return {"waiting": 2 * following, "copying": [rank, rank, *following], "computing": [rank]}
 
 
-def _check(name: str, traced: TracedLaunch, begin: int, end: int) -> int:
-    """Checks the events of a launch; returns how many of them are waits."""
+def _check(name: str, traced: TracedLaunch, begin: int, end: int) -> set[int]:
+    """Checks the events of a launch; returns the programs that waited."""
     rank, world, events = traced.rank, traced.world, traced.events
     assert rank is not None and world is not None and traced.lost == 0
-    programs = sorted({event.program for event in events})
-    assert programs == list(range(len(programs))) and len(programs) > 1
-    for program in programs:
+    assert {event.program for event in events} == set(range(PROGRAMS))
+    for program in range(PROGRAMS):
         own = _of_program(events, program)
         times = [begin, *itertools.chain(*((event.begin_ns, event.end_ns) for event in own)), end]
         assert times == sorted(times), "events are in order, do not overlap, and are within the launch"
         expected = _expected(name, rank, world, program)
         tiles = 1
-        if name in ("ring", "direct") and program:  # every tile of queries is computed from all blocks
+        if name in BLOCKS and program:  # every tile of queries is computed from all blocks
             tiles = len(_peers(events, program, "computing")) // world
             assert tiles > 0
         for kind in ("copying", "computing"):
@@ -182,25 +201,26 @@ def _check(name: str, traced: TracedLaunch, begin: int, end: int) -> int:
         for wait, after in itertools.pairwise(own):
             if wait.kind == "waiting" and name in ("all_gather_gemm", "direct"):
                 assert after.peer == wait.peer, "what a program has waited for it takes next"
-    return sum(event.kind == "waiting" for event in events)
+    return {event.program for event in events if event.kind == "waiting"}
 
 
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_events_name_the_peers_and_results_are_the_same(name: str) -> None:
-    world, waits = 3, 0
+    world = 3
     for schedule in (Sequential(), RoundRobin()):
         untraced = _side_by_side(name, world, schedule)
         with KernelTrace() as trace:
             found = _side_by_side(name, world, schedule)
-        launches = trace.read()
+        launches, waited = trace.read(), set()
         assert sorted(launched.rank for launched in launches) == list(range(world)) and trace.untraced == 0  # type: ignore[type-var]
         for launched in launches:
             assert launched.rank is not None
             out, begin, end = found[launched.rank]
             assert torch.equal(out, untraced[launched.rank][0])
-            waits += _check(name, launched, begin, end)
-    assert waits >= world
+            waited |= _check(name, launched, begin, end)
+        if schedule == Sequential():  # each rank runs until it has to wait
+            assert waited == set(range(PROGRAMS))
 
 
 def _on_rank(name: str) -> tuple[list[TracedLaunch], int, int, bool]:
@@ -259,6 +279,32 @@ def _record(events: int, programs: int = 2) -> None:
         _recording_kernel, (programs,), num_warps=1, num_stages=1,
         abort_ptr=torch.zeros(1, dtype=torch.int32), trace_ptr=None, events=events,
     )  # fmt: skip
+
+
+@triton.jit
+def _waiting_kernel(flags_ptr, abort_ptr, trace_ptr):
+    ranks = tl.arange(0, 4)
+    wait_signal(flags_ptr + ranks, 1, abort_ptr, ranks < 3, trace_ptr, ranks)
+
+
+def test_a_wait_names_the_rank_whose_signal_came_last() -> None:
+    """Rank 3 is masked: nobody waits for it."""
+
+    def program(memory: SimulatedMemory) -> None:
+        flags = memory.signals("flags", 4)
+        if memory.rank == 0:
+            launch(
+                _waiting_kernel, (1,), num_warps=1, num_stages=1,
+                flags_ptr=flags.local, abort_ptr=memory.abort, trace_ptr=None,
+            )  # fmt: skip
+        else:
+            for rank in (2, 1, 0):
+                memory.signal(flags, 0, rank, 1)
+
+    with KernelTrace() as trace:
+        explore(program, 2, schedules=[RoundRobin()])
+    (launched,) = trace.read()
+    assert [(event.kind, event.peer) for event in launched.events] == [("waiting", 0)]
 
 
 @pytest.mark.parametrize("more", [0, 3])
