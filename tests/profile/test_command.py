@@ -42,7 +42,7 @@ def test_a_profile_explains_a_run(small: list[str], tmp_path: Path, capfd: pytes
         layers = {found["layer"] for found in row["operators"] if found["operator"] == "linear_reduce_scatter backward"}
         assert layers == {f"transformer.h.{layer}.{name}.c_proj" for layer in (0, 1) for name in ("attn", "mlp")}
     written = {path.name for path in out.iterdir()}
-    assert {"summary.json", "trace.json", "trace", "run"} == written
+    assert {"summary.json", "trace.json", "breakdown.png", "waits.png", "timeline.svg", "trace", "run"} == written
     assert not list((out / "run").glob("step-*")) and (out / "run" / "metrics.jsonl").exists()
     assert "[profile]" not in (out / "run" / "config.toml").read_text()
     assert run(["profile", "compare", str(out), str(out)]) == 0

@@ -164,10 +164,19 @@ def summary_of(folder: Path) -> str:
 
     folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.record_trace`.
     """
+    from tpfuse.profile.pictures import draw_breakdown, draw_waits  # matplotlib takes a second
+    from tpfuse.profile.timeline import timeline
+
     traces = read_traces(folder / TRACE if (folder / TRACE).is_dir() else folder)
     document = summarise(traces)
     replace_file(folder / SUMMARY, json.dumps(document, indent=1))
     write_perfetto(traces, folder / "trace.json")
-    files = [SUMMARY, "trace.json (for ui.perfetto.dev)"]
+    draw_breakdown(document, folder / "breakdown.png")
+    files = [SUMMARY, "trace.json (for ui.perfetto.dev)", "breakdown.png"]
+    if len(traces) > 1:
+        draw_waits(document, folder / "waits.png")
+        files.append("waits.png")
+        if timeline(traces, folder / "timeline.svg"):
+            files.append("timeline.svg")
     again = f"compare with another profile: {program()} profile compare {folder} OTHER"
     return "\n".join([table(document), "", *document["sentences"], "", f"files in {folder}: {', '.join(files)}", again])
