@@ -19,6 +19,7 @@ from tpfuse.testing.patience import patient
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.watch import open_server
 
+OF_RANKS = ("Work of each rank in a step, ms", "Waiting of each rank for others in a step, ms")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -89,21 +90,53 @@ def test_the_command_serves_until_it_is_interrupted(trained: Path) -> None:
         assert process.wait(patient(10.0)) == 0
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_a_browser_draws_the_charts(address: str, tmp_path: Path) -> None:
+def _shown(address: str, tmp_path: Path) -> str:
+    """Returns the page as Chromium shows it."""
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
     profile, budget = f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000"
-    shown = subprocess.run(
+    return subprocess.run(
         [str(CHROMIUM), *flags.split(), profile, budget, "--dump-dom", f"{address}/"],
         capture_output=True,
         text=True,
         timeout=patient(60.0),
         check=True,
     ).stdout
+
+
+def _captions(shown: str) -> dict[str, int]:
+    """Returns the caption of each chart and the number of its lines, none of which may have a bad point."""
+    charts = shown.partition('<div id="charts">')[2].partition("<script>")[0]
+    assert not re.search("NaN|undefined|Infinity", charts)
+    figures = charts.split("<figure>")[1:]
+    return {re.findall(r"<figcaption>([^<]*)<", figure)[0]: figure.count("<polyline points=") for figure in figures}
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_a_browser_draws_the_charts(address: str, tmp_path: Path) -> None:
+    shown = _shown(address, tmp_path)
     assert "The run has taken all 12 steps." in shown
-    captions = re.findall(r"<figcaption>([^<]*)<", shown)
-    assert captions[:2] == ["Loss, nats per token", "Tokens per second"] and len(captions) >= 6
-    lines = re.findall(r"<polyline points=\"([^\"]*)\"", shown)
-    assert len(lines) == len(captions) + 1, "two lines of losses"
-    assert not re.search("NaN|undefined|Infinity", shown.partition('<div id="charts">')[2].partition("<script>")[0])
+    captions = _captions(shown)
+    assert list(captions)[:2] == ["Loss, nats per token", "Tokens per second"] and len(captions) >= 6
+    assert sum(captions.values()) == len(captions) + 1, "two lines of losses"
+    assert not captions.keys() & set(OF_RANKS) and '<p id="stragglers"></p>' in shown, "it was a single rank"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize(("ranks", "lines"), [(2, 2), (16, 16), (17, 3)])
+def test_a_browser_draws_the_work_and_the_waits_of_ranks(
+    address: str, copied: Path, tmp_path: Path, ranks: int, lines: int
+) -> None:
+    path = copied / "metrics.jsonl"
+    first, *rows = read_metrics(path)
+    work = [*[0.08] * (ranks - 1), 0.12]
+    new = {"worked_seconds": work, "waited_seconds": work[::-1], "stragglers": [ranks - 1]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (first, *(row | new for row in rows))))
+    shown = _shown(address, tmp_path)
+    told = f"The others wait for rank {ranks - 1}: it works for 120 ms in a step, and the median rank for 80 ms."
+    assert f'<p id="stragglers">{told}</p>' in shown
+    captions = _captions(shown)
+    assert [captions[caption] for caption in OF_RANKS] == [lines, lines]
+    labels = re.findall(r"<span[^>]*>((?:rank|longest|median|shortest)[^<]*)<", shown)[:lines]
+    assert labels[0] == ("longest 120" if ranks > 16 else "rank 0: 80") and len(set(labels)) == lines

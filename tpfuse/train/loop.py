@@ -1,10 +1,12 @@
 """The work of one rank in `tpfuse train`: the loop around the steps, from joining the other ranks to the last line."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
+from socket import gethostname
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -18,7 +20,7 @@ import tpfuse
 from tpfuse.backend import resolved_kernels, set_implementation, set_kernels
 from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
-from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.measurement import measuring
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
@@ -49,6 +51,7 @@ from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
 from tpfuse.train.stop import StopRequest
+from tpfuse.train.stragglers import STEPS, Stragglers
 from tpfuse.train.trainer import StepResult, Trainer
 
 _SAMPLE_TOKENS = 200
@@ -150,6 +153,10 @@ class TrainingLoop:
         self.profile = StepProfile(
             run.options.profile, self.trainer.model, self.trainer.layout, world, device, options.compile
         )
+        self.stragglers = Stragglers(options.straggler_share)
+        self.hosts: list[str] = []  # the host of each rank, if the ranks' times are measured
+        if self.trainer.clock.measures and world is not None:
+            self.hosts = gather_objects(gethostname(), world, op="gathering names of hosts")
         self.held_before = held  # bytes that Python and torch themselves hold
         self.decisions: dict[str, Decision] = {}  # the implementations by which the ranks compute their products
         if run.checkpoint is not None:
@@ -295,7 +302,9 @@ class TrainingLoop:
         mark, mark_step = perf_counter(), trainer.step
         begun = trainer.step
         recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
-        losses: list[float] = []  # since the last row
+        losses: list[float] = []  # since the last row, like the two below
+        worked: list[tuple[float, ...]] = []
+        waited: list[tuple[float, ...]] = []
         if options.eval_every and begun == 0:
             self._evaluate()
             if reporter is not None:
@@ -314,6 +323,10 @@ class TrainingLoop:
             if result.skipped and self.first:
                 warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
             losses.append(result.loss)
+            if self.first and result.worked:
+                worked.append(result.worked)
+                waited.append(result.waited)
+                self._name_stragglers(result.worked)
             due = step % options.log_every == 0 or last or result.stop
             evaluated = bool(options.eval_every) and (step % options.eval_every == 0 or last)
             if due or evaluated:
@@ -322,8 +335,14 @@ class TrainingLoop:
                     self._evaluate()
                 if reporter is not None:
                     row = self._row(result, recent[-1], fmean(losses), evaluated, perf_counter() - started)
+                    if worked:
+                        present = sorted(self.stragglers.present)
+                        row = replace(
+                            row, worked_seconds=_means(worked), waited_seconds=_means(waited), stragglers=present
+                        )
                     reporter.add(row, _seconds_a_step(recent) * (options.steps - step))
-                losses.clear()
+                for values in (losses, worked, waited):
+                    values.clear()
                 mark, mark_step = perf_counter(), step
             save_due = bool(options.save_every) and step % options.save_every == 0
             if not last and (save_due or step == self.retry_at):
@@ -332,6 +351,14 @@ class TrainingLoop:
             if result.stop and not last:
                 return True
         return False
+
+    def _name_stragglers(self, worked: Sequence[float]) -> None:
+        """Warns of each rank that has become a straggler. worked: each rank's seconds of work in a step."""
+        for straggler in self.stragglers.add(worked):
+            warn(
+                f"{named(straggler.rank)} on {self.hosts[straggler.rank]} has worked {straggler.excess:.0%} longer than"
+                f" the median rank in the last {STEPS} steps: the others wait for it"
+            )
 
     def _first_step(self) -> StepResult:
         """Runs a step in which the ranks measure which implementations are the fastest here.
@@ -444,6 +471,11 @@ class TrainingLoop:
 
     def _newest(self) -> str:
         return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
+
+
+def _means(seconds: Sequence[Sequence[float]]) -> list[float]:
+    """Returns each rank's mean over steps, to the microsecond. seconds: for each step, of each rank."""
+    return [round(fmean(of_rank), 6) for of_rank in zip(*seconds, strict=True)]
 
 
 def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:

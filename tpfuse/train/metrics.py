@@ -33,7 +33,10 @@ class Row:
     previous row. mfu: in [0, 1], on CPU relative to the best rate so far. memory_bytes: the most bytes that torch has
     allocated on a GPU, or that the process has held on CPU. seconds: since this start of the run. sent_bytes,
     received_bytes: the bytes of gradients and parameters that the first rank exchanged with data-parallel ranks in this
-    step. The other values are None in a row that has only a val_loss.
+    step. worked_seconds, waited_seconds: for each rank the mean seconds of a step for which it worked, and waited for
+    other ranks; a step's seconds are known one step later, so these are means of the steps from the previous row's to
+    the one before this row's. stragglers: the ranks that were stragglers then (see `tpfuse.train.stragglers`). These
+    three are None on GPUs and for a single rank. The other values are None in a row that has only a val_loss.
     """
 
     step: int
@@ -48,6 +51,9 @@ class Row:
     sent_bytes: int | None = None
     received_bytes: int | None = None
     mean_loss: float | None = None
+    worked_seconds: list[float] | None = None
+    waited_seconds: list[float] | None = None
+    stragglers: list[int] | None = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -99,6 +105,17 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, float]:
+    """Returns the values of a row that are numbers. A list of seconds becomes one number for each rank, NAME/RANK."""
+    scalars: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list) and name.endswith("_seconds"):
+            scalars |= {f"{name}/{rank}": seconds for rank, seconds in enumerate(value)}
+        elif isinstance(value, int | float):
+            scalars[name] = value
+    return scalars
 
 
 class TensorBoardWriter:
@@ -157,7 +174,7 @@ class Reporter:
             # The row is written at once, and on a line of its own even if the last one is incomplete.
             self._file.write((("\n" if self._failed else "") + json.dumps(values) + "\n").encode())
             del values["step"]
-            self._tensorboard.add(row.step, {name: value for name, value in values.items() if value is not None})
+            self._tensorboard.add(row.step, _scalars(values))
             self._failed = False
         except OSError as error:
             if not self._failed:

@@ -3,7 +3,8 @@
 The loss is the sum over all tokens of the batch divided by their number, in every layout: data-parallel ranks have
 different sequences, context-parallel ranks have different tokens of the same sequences, and gradients are summed over
 both. At the end of each backward pass, the ranks sum one small vector: the squared norm of the gradient, the loss, and
-whether a rank was asked to stop. So all ranks see the same numbers and take the same decision.
+whether a rank was asked to stop. So all ranks see the same numbers and take the same decision. The same sum tells all
+ranks how long each of them worked and waited in the previous step.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from tpfuse.train.errors import RunError
 from tpfuse.train.language_model import ModelConfig, blocks_of, language_model
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.schedule import learning_rate
+from tpfuse.train.stragglers import StepClock
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -47,7 +49,9 @@ class StepResult:
 
     loss: in nats per token. grad_norm: the norm of the gradient before clipping. lr: the learning rate. stop: whether
     any rank was asked to stop. sent, received: the bytes of gradients and parameters that this rank exchanged with
-    ranks that have the same parameters. skipped: whether float16 overflowed, so that no update was made.
+    ranks that have the same parameters. skipped: whether float16 overflowed, so that no update was made. worked,
+    waited: for each rank of the world the seconds for which it worked, and waited for other ranks, in the previous
+    step; empty if they are not known (see `tpfuse.train.stragglers.StepClock`).
     """
 
     loss: float
@@ -57,6 +61,8 @@ class StepResult:
     sent: int = 0
     received: int = 0
     skipped: bool = False
+    worked: tuple[float, ...] = ()
+    waited: tuple[float, ...] = ()
 
 
 class Trainer:
@@ -87,6 +93,8 @@ class Trainer:
         self.dp_rank, self.dp = rank_and_size(flat_group(mesh, "dp"))
         self.tp_rank, self.tp = rank_and_size(self.model_group)
         _, self.replicas = rank_and_size(self.replica_group)
+        self.rank, self.world = rank_and_size(self.world_group)
+        self.clock = StepClock(device, self.world)
         self.language_model = language_model(config, options, mesh, device, self.dtype)
         self.model, self.context = self.language_model.module, self.language_model.context
         for group in (self.model_group, self.replica_group, self.world_group, *self.context.groups):
@@ -194,6 +202,10 @@ class Trainer:
         Raises RunError, which names the step and the layer, before the update if the loss or the gradient is not finite
         on any rank.
         """
+        with self.clock:
+            return self._train_step(windows, stop_wanted)
+
+    def _train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
         options = self.options
         tokens = options.train.batch * self.config.n_positions
         at = (options.train.seed, self.step)
@@ -215,12 +227,12 @@ class Trainer:
             total += loss.detach() / weight
         with span("phase", "gradients"):
             self.engine.finish()
-            squared, whole, stop = self._agree(total, stop_wanted())
+            squared, whole, stop, worked, waited = self._agree(total, stop_wanted())
         for memory in connected():
             memory.check()
         norm = squared**0.5 / self.loss_scale
         lr = learning_rate(options.optim, self.step, options.train.steps, tokens)
-        result = StepResult(whole / tokens, norm, lr, stop)
+        result = StepResult(whole / tokens, norm, lr, stop, worked=worked, waited=waited)
         if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
         factor = 1.0 / self.loss_scale
@@ -233,15 +245,23 @@ class Trainer:
         after = self.engine.traffic
         return replace(result, sent=after.sent - sent, received=after.received - received)
 
-    def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool]:
-        """Returns the gradient's global squared norm, the global sum of the loss, and whether any rank must stop."""
-        vector = torch.zeros(3, dtype=torch.float64, device=self.device)
+    def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool, tuple[float, ...], tuple[float, ...]]:
+        """Returns the gradient's global squared norm, the global sum of the loss, whether any rank must stop, and the
+        seconds for which each rank worked, and waited, in the previous step (see `StepResult`).
+        """
+        times = 2 * self.world if self.clock.measures else 0
+        vector = torch.zeros(3 + times, dtype=torch.float64, device=self.device)
         vector[0] = self.engine.squared_norm()
         if self.tp_rank == 0:
             vector[1] = total
         vector[2] = float(stop)
-        squared, loss, stopping = collectives.all_reduce(vector, self.world_group).tolist()
-        return squared, loss, stopping > 0
+        if self.clock.last is not None:  # each rank fills in its own entries, and the sum has those of all ranks
+            vector[3 + self.rank], vector[3 + self.world + self.rank] = self.clock.last
+        squared, loss, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
+        if self.clock.last is None:
+            seconds = []
+        worked, waited = tuple(seconds[: self.world]), tuple(seconds[self.world :])
+        return squared, loss, stopping > 0, worked, waited
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         """Halves the loss scale and makes no update in float16. Raises RunError if that cannot help."""
@@ -249,7 +269,7 @@ class Trainer:
             self._rescale(0.5)
             self.steps_since_overflow = 0
             self.step += 1
-            return StepResult(result.loss, result.grad_norm, result.lr, result.stop, skipped=True)
+            return replace(result, skipped=True)
         at = (self.options.train.seed, self.step)
         with self._autocast():
             layer = find_nonfinite(self.language_model, self.engine, batches, at, self.world_group)
@@ -307,7 +327,7 @@ class Trainer:
     @property
     def _powersgd(self) -> str:
         """Returns the prefix of the names of this rank's remainders of PowerSGD."""
-        return f"powersgd.{rank_and_size(self.world_group)[0]}."
+        return f"powersgd.{self.rank}."
 
     def _layout(self) -> dict[str, Any]:
         """Returns how the ranks share the model, which is equal on all ranks. Collective.
