@@ -105,8 +105,8 @@ class TrainOptions:
     log_every: int = 10
     """Report loss and speed each time this number of steps has passed."""
     straggler_share: float = 0.2
-    """On CPUs, warn once of a rank that works longer than the median rank by more than this share in 30 successive
-    steps. 0: never."""
+    """Warn of a rank that works longer than the median rank by more than this share in 30 successive steps, on CPUs.
+    0: never."""
     expandable_segments: bool = True
     """Let torch's CUDA allocator grow its segments, which loses less memory to fragmentation."""
 
