@@ -87,7 +87,7 @@ class Run:
 
 def _rounded(others: float) -> float | None:
     """Return the share of the cores that other programs took, or None where the machine does not count it (NaN)."""
-    return None if math.isnan(others) else round(others, 3)
+    return None if math.isnan(others) else max(0.0, round(others, 3))
 
 
 def measurements(case: str, mode: str, times: Mapping[str, Sequence[float]], others: float, **more: Any) -> list[Row]:
@@ -118,6 +118,7 @@ class _Others:
     """A count of the share of the cores that other programs take from now on."""
 
     def __init__(self, *pools: RankPool) -> None:
+        of_others(*pools)  # ranks that have not started yet would count as other programs
         self._pools, self._before, self._started = pools, of_others(*pools), monotonic()
 
     def share(self) -> float:

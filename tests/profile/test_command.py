@@ -1,18 +1,25 @@
 """`tpfuse profile` runs a command with what it needs, and explains the result."""
 
+import contextlib
 import gzip
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from tpfuse.cli import run
+from tpfuse.comm import trace
 from tpfuse.profile import preflight
 from tpfuse.profile.command import commands_of
+from tpfuse.profile.trace_files import read_traces
+from tpfuse.train import step_profile
 from tpfuse.train.errors import UserError
-from tpfuse.train.options import ProfileCommand
+from tpfuse.train.options import ProfileCommand, ProfileOptions
 
 TPFUSE = [sys.executable, "-m", "tpfuse"]
 ENDS = "--train.steps 5 --train.eval-every 0 --out P/run"
@@ -226,3 +233,24 @@ def test_a_trace_that_cannot_be_written_is_a_warning(
     assert run(arguments) == 0
     assert "warning: cannot write the profile" in capfd.readouterr().err
     assert run([*arguments[:-4], "--profile.steps", "two", "--out", str(tmp_path / "other")]) == 2
+
+
+def test_kernels_are_compiled_for_traces_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step before those to record launches kernels as they do, and nothing of it is recorded."""
+    compiled = []
+
+    @contextlib.contextmanager
+    def prepared() -> Iterator[None]:
+        compiled.append(len(compiled))
+        yield
+
+    monkeypatch.setattr(step_profile, "kernels_compiled_for_traces", prepared)
+    options = ProfileOptions(steps="3:4", trace=tmp_path)
+    profile = step_profile.StepProfile(options, nn.Linear(2, 2), {}, None, torch.device("cpu"), compiled=False)
+    seen = []
+    with profile:
+        for number in range(1, 6):
+            with profile.step(number):
+                seen.append((number, len(compiled), trace.is_observed()))
+    assert seen == [(1, 0, False), (2, 1, False), (3, 1, True), (4, 1, True), (5, 1, False)]
+    assert [step.span.name for step in read_traces(tmp_path)[0].steps] == ["step 3", "step 4"]

@@ -24,6 +24,14 @@ FORMAT = 1  # of the file of a rank
 _HOOKED = "tpfuse layer"  # a key in the metadata of nodes of autograd's graph
 
 
+def kernels_compiled_for_traces() -> AbstractContextManager[object]:
+    """Returns a context manager in which fused kernels are compiled as `record_trace` needs them.
+
+    A step in it, before those to record, keeps the seconds of the compiler out of the trace.
+    """
+    return KernelTrace()
+
+
 @contextlib.contextmanager
 def record_trace(
     folder: Path,

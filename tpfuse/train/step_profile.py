@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tpfuse.comm import trace
-from tpfuse.parallel.tracing import layer_spans, record_trace
+from tpfuse.parallel.tracing import kernels_compiled_for_traces, layer_spans, record_trace
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import NvtxRanges
 from tpfuse.train.options import ProfileOptions
@@ -64,7 +64,11 @@ class StepProfile:
             self._begin()
         elif self._torch is not None:
             self._torch.step()
-        with trace.span("step", f"step {number}"):
+        before = self._options.trace is not None and number == self._steps.start - 1
+        with (
+            kernels_compiled_for_traces() if before else contextlib.nullcontext(),
+            trace.span("step", f"step {number}"),
+        ):
             yield
         if number == self._steps[-1]:
             self._finish()
