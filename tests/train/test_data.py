@@ -28,7 +28,7 @@ from tpfuse.train.token_file import (
     token_paths,
     write_token_file,
 )
-from tpfuse.train.tokenizer import ByteTokenizer, CharTokenizer, FileTokenizer, build_tokenizer, from_json
+from tpfuse.train.tokenizer import ByteTokenizer, CharTokenizer, FileTokenizer, Tokenizer, build_tokenizer, from_json
 
 TEXT = "To be, or not to be:\nthat is the question. Ünïcödé ☃\n"
 
@@ -64,6 +64,19 @@ def test_text_is_the_same_after_encoding_and_after_json(tokenizer: ByteTokenizer
     assert tokens.dtype == np.uint16
     assert tokens.max() < tokenizer.vocab_size
     assert again.decode(tokens.tolist()) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "text"),
+    [
+        (ByteTokenizer(), [104, 105, 300], "hi\ufffd"),
+        (CharTokenizer.of_text("hi"), [0, 1, 2], "hi\ufffd"),
+        (file_tokenizer(), [0, 1, 300], "be not"),
+    ],
+)
+def test_tokens_that_only_the_model_has_do_not_end_a_run(tokenizer: Tokenizer, tokens: list[int], text: str) -> None:
+    """A model from a folder may have more tokens than the tokenizer, and draws all of them at first."""
+    assert tokenizer.decode(tokens) == text
 
 
 def test_chars_are_numbered_in_sorted_order() -> None:

@@ -45,7 +45,10 @@ class Tokenizer(Protocol):
         """Returns the token ids of `text`. Raises UserError for text that the vocabulary cannot express."""
 
     def decode(self, tokens: list[int]) -> str:
-        """Returns the text of `tokens`. Bytes that are not UTF-8 become the replacement character."""
+        """Returns the text of `tokens`. Bytes that are not UTF-8 become the replacement character.
+
+        So do tokens that a model has and the tokenizer does not; the tokenizers library leaves them out.
+        """
 
     def as_json(self) -> dict[str, Any]:
         """Returns a dictionary for `from_json`."""
@@ -61,7 +64,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode("utf-8", errors="replace")
+        return bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")  # 255 is never UTF-8
 
     def as_json(self) -> dict[str, Any]:
         return {"kind": "bytes"}
@@ -92,7 +95,7 @@ class CharTokenizer:
         return ids.astype(token_dtype(self.vocab_size))
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self.characters[token] for token in tokens)
+        return "".join(self.characters[token] if token < self.vocab_size else "\ufffd" for token in tokens)
 
     def as_json(self) -> dict[str, Any]:
         return {"kind": "chars", "characters": self.characters}
