@@ -167,7 +167,7 @@ def _watch(arguments: Sequence[str]) -> int:
 
 def _profile(arguments: Sequence[str]) -> int:
     from tpfuse.train.config import parse_command
-    from tpfuse.train.options import ProfileCommand, ProfileCompareCommand
+    from tpfuse.train.options import ProfileCommand, ProfileCompareCommand, ProfileSummaryCommand
 
     if arguments[:1] == ["compare"]:
         pair = parse_command(ProfileCompareCommand, arguments[1:], "profile compare")
@@ -177,12 +177,10 @@ def _profile(arguments: Sequence[str]) -> int:
         print(text)
         return int(slower)
     if arguments[:1] == ["summary"]:
-        question = "expected the folder of the traces: tpfuse profile summary FOLDER"
-        if len(arguments) != 2 or arguments[1].startswith("-"):
-            raise UserError(question)
+        traces = parse_command(ProfileSummaryCommand, arguments[1:], "profile summary")
         from tpfuse.profile.command import summary_of
 
-        print(summary_of(Path(arguments[1])))
+        print(summary_of(traces.folder, traces.operator))
         return 0
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse_command(ProfileCommand, arguments[:cut], "profile")

@@ -54,7 +54,8 @@ def test_a_profile_explains_a_run(small: list[str], tmp_path: Path, capfd: pytes
     assert "[profile]" not in (out / "run" / "config.toml").read_text()
     assert run(["profile", "compare", str(out), str(out)]) == 0
     (out / "summary.json").unlink()
-    assert run(["profile", "summary", str(out)]) == 0
+    assert run(["profile", "summary", str(out), "--operator", "all_gather_linear of transformer.h.1.mlp"]) == 0
+    assert "all_gather_linear of transformer.h.1.mlp.c_fc" in (out / "timeline.svg").read_text()
     assert json.loads((out / "summary.json").read_text()) == document
 
 
@@ -192,7 +193,7 @@ def test_commands_can_be_printed_alone(
         ("--kernel gemm -- tiny", "--kernel is for --with ncu"),
         ("--with ncu -- tiny", "needs --kernel"),
         ("--with ncu --kernel all_gather_gemm --print -- tiny", "tpfuse.tools.one_rank all_gather_gemm"),
-        ("summary", "expected the folder of the traces"),
+        ("summary", "tpfuse profile summary --help"),
         ("summary FULL", "has no traces"),
     ],
 )

@@ -159,10 +159,11 @@ def _run(command: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, before[1])
 
 
-def summary_of(folder: Path) -> str:
+def summary_of(folder: Path, operator: str = "") -> str:
     """Writes the explanation of a profile's traces beside them, and returns it as text. Raises UserError.
 
-    folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.record_trace`.
+    folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.record_trace`. operator: the
+    operator of which the timeline is drawn, see `tpfuse.profile.timeline`.
     """
     from tpfuse.profile.pictures import draw_breakdown, draw_waits  # matplotlib takes a second
     from tpfuse.profile.timeline import timeline
@@ -176,7 +177,7 @@ def summary_of(folder: Path) -> str:
     if len(traces) > 1:
         draw_waits(document, folder / "waits.png")
         files.append("waits.png")
-        if timeline(traces, folder / "timeline.svg"):
+        if timeline(traces, folder / "timeline.svg", operator):
             files.append("timeline.svg")
     again = f"compare with another profile: {program()} profile compare {folder} OTHER"
     return "\n".join([table(document), "", *document["sentences"], "", f"files in {folder}: {', '.join(files)}", again])

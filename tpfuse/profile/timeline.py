@@ -107,14 +107,14 @@ class _Call:
         return f"{self.place}, {self.step}{call}:", f"rank {rank} waits {duration(ns)}{whom}{reason}"
 
 
-def timeline(traces: Sequence[RankTrace], path: Path, operator: str | None = None) -> bool:
+def timeline(traces: Sequence[RankTrace], path: Path, operator: str = "") -> bool:
     """Draws the call of an operator in which ranks wait longest, and returns whether there is one that communicates.
 
-    operator: a part of the operator and its layer, such as "all_gather of transformer.h.0"; None for all operators.
+    operator: a part of the operator and its layer, such as "all_gather of transformer.h.0"; empty for all of them.
     Raises UserError if there is no such operator, and OSError if the file cannot be written.
     """
     calls = list(_calls(traces))
-    if operator is not None:
+    if operator:
         places = sorted({call.place for call in calls})
         calls = [call for call in calls if operator in call.place]
         if places and not calls:

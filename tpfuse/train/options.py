@@ -412,6 +412,17 @@ class ProfileCommand:
 
 
 @dataclass(frozen=True)
+class ProfileSummaryCommand:
+    """Explain the traces in a folder: those of `tpfuse profile`, or of tpfuse.record_trace in another program."""
+
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
+    """Read the traces from this folder, and write the summary and the pictures there."""
+    operator: str = ""
+    """Draw timeline.svg of a call of this operator, such as 'all_gather_linear of transformer.h.0'; a part of the words
+    is enough. Default: of the call in which ranks wait longest."""
+
+
+@dataclass(frozen=True)
 class ProfileCompareCommand:
     """Compare two profiles. The exit status is 1 if an operator, or the whole step, became slower."""
 
