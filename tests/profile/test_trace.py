@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -109,10 +110,23 @@ def _record(folder: Path, kind: Implementation, busy: bool) -> tuple[list[float]
     ("kind", "busy"), [("direct", True), ("collective", False), *exhaustive(("direct", False), ("collective", True))]
 )
 def test_a_delay_is_attributed_to_its_rank_and_operator(kind: Implementation, busy: bool, tmp_path: Path) -> None:
-    (walls, took) = zip(*pool(2).run(_record, tmp_path, kind, busy), strict=True)
-    delay = sum(took[LATE]) / STEPS
-    assert len(took[LATE]) == STEPS and delay >= DELAY and not took[1 - LATE]
-    traces = read_traces(tmp_path)
+    """Other programs may delay a rank as well, whenever they run: so one of several recordings must be undisturbed."""
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        walls, took = zip(*pool(2).run(_record, folder, kind, busy), strict=True)
+        assert len(took[LATE]) == STEPS and not took[1 - LATE]
+        try:
+            _check_attribution(folder, kind, busy, walls, sum(took[LATE]) / STEPS)
+            return
+        except AssertionError:
+            if attempt == 4:
+                raise
+
+
+def _check_attribution(
+    folder: Path, kind: Implementation, busy: bool, walls: Sequence[list[float]], delay: float
+) -> None:
+    traces = read_traces(folder)
     by_rank, document = times_of(traces), summarise(traces)
     for rank in range(2):
         row = document["ranks"][rank]

@@ -40,7 +40,7 @@ from tpfuse.zero.gradient_buckets import GradientBuckets
 TPFUSE = Path(__file__).resolve().parents[2] / "tpfuse"
 CPU = torch.device("cpu")
 LONG = 20.0  # seconds on an idle machine, for the steps in which every rank takes part
-SHORT = 0.3  # seconds on an idle machine, for the wait that a test is about
+SHORT = 0.6  # seconds on an idle machine, for the wait that a test is about
 
 Step = Callable[[], object]
 
