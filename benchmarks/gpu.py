@@ -53,9 +53,11 @@ LIMITS = {
     "tpfuse/ops/ring_attention/fused.py: ROUND_BYTES": f"{_LONG} --parallel.cp-schedule ring",
     "tpfuse/ops/ring_attention/ring_attention.py: GATHERED_BYTES": f"{_LONG} --parallel.cp-schedule all_gather",
 }
-# The options of `tpfuse train` whose speed is a figure: one model on each GPU, and one that eight GPUs share.
+# The options of `tpfuse train` whose speed is a figure: one model on each GPU, the same while a trace is recorded, and
+# one model that eight GPUs share.
 TRAINED = (
     "--model.preset gpt2-124m",
+    "--model.preset gpt2-124m --profile.steps 16:50 --profile.trace profiles/speed",
     "--model.preset gpt2-1558m --parallel.tp 8 --parallel.impl collective",
     "--model.preset gpt2-1558m --parallel.tp 8 --parallel.impl fused",
 )
