@@ -96,7 +96,7 @@ def test_what_does_not_count(name: str, folders: list[Path]) -> None:
     assert run(["profile", "compare", *map(str, folders)]) == 0
 
 
-def test_another_implementation_is_compared(folders: list[Path]) -> None:
+def test_another_implementation_is_compared(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     def change(document: dict[str, Any]) -> None:
         _slow_down("all_gather_linear", 1.5)(document)
         for rank in document["ranks"]:
@@ -105,6 +105,8 @@ def test_another_implementation_is_compared(folders: list[Path]) -> None:
 
     _change(folders[1], change)
     assert run(["profile", "compare", *map(str, folders)]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith("slower")]
+    assert line.split()[0] == "all_gather_linear" and "1.50" in line
 
 
 def test_bad_input_is_one_line(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +115,7 @@ def test_bad_input_is_one_line(folders: list[Path], capsys: pytest.CaptureFixtur
     assert run(["profile", "compare", str(first), str(second)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     _change(second, lambda document: document.update(ranks=[]))
-    assert run(["profile", "compare", str(first), str(second)]) == 2
+    assert run(["profile", "compare", str(second), str(second)]) == 2
     (second / "summary.json").write_text("{")
     assert run(["profile", "compare", str(first), str(second)]) == 2
     (second / "summary.json").unlink()

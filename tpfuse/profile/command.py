@@ -61,7 +61,6 @@ def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: 
 
     Raises UserError for a command that cannot be profiled.
     """
-    profiled_steps(options.steps)
     if options.kernel and options.with_ != "ncu":
         raise UserError(f"--kernel is for --with ncu: --with {options.with_} records all kernels")
     if options.with_ == "ncu" and not words:
