@@ -234,6 +234,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(
     assert run(arguments) == 0
     assert "warning: cannot write the profile" in capfd.readouterr().err
     assert run([*arguments[:-4], "--profile.steps", "two", "--out", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
 
 
 def test_kernels_are_compiled_for_traces_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

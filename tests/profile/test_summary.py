@@ -94,6 +94,16 @@ def test_waits_inside_kernels_are_waits(device: str, wait: float, copy: float) -
     assert times.exposed == times.in_flight == (wait + copy) * MS
 
 
+def test_waits_inside_kernels_are_no_longer_than_their_operator() -> None:
+    """The clocks of the host and of a GPU may differ."""
+    operator = _span("operator", OP, 0, 10, 1, implementation="fused", layer="h.3")
+    events = [(0, "copying", 1, 0, 4 * MS), (0, "waiting", 1, 4 * MS, 15 * MS)]
+    roots = _nested([operator, _span("step", "step 1", 0, 10, 0)])
+    trace = RankTrace(0, 2, "host", "cuda", {}, 0, roots, {}, {id(operator): [Launch("kernel", 0, 1, 0, events)]})
+    times = times_of([trace])[0][Place("h.3", "linear_reduce_scatter", "fused")]
+    assert (times.communication, dict(times.waits), times.computing) == (4 * MS, {1: 6 * MS}, 0)
+
+
 def test_times_are_means_over_steps() -> None:
     steps = [
         _span("step", "step 1", 0, 4, 0),

@@ -16,6 +16,7 @@ from torch import nn
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives, trace
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
+from tpfuse.kernels.trace import Event, TracedLaunch
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear.collective import CollectiveLinear
@@ -335,6 +336,45 @@ def test_times_are_moved_to_the_first_ranks_clock(tmp_path: Path) -> None:
     (moved,) = read_traces(tmp_path)
     begin = found["spans"][0][6]
     assert (moved.steps[0].span.begin, moved.signals["a"]) == (begin + 5000, found["signals"][0][1] + 5000)
+
+
+class _Kernels:
+    """A stand-in for a KernelTrace: a second launch takes place within the operator."""
+
+    launched = 1
+
+    def read(self) -> list[TracedLaunch]:
+        first, second = (Event(0, "waiting", peer, 1, 2) for peer in (0, 1))
+        return [TracedLaunch(f"kernel {n}", 0, 2, 3, [event], n) for n, event in enumerate((first, second))]
+
+
+def test_launches_belong_to_their_operator_and_name_ranks_of_the_world() -> None:
+    """The group's rank 1 is rank 5 of the world."""
+    kernels = _Kernels()
+    recorder = trace.Recorder(torch.device("cpu"), kernels)  # type: ignore[arg-type]
+    with trace.observed(recorder), trace.span("step", "step 1"):
+        operator = trace.begin("operator", "sum", "fused", ranks=[2, 5])
+        kernels.launched += 1
+        trace.end(operator)
+    recorder.finish()
+    assert recorder.launches == [trace.Launch("kernel 1", 0, 3, 1, [(0, "waiting", 5, 1, 2)])]
+
+
+def test_events_of_a_gpu_begin_with_their_operator(tmp_path: Path) -> None:
+    """The timer of a GPU is not the host's clock."""
+    with record_trace(tmp_path) as step, step():
+        trace.end(trace.begin("operator", "sum", "fused"))
+    path = tmp_path / "rank0.json"
+    found = json.loads(path.read_text())
+    begin = found["spans"][0][6]
+    found |= {
+        "device": "cuda",
+        "launches": [["kernel", 0, 1, 0, [[0, "waiting", -1, 70, 80], [0, "waiting", -1, 50, 60]]]],
+    }
+    path.write_text(json.dumps(found))
+    (moved,) = read_traces(tmp_path)
+    (launch,) = moved.launches_of(moved.steps[0].children[0].span)
+    assert [event[3:] for event in launch.events] == [(begin + 20, begin + 30), (begin, begin + 10)]
 
 
 def test_a_failing_call_ends_its_spans() -> None:
