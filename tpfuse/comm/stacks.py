@@ -57,8 +57,8 @@ def stacks_of(folder: Path, pids: Sequence[int]) -> dict[int, str]:
     while len(found) < len(asked) and time.monotonic() < end:
         for pid in asked:
             with contextlib.suppress(OSError):
-                text = _file(folder, pid).read_text(errors="replace")
-                if text.endswith("\n"):
+                text = "" if _is_writing(pid) else _file(folder, pid).read_text(errors="replace")
+                if text:
                     found[pid] = text
         time.sleep(0.02)
     return found
@@ -75,5 +75,15 @@ def _status(pid: int) -> dict[str, str]:
 def _answers(pid: int) -> bool:
     """Returns whether the process catches the signal and runs, so that it can answer."""
     status = _status(pid)
-    caught = int(status.get("SigCgt", "0"), 16) >> (_SIGNAL - 1) & 1
-    return bool(caught) and status["State"][0] in "RSD"
+    return _has(status, "SigCgt") and status["State"][0] in "RSD"
+
+
+def _is_writing(pid: int) -> bool:
+    """Returns whether the process has yet to receive the signal, or is in its handler, which blocks it."""
+    status = _status(pid)
+    return any(_has(status, signals) for signals in ("SigPnd", "ShdPnd", "SigBlk"))
+
+
+def _has(status: dict[str, str], signals: str) -> bool:
+    """Returns whether a set of signals in a process's status has the signal."""
+    return bool(int(status.get(signals, "0"), 16) >> (_SIGNAL - 1) & 1)
