@@ -274,7 +274,7 @@ class TrainingLoop:
 
     def _measured(self) -> str:
         """Returns in words the memory in use after a step, which includes the parts that the count leaves out."""
-        held = held_bytes(self.device) - self.held_before
+        held = max(0, held_bytes(self.device) - self.held_before)  # less where processes have begun to share pages
         line = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
         whole = f"\n         process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
         return line + (whole if self.device.type == "cpu" else "")

@@ -40,11 +40,12 @@ class TorchProfile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Writes the files, and lets an error of the steps go on. Raises OSError if they cannot be written."""
-        self._trace.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.stop()  # a process whose profiler still runs crashes at its end
         try:
+            self._trace.parent.mkdir(parents=True, exist_ok=True)
             if self._on_gpu:
                 torch.cuda.memory._dump_snapshot(str(self._snapshot))  # type: ignore[no-untyped-call]
-                torch.cuda.memory._record_memory_history(enabled=None)
         finally:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self._trace))
+            if self._on_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        self._profiler.export_chrome_trace(str(self._trace))
