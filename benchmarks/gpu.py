@@ -65,7 +65,10 @@ TRAINED = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What the folder of results has, oldest first. documents: of GPUs; the others: rows of GPUs, by their files."""
+    """The contents of the folder of results, oldest first.
+
+    documents: those that were measured on GPUs; the other fields: the rows of GPUs in the files of these names.
+    """
 
     documents: Sequence[Row]
     node: Sequence[Row]
@@ -251,7 +254,7 @@ class _Training:
 
 @dataclass(frozen=True)
 class _Tuned:
-    """Whether all rows of a GPU family in the table of tile sizes are measured."""
+    """A figure that is measured if all rows of a GPU family in the table of tile sizes are."""
 
     family: str
 

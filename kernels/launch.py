@@ -120,7 +120,8 @@ def recording(family: str) -> Iterator[Recording]:
         _recording.reset(token)
 
 
-# From a launch's kernel, grid and arguments by name to its rows in the trace that is being taken, or None.
+# A function that returns the rows of a launch in the trace that is being taken, or None for a launch that it leaves
+# out. It is called with the launch's kernel, grid and arguments by name.
 _Rows = Callable[[Any, tuple[int, ...], dict[str, Any]], Tensor | None]
 _rows: _Rows | None = None  # of all threads: autograd launches kernels in threads of its own
 

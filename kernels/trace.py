@@ -115,7 +115,10 @@ def record_wait(trace_ptr, peer, since):
 
 
 class Event(NamedTuple):
-    """What a program did from begin_ns to end_ns; kind: one of KINDS; peer: a rank of the kernel's group, or -1."""
+    """An event says what a program did from begin_ns to end_ns.
+
+    kind: one of KINDS. peer: a rank of the kernel's group, or -1.
+    """
 
     program: int
     kind: str

@@ -112,6 +112,8 @@ def test_another_profiler(
 def test_torch_records_cpus_under_another_profiler(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preflight.torch_profiler(Host(root))
     monkeypatch.setenv("CUDA_INJECTION64_PATH", "1")
+    with pytest.raises(UserError, match="another profiler"):
+        preflight.torch_profiler(Host(root))
     (root / "dev/nvidia0").unlink()
     preflight.torch_profiler(Host(root))
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple
@@ -20,7 +19,6 @@ from tpfuse.comm.host import node_identity, replace_file
 from tpfuse.kernels.trace import KernelTrace
 from tpfuse.parallel.clock import clock_offset
 
-FORMAT = 1  # of the file of a rank
 _HOOKED = "tpfuse layer"  # a key in the metadata of nodes of autograd's graph
 
 
@@ -55,7 +53,6 @@ def record_trace(
     offset, error = clock_offset(group, device)
     kernels = KernelTrace()
     recorder = trace.Recorder(device, kernels)
-    begun = time.time_ns()
     try:
         numbers = itertools.count(1)
         with kernels, trace.observed(recorder), contextlib.nullcontext() if model is None else layer_spans(model):
@@ -63,7 +60,7 @@ def record_trace(
     finally:
         recorder.finish()
         document = {
-            "format": FORMAT,
+            "format": trace.FORMAT,
             "rank": 0 if group is None else group.rank(),
             "world": 1 if group is None else group.size(),
             "host": node_identity(),
@@ -71,8 +68,6 @@ def record_trace(
             "layout": dict(layout or {}),
             "clock_offset_ns": offset,
             "clock_error_ns": error,
-            "begin": begun,
-            "end": time.time_ns(),
             "spans": [astuple(span) for span in recorder.ended],
             "signals": recorder.signals,
             "launches": recorder.launches,

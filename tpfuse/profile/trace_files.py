@@ -5,14 +5,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tpfuse.comm.trace import Launch, Span
+from tpfuse.comm.trace import FORMAT, Launch, Span
 from tpfuse.train.errors import UserError
 from tpfuse.train.untrusted import Unreadable, read_json
 
-FORMAT = 1  # as in `tpfuse.parallel.tracing`
 _SCHEMA = {
     "format": int, "rank": int, "world": int, "host": str, "device": str, "layout": dict, "clock_offset_ns": int,
-    "clock_error_ns": int, "begin": int, "end": int, "spans": [list], "signals": [list], "launches": [list],
+    "clock_error_ns": int, "spans": [list], "signals": [list], "launches": [list],
 }  # fmt: skip
 _TYPES = (str, str, str, int | None, str, str, int, int, int, int, list)  # of the fields of a span
 _EVENT = (int, str, int, int, int)  # the types of the fields of a kernel's event
