@@ -19,6 +19,7 @@ tokens (padded), m this rank's tokens, C width, H this rank's heads, D head size
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -36,22 +37,55 @@ from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Schedule, ShardedBatch
+from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
 
+def part_costs(config: GPTConfig) -> tuple[Cost, Cost, Cost]:
+    """Returns the costs of a block, of the embeddings, and of the last norm with the head, in a training step.
+
+    A parameter of a product takes 6 operations for each token, and attention 12 T C (PaLM, arXiv:2204.02311, appendix
+    B). The head has the parameters of the embedding once more, which are on the rank of the first stage too.
+    """
+    width, biases = config.n_embd, int(config.bias)
+    products = 12 * width * width
+    block = Cost(6 * products + 12 * config.n_positions * width, products + width * (2 + 11 * biases))
+    table = config.vocab_size * width
+    head = Cost(6 * table, table + width * (1 + biases))
+    return block, Cost(0, table + config.n_positions * width), head
+
+
 class Transformer(nn.Module):
-    """The embeddings, the blocks and the last norm, under Hugging Face's prefix."""
+    """The embeddings, the blocks and the last norm, under Hugging Face's prefix.
+
+    Of these it has what its stages need. Blocks of other stages are nn.Identity, so that all blocks keep their numbers.
+    """
 
     def __init__(
-        self, config: GPTConfig, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
+        self,
+        config: GPTConfig,
+        mesh: DeviceMesh | None,
+        context: ContextParallel,
+        recompute: Recompute,
+        stages: Sequence[Stage],
     ) -> None:
         super().__init__()
         width = config.n_embd
-        self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
-        self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
-        self.drop = Dropout(config.dropout, site=0)
-        self.h = nn.ModuleList(Block(config, layer, mesh, context, recompute) for layer in range(config.n_layer))
-        self.ln_f = LayerNorm(width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh)
+        first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+        if first or last:
+            self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
+        if first:
+            self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
+            self.drop = Dropout(config.dropout, site=0)
+        here = {layer for stage in stages for layer in stage.layers}
+        self.h = nn.ModuleList(
+            Block(config, layer, mesh, context, recompute) if layer in here else nn.Identity()
+            for layer in range(config.n_layer)
+        )
+        if last:
+            self.ln_f = LayerNorm(
+                width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh
+            )
 
 
 class GPT(nn.Module):
@@ -61,7 +95,9 @@ class GPT(nn.Module):
     share each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring". context_schedule,
     context_balance: as for `tpfuse.ops.ring_attention.ring_attention`. recompute: the activations that the backward
     pass computes again, as for `tpfuse.parallel.recompute`. device, dtype: the device and the dtype of the parameters,
-    which are left uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
+    which are left uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them. stages: the
+    pipeline stages of this rank, which alone it has; None for the whole model. The tied embedding is on the rank of the
+    first stage and on that of the last one.
 
     Context-parallel ranks have equal parameters. Each of them computes the gradients of its own tokens, which must be
     summed over these ranks as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a
@@ -77,6 +113,7 @@ class GPT(nn.Module):
         context_schedule: Schedule = "auto",
         context_balance: Balance = "zigzag",
         recompute: Recompute = "none",
+        stages: Sequence[Stage] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -89,8 +126,9 @@ class GPT(nn.Module):
         self.recompute = recompute
         self.context = ContextParallel(context_mesh, context_schedule, context_balance)
         self.context.check(config.n_positions, config.n_head // self.tp)
+        self.stages = [whole_model(config.n_layer)] if stages is None else list(stages)
         with torch.device("meta"):
-            self.transformer = Transformer(config, mesh, self.context, recompute)
+            self.transformer = Transformer(config, mesh, self.context, recompute, self.stages)
         self.to(dtype).to_empty(device=device)
 
     def initial_distribution(self, name: str) -> tuple[float, float]:
@@ -111,9 +149,20 @@ class GPT(nn.Module):
         They are 6 for each parameter except those of the position table, and 12 n_layer T C for attention (PaLM,
         arXiv:2204.02311, appendix B).
         """
-        c = self.config
-        block = 12 * c.n_embd * c.n_embd
-        return 6 * (c.n_layer * block + c.vocab_size * c.n_embd) + 12 * c.n_layer * c.n_positions * c.n_embd
+        block, _, head = part_costs(self.config)
+        return self.config.n_layer * block.flops + head.flops
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Return the blocks that this rank has, in the order of the model."""
+        return [block for block in self.transformer.h if isinstance(block, Block)]
+
+    def modules_of(self, stage: Stage) -> list[nn.Module]:
+        """Return the modules with the parameters of a stage of this rank."""
+        whole = self.transformer
+        ends: list[nn.Module] = [whole.wte, whole.wpe] if stage.first else []
+        ends += [whole.wte, whole.ln_f] if stage.last else []
+        return ends + [whole.h[layer] for layer in stage.layers]
 
     def forward(
         self,
@@ -124,6 +173,8 @@ class GPT(nn.Module):
         dropout_at: tuple[int, int] | None = None,
         sequences_B: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        stage: Stage | None = None,
+        x_mC: Tensor | None = None,
     ) -> Tensor:
         """Returns losses [B, T] in nats if targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
@@ -132,9 +183,12 @@ class GPT(nn.Module):
         returns the sum over its own tokens, so that the sum over the ranks is the whole. dropout_at: (seed, step) if
         dropout is wanted. sequences_B: the numbers of these sequences in the whole batch, by default 0 … B-1. cache:
         holds the positions before these, and afterwards also these; with it, every context-parallel rank computes
-        everything. Raises ValueError if there are no tokens, or fewer than context-parallel ranks, if the context is
-        too short, or if an id is not in the vocabulary.
+        everything. stage: a pipeline stage of this rank, by default the whole model; unless it is the first one, x_mC
+        is the output [m, C] of the stage before it; unless it is the last one, its output [m, C] is returned. Raises
+        ValueError if there are no tokens, or fewer than context-parallel ranks, if the context is too short, or if an
+        id is not in the vocabulary.
         """
+        stage = stage or self.stages[0]
         if not ids_BT.numel():
             raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected at least one token")
         past = 0 if cache is None else cache.length
@@ -148,13 +202,18 @@ class GPT(nn.Module):
         rows_m = torch.arange(self.rank * share, (self.rank + 1) * share, device=ids_BT.device)
         positions_m = sharded.positions[rows_m % sharded.local_length]
         state = self._dropout_state(dropout_at, sequences_B, sharded, rows_m, positions_m)
-        x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(positions_m + past)
-        x_mC = self.transformer.drop(x_mC, state)
-        for block in self.transformer.h:
+        if stage.first:
+            x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(positions_m + past)
+            x_mC = self.transformer.drop(x_mC, state)
+        assert x_mC is not None
+        for layer in stage.layers:
+            block = self.transformer.h[layer]
             through = partial(recomputed_whole, block) if self.recompute == "full" and cache is None else block
             x_mC = through(x_mC, sharded, state, cache)
-        if cache is not None:
+        if cache is not None and stage is self.stages[-1]:
             cache.length += length
+        if not stage.last:
+            return x_mC
         x_mC = self.transformer.ln_f(x_mC)
         wte = self.transformer.wte
         if targets_BT is None:

@@ -24,11 +24,12 @@ ALLOWED: dict[str, set[str]] = {
     "ops.linear": {"kernels", "backend", "comm", "comm.collectives", "ops"},
     "ops.ring_attention": {"kernels", "choices", "backend", "comm", "comm.collectives", "ops"},
     "layers": {"_lazy", "comm", "ops", "ops.linear"},
+    "parallel.pipeline": {"choices"},
     "parallel": {"kernels", "choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
     "drop_in": {"comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "parallel"},
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
-    "models": {"ops", "layers", "parallel"},
+    "models": {"ops", "layers", "parallel", "parallel.pipeline"},
     "train": {
         "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel", "drop_in", "zero",
         "models",

@@ -6,6 +6,8 @@ Balance = Literal["zigzag", "contiguous", "striped"]
 """The rule that says which tokens of a sequence a context-parallel rank has (`tpfuse.ops.ring_attention.layout`)."""
 Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 """The schedule by which context-parallel ranks attend to each other's tokens (`tpfuse.ops.ring_attention`)."""
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
+"""The order in which pipeline stages compute their micro-batches (`tpfuse.parallel.pipeline.order`)."""
 Implementation = Literal["auto", "fused", "direct", "collective"]
 """The way in which tensor-parallel products and collectives communicate (`tpfuse.backend`)."""
 Kernels = Literal["auto", "triton", "torch"]

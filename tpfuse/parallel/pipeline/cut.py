@@ -1,0 +1,98 @@
+"""Cuts the layers of a model into pipeline stages."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a pipeline: consecutive layers, with what comes before the first layer or after the last one.
+
+    layers: the numbers of its layers in the model. first, last: whether it has the model's input and its output.
+    """
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def whole_model(layers: int) -> Stage:
+    """Return the only stage of a model that is not cut."""
+    return Stage(0, range(layers), True, True)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part of a model costs. flops: floating-point operations for a token; parameters: their number."""
+
+    flops: int
+    parameters: int
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.parameters + other.parameters)
+
+
+def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, stages: int) -> list[Stage]:
+    """Return the stages of which the most expensive one needs the fewest operations.
+
+    Among such cuts it is one whose largest stage has the fewest parameters, and of these the one whose early stages
+    have the most layers. before, after: the costs of what comes before the first layer and after the last one. Each
+    stage has at least one layer. Raise ValueError for fewer layers than stages.
+    """
+    count = len(layers)
+    if count < stages:
+        raise ValueError(
+            f"{count} layers cannot be cut into {stages} pipeline stages: expected at least one layer each"
+        )
+    sums = list(itertools.accumulate(layers, initial=Cost(0, 0)))
+
+    def cost(start: int, stop: int) -> Cost:
+        flops, parameters = sums[stop].flops - sums[start].flops, sums[stop].parameters - sums[start].parameters
+        inner = Cost(flops, parameters)
+        inner = before + inner if start == 0 else inner
+        return inner + after if stop == count else inner
+
+    # A cut is found from its end: best[start] is (the largest cost of the stages from layer `start` on, their starts).
+    def best_cut(largest_flops: int | None) -> tuple[int, tuple[int, ...]]:
+        best: dict[int, tuple[int, tuple[int, ...]]] = {count: (0, ())}
+        for left in range(1, stages + 1):
+            found: dict[int, tuple[int, tuple[int, ...]]] = {}
+            for start in range(count) if left < stages else range(1):
+                for stop in range(count, start, -1):
+                    part = cost(start, stop)
+                    if stop not in best or (largest_flops is not None and part.flops > largest_flops):
+                        continue
+                    value = part.flops if largest_flops is None else part.parameters
+                    larger = max(value, best[stop][0])
+                    if start not in found or larger < found[start][0]:
+                        found[start] = larger, (start, *best[stop][1])
+            best = found
+        return best[0]
+
+    largest, _ = best_cut(None)
+    _, starts = best_cut(largest)
+    return _staged([b - a for a, b in itertools.pairwise((*starts, count))])
+
+
+def explicit_cut(text: str, layers: int, stages: int) -> list[Stage]:
+    """Return the stages with as many layers as `text` says, such as 3,5,4,4. Raise ValueError for another text."""
+    try:
+        counts = [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r}: expected a number of layers for each stage, such as 3,5,4,4") from None
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        raise ValueError(
+            f"{text} has {len(counts)} stages and {sum(counts)} layers: expected {stages} stages of at least one layer"
+            f" and {layers} layers together"
+        )
+    return _staged(counts)
+
+
+def _staged(counts: Sequence[int]) -> list[Stage]:
+    starts = list(itertools.accumulate(counts, initial=0))
+    return [
+        Stage(index, range(start, stop), index == 0, index == len(counts) - 1)
+        for index, (start, stop) in enumerate(itertools.pairwise(starts))
+    ]

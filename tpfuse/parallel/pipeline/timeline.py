@@ -1,0 +1,122 @@
+"""When the ranks of a pipeline compute what: the bubbles, the micro-batches in flight, and the messages under way.
+
+`timeline` plays an order of computations with given durations. A rank begins an action as soon as it has ended the one
+before, and as the message that the action needs is there. Durations that are known beforehand give the predicted idle
+share of each rank; the durations that a step has measured give what its order makes of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tpfuse.parallel.pipeline.order import Action, Kind, Order
+
+_USUAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+
+
+def usual_seconds(action: Action) -> float:
+    """Return the duration of an action in units of a forward pass; a backward pass takes two of them."""
+    return _USUAL[action.kind]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An action of a rank and when it begins and ends, in the unit of the durations."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A played order. intervals: those of each rank, one after another."""
+
+    order: Order
+    intervals: tuple[tuple[Interval, ...], ...]
+
+    @property
+    def length(self) -> float:
+        """Return when the last rank ends."""
+        return max(row[-1].end for row in self.intervals)
+
+    def busy(self, rank: int) -> float:
+        """Return how long a rank computes."""
+        return sum(interval.end - interval.start for interval in self.intervals[rank])
+
+    def idle_share(self, rank: int) -> float:
+        """Return the share of the step in which a rank does not compute."""
+        return 1.0 - self.busy(rank) / self.length
+
+
+def timeline(order: Order, seconds: Callable[[Action], float] = usual_seconds, delay: float = 0.0) -> Timeline:
+    """Return the played order. seconds: the duration of an action; delay: that of a message between two ranks."""
+    ended: dict[tuple[Kind, int, int], float] = {}
+    rows: list[list[Interval]] = [[] for _ in range(order.ranks)]
+    waiting = True
+    while waiting:
+        waiting = moved = False
+        for rank, row in enumerate(rows):
+            clock = row[-1].end if row else 0.0
+            for action in order.actions[rank][len(row) :]:
+                ready = _ready(order, action, ended, delay)
+                if ready is None:
+                    waiting = True
+                    break
+                start = max(clock, ready)
+                clock = start + seconds(action)
+                row.append(Interval(action, start, clock))
+                kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
+                ended[kind, action.stage, action.micro_batch] = clock
+                moved = True
+        assert moved or not waiting, "the order waits for itself"
+    return Timeline(order, tuple(tuple(row) for row in rows))
+
+
+def _ready(order: Order, action: Action, ended: dict[tuple[Kind, int, int], float], delay: float) -> float | None:
+    """Return when what an action needs is there; None if it is not known yet."""
+    stage, kind = action.stage, action.kind
+    if kind is Kind.WEIGHT or (kind is Kind.FORWARD and stage == 0):
+        return 0.0
+    if kind is not Kind.FORWARD and stage == order.stages - 1:
+        return ended.get((Kind.FORWARD, stage, action.micro_batch))
+    source = stage - 1 if kind is Kind.FORWARD else stage + 1
+    end = ended.get((Kind.FORWARD if kind is Kind.FORWARD else Kind.INPUT, source, action.micro_batch))
+    between = delay if order.rank_of[source] != order.rank_of[stage] else 0.0
+    return None if end is None else end + between
+
+
+def most_in_flight(order: Order, rank: int) -> int:
+    """Return the most micro-batches, counted for each stage, whose activations a rank keeps at the same time.
+
+    A micro-batch is in flight on a stage from its forward pass to the end of its backward pass, in its last part.
+    """
+    now = most = 0
+    for action in order.actions[rank]:
+        now += action.kind is Kind.FORWARD
+        most = max(most, now)
+        now -= action.ends
+    return most
+
+
+def slots(order: Order, stage: int, *, forward: bool) -> int:
+    """Return the slots for messages to a stage with which no sender ever waits, if actions take their usual time.
+
+    forward: whether they are activations, which the previous stage sends; otherwise they are gradients. A slot is in
+    use from the end of the action that sends the message to the end of the backward pass that frees it. Since the
+    played order keeps to these slots, no order of events on real ranks can make them wait for each other in a circle.
+    """
+    played = timeline(order)
+    source, sends = (stage - 1, Kind.FORWARD) if forward else (stage + 1, Kind.INPUT)
+    sent, freed = {}, {}
+    for row in played.intervals:
+        for interval in row:
+            action = interval.action
+            kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
+            if action.stage == source and kind is sends:
+                sent[action.micro_batch] = interval.end
+            if action.stage == stage and action.ends:
+                freed[action.micro_batch] = interval.end
+    in_order = sorted(sent, key=sent.__getitem__)
+    return max(
+        sum(freed[earlier] > sent[number] for earlier in in_order[: index + 1]) for index, number in enumerate(in_order)
+    )
