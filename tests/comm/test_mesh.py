@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm.errors import named
 from tpfuse.comm.mesh import build_mesh, context_mesh, flat_group, group_of, rank_and_size, shard_range
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks, pool
@@ -58,6 +59,19 @@ def test_a_mesh_of_data_context_and_tensor_parallel_ranks() -> None:
     assert pool(8).run(_cube)[5] == ([4, 5], [5, 7], [1, 3, 5, 7], [4, 5, 6, 7])
 
 
+def _pipelines() -> tuple[tuple[str, ...] | None, list[list[int]], str]:
+    mesh = mesh_of(2, 2, pp=2)
+    groups = mesh.get_group("pp"), flat_group(mesh, "dp", "tp"), mesh.get_group("tp")
+    return mesh.mesh_dim_names, [dist.get_process_group_ranks(group) for group in groups], named(dist.get_rank())
+
+
+def test_the_ranks_of_a_pipeline_are_farthest_apart() -> None:
+    names, groups, name = pool(8).run(_pipelines)[6]
+    assert names == ("pp", "dp", "tp")
+    assert groups == [[2, 6], [4, 5, 6, 7], [6, 7]]
+    assert name == "rank 6 (pp 1, dp 1, tp 0)"
+
+
 @on_ranks(2)
 def test_wrong_meshes_are_refused() -> None:
     with pytest.raises(ValueError, match="dp 1 x cp 3 x tp 2 needs 6 ranks, but 2 are running"):
@@ -66,6 +80,8 @@ def test_wrong_meshes_are_refused() -> None:
         build_mesh("cpu", dp=1, cp=2, tp=1, ulysses=3)
     with pytest.raises(ValueError, match="dp 2 x tp 3 needs 6 ranks, but 2 are running"):
         build_mesh("cpu", dp=2, tp=3)
+    with pytest.raises(ValueError, match="pp 2 x dp 2 x cp 3 x tp 1 needs 12 ranks, but 2 are running"):
+        build_mesh("cpu", dp=2, tp=1, cp=3, pp=2)
     with pytest.raises(ValueError, match=r'slice it, as in mesh\["tp"\]'):
         group_of(mesh_of(1, 2))
 

@@ -13,22 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tpfuse.comm.errors import set_coordinates
 
 
-def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
+def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1, pp: int = 1) -> DeviceMesh:
     """Returns the mesh ("dp", "tp") over all ranks of the default process group, in which tp varies fastest.
 
     cp: the number of context-parallel ranks. If it is above 1, the mesh is ("dp", "cp", "tp"), or, if groups of
-    `ulysses` of them exchange heads, ("dp", "ring", "ulysses", "tp"). Neighbouring ranks form a tensor-parallel group,
-    so that it stays within a node, and then a context-parallel one. Raises ValueError unless the world has dp × cp × tp
-    ranks and ulysses divides cp.
+    `ulysses` of them exchange heads, ("dp", "ring", "ulysses", "tp"). pp: the number of pipeline-parallel ranks. If it
+    is above 1, "pp" is the first dimension of the mesh. Neighbouring ranks form a tensor-parallel group, so that it
+    stays within a node, and then a context-parallel one; the ranks of a pipeline, which send the fewest bytes, are
+    farthest apart. Raises ValueError unless the world has pp × dp × cp × tp ranks and ulysses divides cp.
     """
-    world = dist.get_world_size()
-    if dp * cp * tp != world:
-        layout = f"dp {dp} x cp {cp} x tp {tp}" if cp > 1 else f"dp {dp} x tp {tp}"
-        raise ValueError(f"{layout} needs {dp * cp * tp} ranks, but {world} are running")
+    world, ranks = dist.get_world_size(), pp * dp * cp * tp
+    if ranks != world:
+        parts = [f"pp {pp}"] * (pp != 1) + [f"dp {dp}"] + [f"cp {cp}"] * (cp != 1) + [f"tp {tp}"]
+        raise ValueError(f"{' x '.join(parts)} needs {ranks} ranks, but {world} are running")
     if ulysses < 1 or cp % ulysses:
         raise ValueError(f"ulysses {ulysses} does not divide cp {cp}")
     context = {"ring": cp // ulysses, "ulysses": ulysses} if ulysses > 1 else {"cp": cp} if cp > 1 else {}
-    sizes = {"dp": dp, **context, "tp": tp}
+    sizes = {**({"pp": pp} if pp > 1 else {}), "dp": dp, **context, "tp": tp}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     wide = {name: size for name, size in sizes.items() if size > 1}
     coordinates = itertools.product(*([f"{name} {index}" for index in range(size)] for name, size in wide.items()))

@@ -9,9 +9,9 @@ from tpfuse.comm.mesh import build_mesh
 
 
 @functools.cache
-def mesh_of(dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
+def mesh_of(dp: int, tp: int, cp: int = 1, ulysses: int = 1, pp: int = 1) -> DeviceMesh:
     """Return `build_mesh` over all CPU ranks. The first call is a collective operation of all ranks."""
-    return build_mesh("cpu", dp=dp, tp=tp, cp=cp, ulysses=ulysses)
+    return build_mesh("cpu", dp=dp, tp=tp, cp=cp, ulysses=ulysses, pp=pp)
 
 
 def tensor_mesh() -> DeviceMesh:
