@@ -1,5 +1,6 @@
 """A bucket of parameters and gradients on one rank: it collects gradients, and its reducer reduces them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +17,8 @@ class Bucket:
     gradient_dtype: the dtype in which gradients are accumulated. accumulated: the tensor [size] in which gradients are
     accumulated; None at stage 2 while there is none.
 
-    For each micro-batch call `begin`, then `take` for each gradient. In the last micro-batch of a step call
-    `copy_waiting` when the bucket's turn comes, and `start_reduce`; after the backward pass `end_backward`, then read
+    For each micro-batch call `begin`, then `take` for each gradient; a pipeline's step is one micro-batch in which the
+    gradient of a segment arrives several times. In the last micro-batch of a step call `copy_waiting` when the bucket's turn comes, and `start_reduce`; after the backward pass `end_backward`, then read
     `reduced_shard`. `drop` instead of the rest discards the step's gradients.
     """
 
@@ -28,7 +29,8 @@ class Bucket:
     accumulated: Tensor | None = None
     _reduce_buffer: Tensor | None = None  # the reducer's buffer at stage 2, from the bucket's turn to its reduction
     _waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients that wait for that turn, by segment
-    _pending: set[int] = field(default_factory=set)  # segments whose gradient of this micro-batch has not arrived
+    _arrivals: Sequence[int] = ()  # the number of times that each segment's gradient arrives in this micro-batch
+    _pending: dict[int, int] = field(default_factory=dict)  # the segments with arrivals to come, and their number
     _without_gradient: set[int] = field(default_factory=set)  # segments that have had no gradient in this step
 
     @property
@@ -63,10 +65,10 @@ class Bucket:
     @property
     def untouched(self) -> bool:
         """Return whether no gradient of this micro-batch has arrived."""
-        return len(self._pending) == len(self.layout.segments)
+        return self._pending == dict(enumerate(self._arrivals))
 
     def awaits(self, segment: int) -> bool:
-        """Return whether the gradient of this segment has not arrived in this micro-batch."""
+        """Return whether the gradient of this segment is to arrive in this micro-batch, for the first time or again."""
         return segment in self._pending
 
     def keep_gradients(self) -> None:
@@ -77,9 +79,12 @@ class Bucket:
                 buffer = torch.zeros_like(buffer, dtype=self.gradient_dtype)
             self.accumulated = buffer
 
-    def begin(self, *, first: bool) -> None:
-        """Begin a micro-batch. first: whether it is the first of its step."""
-        self._pending = set(range(len(self.layout.segments)))
+    def begin(self, arrivals: Sequence[int], *, first: bool) -> None:
+        """Begin a micro-batch. first: whether it is the first of its step.
+
+        arrivals: the number of times that the gradient of each segment arrives in it, at least 1.
+        """
+        self._arrivals, self._pending = arrivals, dict(enumerate(arrivals))
         if first:
             self._without_gradient = set(self._pending)
 
@@ -87,9 +92,9 @@ class Bucket:
         """Take the gradient of a segment. last: whether the micro-batch is the last of its step.
 
         The gradient is accumulated. If the bucket has accumulated none in this step, as at stage 2, a gradient of the
-        last micro-batch waits for the bucket's turn instead.
+        last micro-batch waits for the bucket's turn instead, unless one of the bucket's gradients arrives several times.
         """
-        if self.accumulated is None and last:
+        if self.accumulated is None and last and max(self._arrivals) == 1:
             self._waiting[segment] = gradient
         else:
             sum_so_far = self.layout.view(self._accumulation_buffer(), self.layout.segments[segment])
@@ -98,10 +103,13 @@ class Bucket:
             else:
                 sum_so_far.add_(gradient)
         self._without_gradient.discard(segment)
-        self._pending.discard(segment)
+        if segment in self._pending:
+            self._pending[segment] -= 1
+            if not self._pending[segment]:
+                del self._pending[segment]
 
     def fill_missing(self, value: float) -> None:
-        """Take gradients that are `value` everywhere for the segments whose gradient has not arrived."""
+        """Take gradients that are `value` everywhere for the segments whose gradients have not all arrived."""
         gradient = torch.tensor(value, dtype=self.gradient_dtype, device=self.values.device)
         for segment in tuple(self._pending):
             self.take(segment, gradient.expand(self.layout.segments[segment].shape), last=True)

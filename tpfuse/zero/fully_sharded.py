@@ -181,7 +181,7 @@ class FullySharded(MicroBatches):
         self.traffic.exchange(nbytes)
         collectives.start_all_reduce(sums, self._across).wait()
 
-    def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
+    def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
         if first:
             self.clear_gradients()
         self._units[-1].set_requires_gradient_sync(last)

@@ -19,6 +19,7 @@ Parameters in a half type have float32 masters in the optimizer (`tpfuse.zero.fl
 accumulated and summed in float32 unless the caller asks for less. `tpfuse.zero.reducer.base` describes the reduction.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,9 @@ class GradientBuckets(MicroBatches):
     kept. reduce_dtype: the dtype in which they are sent, by default the same. "float32" means float64 for float64;
     "parameter" takes half as much memory if the parameters are a half type. Sums are float32 in both cases, except the
     whole sums of stage 0, which have the dtype that is sent. compression: the compression of the gradients that are
-    sent between nodes (`tpfuse.zero.compression`).
+    sent between nodes (`tpfuse.zero.compression`). uses: for a pipeline, the parameters that several stages of this rank
+    use, with the number of these stages: the gradient of such a parameter arrives once for each stage and backward
+    pass. A parameter without an entry belongs to one stage.
 
     Use: pass them to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)` and a
     backward pass for each micro-batch, then `finish()`; after that each bucket has its `reduced_shard`. A parameter
@@ -91,6 +94,7 @@ class GradientBuckets(MicroBatches):
         gradient_dtype: GradientDtype = "float32",
         reduce_dtype: GradientDtype | None = None,
         compression: Compression | None = None,
+        uses: Mapping[str, int] | None = None,
     ) -> None:
         if stage not in (0, 1, 2):
             raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.zero.fully_sharded.FullySharded)")
@@ -99,7 +103,7 @@ class GradientBuckets(MicroBatches):
         self.compression = compression
         self._world_group = data_group if world_group is None else world_group
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
-        self._next = 0
+        self._next, self._uses = 0, uses or {}
         partial = take_partial_gradients(model)
         take_context_sums(model)
         if partial and world_group is None:
@@ -166,7 +170,7 @@ class GradientBuckets(MicroBatches):
             hooks = parameter._post_accumulate_grad_hooks or {}
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Taking)]:
                 del hooks[key]  # left by buckets that had the parameter before
-            taking = _Taking(self, bucket, index, parameter)
+            taking = _Taking(self, bucket, index)
             parameter.register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
             if isinstance(parameter, DTensor):
                 offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
@@ -179,6 +183,8 @@ class GradientBuckets(MicroBatches):
         if not self._accumulating or (self._last and not bucket.awaits(index)):
             raise ValueError(_WITHOUT_GRADIENT.format(name=name))
         bucket.take(index, gradient, last=self._last)
+        expected = not self._last or bucket.awaits(index)  # several backward passes may come before the last
+        self.trained[name].grad = None if expected else self._taken_gradients[name]
         if self._last and bucket is self.buckets[self._next]:
             bucket.copy_waiting()  # so that its memory is free for the next gradients
         if self._last and bucket.complete:
@@ -193,7 +199,7 @@ class GradientBuckets(MicroBatches):
             bucket.start_reduce()
             self._next += 1
 
-    def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
+    def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
         if first:
             for reducer in self.reducers:
                 reducer.begin()
@@ -203,7 +209,8 @@ class GradientBuckets(MicroBatches):
             if isinstance(parameter, DTensor) and _has_hooks(parameter):
                 withdraw_leaf(parameter)
         for bucket in self.buckets:
-            bucket.begin(first=first)
+            arrivals = [backwards * self._uses.get(segment.name, 1) for segment in bucket.layout.segments]
+            bucket.begin(arrivals, first=first)
 
     def _complete(self, *, sums: bool) -> None:
         try:
@@ -304,13 +311,10 @@ class _Taking:
     buckets: GradientBuckets
     bucket: Bucket
     index: int
-    parameter: Parameter
 
     def __call__(self, leaf: Tensor) -> None:
         assert leaf.grad is not None
         gradient, leaf.grad = local_tensor(leaf.grad), None
-        taken = self.buckets._taken_gradients[self.bucket.layout.segments[self.index].name]
-        self.parameter.grad = taken if self.buckets._last else None  # several backward passes may come before the last
         self.buckets._take(self.bucket, self.index, gradient)
 
 

@@ -32,12 +32,20 @@ class MicroBatches(ABC):
         self._recorded = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
         self._module_parameters, self._named_parameters = _module_parameters(self.model), _named_parameters(self.model)
 
-    def start(self, *, last: bool) -> None:
+    def start(self, *, last: bool, backwards: int = 1) -> None:
         """Begin a micro-batch. last: whether its backward pass reduces the gradients.
 
-        Raises ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, and if
-        a parameter was frozen, unfrozen, converted or replaced since the engine was made. Raises PeerTimeout.
+        backwards: for a pipeline, which begins the whole step by one call with `last`: the number of backward passes of
+        each of the rank's stages until `finish()`. Forward and backward passes may follow each other in any order, and
+        a gradient that a backward pass writes to `.grad` without running hooks is taken by
+        `for hook in parameter._post_accumulate_grad_hooks.values(): hook(parameter)`.
+
+        Raises ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, if a
+        parameter was frozen, unfrozen, converted or replaced since the engine was made, and for `backwards` without
+        `last`. Raises PeerTimeout.
         """
+        if backwards < 1 or (backwards > 1 and not last):
+            raise ValueError(f"start(last={last}, backwards={backwards}): expected at least 1, and 1 without last")
         if self._last:
             raise ValueError("start() after the last micro-batch: call finish() first, or after an error abandon()")
         if not self._accumulating:
@@ -45,7 +53,7 @@ class MicroBatches(ABC):
         for name, parameter, required, _ in self._recorded:
             if parameter.requires_grad != required:
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
-        self._begin_micro_batch(first=not self._accumulating, last=last)
+        self._begin_micro_batch(first=not self._accumulating, last=last, backwards=backwards)
         self._accumulating, self._last, self._summed, self._begun = True, last, False, True
 
     def _check_parameters(self) -> None:
@@ -67,8 +75,11 @@ class MicroBatches(ABC):
                 raise ValueError(f"{name} was converted or moved, as model.to() does: {self._advice}")
 
     @abstractmethod
-    def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
-        """Prepare the engine for a micro-batch. first, last: whether it is the first and the last of its step."""
+    def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
+        """Prepare the engine for a micro-batch. first, last: whether it is the first and the last of its step.
+
+        backwards: as in `start`.
+        """
 
     def defer(self) -> None:
         """Make the micro-batch that `start(last=True)` began one that is not the last: its gradients are accumulated.
@@ -77,7 +88,7 @@ class MicroBatches(ABC):
         """
         if not self._last or self._reducing():
             raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
-        self._begin_micro_batch(first=False, last=False)
+        self._begin_micro_batch(first=False, last=False, backwards=1)
         self._last = False
 
     @abstractmethod
