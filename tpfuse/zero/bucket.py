@@ -18,8 +18,9 @@ class Bucket:
     accumulated; None at stage 2 while there is none.
 
     For each micro-batch call `begin`, then `take` for each gradient; a pipeline's step is one micro-batch in which the
-    gradient of a segment arrives several times. In the last micro-batch of a step call `copy_waiting` when the bucket's turn comes, and `start_reduce`; after the backward pass `end_backward`, then read
-    `reduced_shard`. `drop` instead of the rest discards the step's gradients.
+    gradient of a segment arrives several times. In the last micro-batch of a step call `copy_waiting` when the bucket's
+    turn comes, and `start_reduce`; after the backward pass `end_backward`, then read `reduced_shard`. `drop` instead of
+    the rest discards the step's gradients.
     """
 
     layout: BucketLayout
@@ -91,8 +92,8 @@ class Bucket:
     def take(self, segment: int, gradient: Tensor, *, last: bool) -> None:
         """Take the gradient of a segment. last: whether the micro-batch is the last of its step.
 
-        The gradient is accumulated. If the bucket has accumulated none in this step, as at stage 2, a gradient of the
-        last micro-batch waits for the bucket's turn instead, unless one of the bucket's gradients arrives several times.
+        The gradient is accumulated. If the bucket has accumulated none in this step, as at stage 2, and its gradients
+        arrive once, a gradient of the last micro-batch waits for the bucket's turn instead.
         """
         if self.accumulated is None and last and max(self._arrivals) == 1:
             self._waiting[segment] = gradient

@@ -1,19 +1,23 @@
 """The plan of the flat buckets: which parameters share one, at which offsets, and each rank's shard. Arithmetic only.
 
-Three kinds of parameters must not share a bucket:
+Four kinds of parameters must not share a bucket:
 
-| kind       | example                     | gradients summed over | in the norm            |
-|------------|-----------------------------|-----------------------|------------------------|
-| sharded    | linear weights, embeddings  | dp                    | each rank's shard      |
-| replicated | row-parallel biases         | dp                    | once                   |
-| partial    | norms, positions on shards  | dp and tp             | once                   |
+| kind       | example                                  | gradients summed over        | in the norm       |
+|------------|------------------------------------------|------------------------------|-------------------|
+| sharded    | linear weights, embeddings               | dp                           | each rank's shard |
+| replicated | row-parallel biases                      | dp                           | once              |
+| partial    | norms, positions on shards               | dp and tp                    | once              |
+| tied       | embedding of the first and of the last   | dp of both pipeline stages   | each rank's shard |
+|            | pipeline stage                           |                              |                   |
+
+Tied buckets are the last ones: `tpfuse.zero.gradient_buckets` says why they are reduced last.
 
 A bucket holds parameters of one dtype. Parameters with weight decay come before those without, and a bucket is padded
 until all ranks have equal shards. This module allocates no memory, so `tpfuse memory` counts with the same numbers as
 training.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,7 +27,7 @@ from torch import Tensor
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.rank_order import summed_dtype
 
-Kind = Literal["sharded", "replicated", "partial"]
+Kind = Literal["sharded", "replicated", "partial", "tied"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BUCKET_BYTES = 25 * 2**20  # the default size of a bucket's float32 gradients, as in torch's DDP
 ALIGNMENT = 16  # elements; every parameter and every shard starts on a cache line
@@ -78,24 +82,37 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
-def kind_of(name: str, parameter: Tensor, partial: Iterable[str]) -> Kind:
-    """Return the kind of a parameter. partial: names of those whose gradients are partial sums over the tp ranks."""
+def kind_of(name: str, parameter: Tensor, partial: Collection[str], tied: Collection[str] = ()) -> Kind:
+    """Return the kind of a parameter. partial: names of those whose gradients are partial sums over the tp ranks.
+
+    tied: names of those that another pipeline stage has too. Raises ValueError for a name in both.
+    """
+    if name in tied:
+        if name in partial:
+            raise ValueError(
+                f"{name} is tied, and its gradients are partial sums over tensor-parallel ranks: expected one of both"
+            )
+        return "tied"
     return "partial" if name in partial else "sharded" if is_sharded(parameter) else "replicated"
 
 
 def plan_buckets(
-    parameters: Iterable[tuple[str, Tensor]], partial: Iterable[str], worlds: Mapping[Kind, int], bucket_bytes: int
+    parameters: Iterable[tuple[str, Tensor]],
+    partial: Iterable[str],
+    worlds: Mapping[Kind, int],
+    bucket_bytes: int,
+    tied: Iterable[str] = (),
 ) -> list[BucketLayout]:
     """Return the buckets of `parameters`, which are given in the order in which their gradients arrive.
 
-    parameters: on any device, also meta. worlds: the number of ranks that share each kind. bucket_bytes: a bucket is
-    full when its gradients take this many bytes in float32.
+    parameters: on any device, also meta. partial, tied: names, as in `kind_of`. worlds: the number of ranks that share
+    each kind. bucket_bytes: a bucket is full when its gradients take this many bytes in float32.
     """
-    names = frozenset(partial)
+    partial, tied = frozenset(partial), frozenset(tied)
     layouts: list[BucketLayout] = []
     pending: dict[tuple[Kind, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
-        kind = kind_of(name, parameter, names)
+        kind = kind_of(name, parameter, partial, tied)
         members = pending.setdefault((kind, parameter.dtype), [])
         members.append((name, parameter))
         if sum(local_tensor(p).numel() for _, p in members) * 4 >= bucket_bytes:
@@ -103,7 +120,7 @@ def plan_buckets(
             del pending[kind, parameter.dtype]
     for (kind, dtype), members in pending.items():
         layouts.append(_layout(kind, dtype, members, worlds[kind]))
-    return layouts
+    return sorted(layouts, key=lambda layout: layout.kind == "tied")
 
 
 def _layout(kind: Kind, dtype: torch.dtype, members: list[tuple[str, Tensor]], world: int) -> BucketLayout:

@@ -184,8 +184,11 @@ class PowerSGDCompression:
         return state
 
     def _first_factor(self, key: _MatrixKey, matrix: Tensor) -> Tensor:
-        """Return normal numbers that depend on (seed, key) only, drawn on the CPU so that all ranks get the same."""
-        generator = torch.Generator("cpu").manual_seed(seed_of(self.seed, key))
+        """Return normal numbers, drawn on the CPU so that all ranks of the group get the same.
+
+        They depend on the seed and the matrix's place only: in a pipeline the ranks of a group number it differently.
+        """
+        generator = torch.Generator("cpu").manual_seed(seed_of(self.seed, key[1:]))
         factor = torch.empty(matrix.shape[1], self.rank, dtype=torch.float32).normal_(generator=generator)
         return factor.to(device=matrix.device, dtype=matrix.dtype)
 

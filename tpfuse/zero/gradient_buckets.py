@@ -15,12 +15,19 @@ all its gradients in the last micro-batch, its reduction starts while the backwa
 buckets in the same order, even if their gradients arrive in different orders, or if some gradients do not arrive at
 all. Gradients are summed, not averaged: the loss is already divided by the number of tokens of the whole batch.
 
+A parameter that the first and the last stage of a pipeline share is in a bucket of the replicas of both stages. Its
+reduction starts in `finish()`, after those of all other buckets, which all belong to ranks of one stage. These ranks
+are at the same point of the pipeline's schedule whenever they wait for each other. The ranks of both ends are not: if
+one of them waited for the other end before it has sent what its last backward pass computes, the other end might wait
+for just that, through the stages between them. Nothing is lost, because the first stage is the last to compute.
+
 Parameters in a half type have float32 masters in the optimizer (`tpfuse.zero.flat_adamw`), and their gradients are
 accumulated and summed in float32 unless the caller asks for less. `tpfuse.zero.reducer.base` describes the reduction.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -40,7 +47,7 @@ from tpfuse.zero.micro_batches import MicroBatches
 from tpfuse.zero.reducer.backend import make_reducer
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.inter_node import Compression
-from tpfuse.zero.taken_parameters import move_, take_context_sums, take_partial_gradients, taken_gradient
+from tpfuse.zero.taken_parameters import TakenGradient, move_, take_context_sums, take_partial_gradients, taken_gradient
 
 _WITHOUT_GRADIENT = (
     "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"
@@ -56,14 +63,19 @@ class GradientBuckets(MicroBatches):
     model: its parameters are plain or DTensors on one tensor-parallel mesh. If a module has a true `sum_gradients`
     (`tpfuse.layers.layer_norm`), the buckets sum its gradients over the mesh from now on. stage: 0, 1 or 2. data_group:
     ranks with the same parameters and different tokens; they get the parameters and buffers of the first of them, also
-    frozen ones, as under DDP. world_group: all ranks of data × tensor parallelism. bucket_bytes: the size of a bucket's
-    float32 gradients, by default that of torch's DDP. gradient_dtype: the dtype in which gradients are accumulated and
-    kept. reduce_dtype: the dtype in which they are sent, by default the same. "float32" means float64 for float64;
-    "parameter" takes half as much memory if the parameters are a half type. Sums are float32 in both cases, except the
-    whole sums of stage 0, which have the dtype that is sent. compression: the compression of the gradients that are
-    sent between nodes (`tpfuse.zero.compression`). uses: for a pipeline, the parameters that several stages of this rank
-    use, with the number of these stages: the gradient of such a parameter arrives once for each stage and backward
-    pass. A parameter without an entry belongs to one stage.
+    frozen ones, as under DDP. world_group: all ranks of data × tensor parallelism, also those of a pipeline's other
+    stages. bucket_bytes: the size of a bucket's float32 gradients, by default that of torch's DDP. gradient_dtype: the
+    dtype in which gradients are accumulated and kept. reduce_dtype: the dtype in which they are sent, by default the
+    same. "float32" means float64 for float64; "parameter" takes half as much memory if the parameters are a half type.
+    Sums are float32 in both cases, except the whole sums of stage 0, which have the dtype that is sent. compression:
+    the compression of the gradients that are sent between nodes (`tpfuse.zero.compression`).
+
+    A pipeline adds four arguments. partial_group: the ranks over which gradients are summed that are partial sums, all
+    ranks of data × tensor parallelism with this rank's stages; by default world_group. uses: the parameters that
+    several stages of this rank use, with the number of these stages: the gradient of such a parameter arrives once for
+    each stage and backward pass. A parameter without an entry belongs to one stage. tied: the names of the parameters
+    that the first and the last stage share, on ranks that have one of them. tied_group: the replicas of both stages
+    with the same tensor-parallel rank; all of them get the tied parameters of its first rank, and the same updates.
 
     Use: pass them to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)` and a
     backward pass for each micro-batch, then `finish()`; after that each bucket has its `reduced_shard`. A parameter
@@ -78,7 +90,8 @@ class GradientBuckets(MicroBatches):
     parameters, which are in no buckets.
 
     Raises ValueError for another stage; if no parameter requires a gradient; for complex parameters; if data-parallel
-    ranks have parameters of other names, shapes or dtypes; and if `world_group` is missing but needed.
+    ranks have parameters of other names, shapes or dtypes; if `world_group` or `tied_group` is missing but needed; and
+    for tied parameters that are not in the model, or that are not shards although others are.
     """
 
     _advice = "make new buckets and a new optimizer of the changed model"
@@ -95,6 +108,9 @@ class GradientBuckets(MicroBatches):
         reduce_dtype: GradientDtype | None = None,
         compression: Compression | None = None,
         uses: Mapping[str, int] | None = None,
+        tied: Iterable[str] = (),
+        tied_group: dist.ProcessGroup | None = None,
+        partial_group: dist.ProcessGroup | Literal["world"] | None = "world",
     ) -> None:
         if stage not in (0, 1, 2):
             raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.zero.fully_sharded.FullySharded)")
@@ -106,26 +122,28 @@ class GradientBuckets(MicroBatches):
         self._next, self._uses = 0, uses or {}
         partial = take_partial_gradients(model)
         take_context_sums(model)
+        tied, summing = frozenset(tied), world_group if partial_group == "world" else partial_group
         if partial and world_group is None:
             raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")
         trained = _trained(model)
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
-        broadcast_model(model, data_group)
+        self._unknown_world = world_group is None and (bool(tied) or any(map(_is_on_several_ranks, trained.values())))
+        _check_tied(tied, trained)
+        broadcast_model(model, data_group, tied, tied_group)
         first = next(iter(trained.values()))
-        groups = _groups(data_group, world_group)
+        groups: dict[Kind, dist.ProcessGroup | None] = dict.fromkeys(KINDS, data_group)
+        groups |= {"partial": summing, "tied": tied_group}
         layouts = plan_buckets(
             reversed(trained.items()),
             partial,
             {kind: rank_and_size(group)[1] for kind, group in groups.items()},
             bucket_bytes,
+            tied,
         )
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, groups, local_tensor(first).device, compression)
         self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # 0 if all are plain
-        self._unknown_world = world_group is None and any(
-            _is_on_several_ranks(parameter) for parameter in trained.values()
-        )
         self.trained = trained
         self._taken_gradients = {
             name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()
@@ -191,10 +209,13 @@ class GradientBuckets(MicroBatches):
             self._start_reductions(complete=True)
 
     def _start_reductions(self, *, complete: bool) -> None:
-        """Start the reduction of the next buckets in order. complete: stop at the first one that lacks a gradient."""
+        """Start the reduction of the next buckets in order.
+
+        complete: stop at the first bucket that lacks a gradient or is tied, whose reduction starts in `finish()`.
+        """
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if complete and not bucket.complete:
+            if complete and (not bucket.complete or bucket.layout.kind == "tied"):
                 return
             bucket.start_reduce()
             self._next += 1
@@ -313,7 +334,9 @@ class _Taking:
     index: int
 
     def __call__(self, leaf: Tensor) -> None:
-        assert leaf.grad is not None
+        # A pipeline calls the hooks of all parameters after a pass, also of those that the pass gave no gradient.
+        if leaf.grad is None or isinstance(local_tensor(leaf.grad), TakenGradient):
+            return
         gradient, leaf.grad = local_tensor(leaf.grad), None
         self.buckets._take(self.bucket, self.index, gradient)
 
@@ -338,10 +361,11 @@ def _within(shard: Tensor, whole: range, part: range) -> Tensor:
     return shard[part.start - whole.start : part.stop - whole.start]
 
 
-def _groups(
-    data_group: dist.ProcessGroup | None, world_group: dist.ProcessGroup | None
-) -> dict[Kind, dist.ProcessGroup | None]:
-    return {kind: world_group if kind == "partial" else data_group for kind in KINDS}
+def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:
+    """Raise ValueError for a tied parameter that several tensor-parallel ranks would add to the norm."""
+    for name in tied:
+        if name in trained and not is_sharded(trained[name]) and any(map(_is_on_several_ranks, trained.values())):
+            raise ValueError(f"{name} is tied and replicated: expected a shard on each tensor-parallel rank")
 
 
 def _spec(layout: BucketLayout, sent: torch.dtype) -> BucketSpec:

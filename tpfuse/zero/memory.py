@@ -114,7 +114,7 @@ def account(
     if stage == 3:
         raise ValueError("stage 3 has no buckets: account_sharded counts it")
     total = MemoryAccount(activations=activations)
-    sizes_of_reducers: dict[tuple[bool, torch.dtype], list[int]] = {}  # bytes of the buckets of each reducer
+    sizes_of_reducers: dict[tuple[str, torch.dtype], list[int]] = {}  # bytes of the buckets of each reducer
     unsent = 0
     for layout in layouts:
         whole_dtype = _dtype(layout.dtype, gradient_dtype)
@@ -122,7 +122,7 @@ def account(
         one_rank = layout.world == 1
         total += _bucket(layout, min(stage, 1) if one_rank else stage, whole_dtype, sent)
         if stage == 2 and not one_rank:
-            key = layout.kind == "partial", sent
+            key = layout.kind if layout.kind in ("partial", "tied") else "", sent  # each group has its reducers
             sizes_of_reducers.setdefault(key, []).append(layout.size * sent.itemsize)
             if accumulating:  # the gradients that are not sent yet are in this buffer
                 total += MemoryAccount(gradients=layout.size * whole_dtype.itemsize)

@@ -150,7 +150,7 @@ class MicroBatches(ABC):
     @property
     @abstractmethod
     def world_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks of data × tensor parallelism, over which `squared_norm()` must be summed; None for one rank.
+        """Return all ranks that train the model, over which `squared_norm()` must be summed; None for one rank.
 
         Collective on the first call. Raises ValueError if the engine was made without this group.
         """
