@@ -13,6 +13,8 @@ This module makes `fully_shard` an engine like the buckets of the other stages (
   and errors name a rank that is lost. All bytes are counted.
 - Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
   reduced over the groups. Neighbouring ranks form a group, so that parameters are gathered within a node.
+- Pipelines: in a step of many forward and backward passes, parameters stay gathered from their first use to `finish()`,
+  which reduces the gradients. Otherwise every micro-batch would gather all parameters again, and reduce all gradients.
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,12 +76,16 @@ class FullySharded(MicroBatches):
 
     model: its parameters are plain or DTensors on one tensor-parallel mesh, all of one floating dtype; data-parallel
     ranks get the parameters and buffers of the first of them, as under DDP. mesh: a mesh of
-    `tpfuse.comm.mesh.build_mesh`; all its dimensions except "tp" are data-parallel. (A single rank has no mesh and
-    nothing to shard; use `GradientBuckets` there.) units: modules of the model, in the order of its forward pass; the
-    parameters of a unit are gathered together, for as long as the module computes. All other parameters belong to the
-    model, which is a unit too. replicas: the number of copies of the model; with 1 the shards are on all data-parallel
-    ranks. reduce_dtype: the dtype in which gradients are accumulated and sent: float32 (float64 for float64) or the
-    parameters' own.
+    `tpfuse.comm.mesh.build_mesh`; all its dimensions except "pp" and "tp" are data-parallel. (A single rank has no mesh
+    and nothing to shard; use `GradientBuckets` there.) units: modules of the model, in the order of its forward pass;
+    the parameters of a unit are gathered together, for as long as the module computes. All other parameters belong to
+    the model, which is a unit too. replicas: the number of copies of the model; with 1 the shards are on all
+    data-parallel ranks. reduce_dtype: the dtype in which gradients are accumulated and sent: float32 (float64 for
+    float64) or the parameters' own.
+
+    A pipeline adds two arguments. tied: the names of the parameters that the first and the last stage share, on ranks
+    that have one of them. tied_group: this rank and the one in the other stage with the same data and tensor
+    coordinates; both get the tied parameters of the first of the two, and the same updates.
 
     Use: pass it to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)`, forward and
     backward for each micro-batch, then `finish()`. Every rank must run the same units. A parameter that took no part on
@@ -102,6 +108,8 @@ class FullySharded(MicroBatches):
         units: Iterable[nn.Module] = (),
         replicas: int = 1,
         reduce_dtype: Literal["float32", "parameter"] = "float32",
+        tied: Iterable[str] = (),
+        tied_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(model)
         self.traffic = Traffic()
@@ -113,8 +121,12 @@ class FullySharded(MicroBatches):
             set_timeout(submesh.get_group())
         self._groups = [submesh.get_group() for submesh in (shards, across) if submesh.size() > 1]
         self._across = across.get_group() if across.size() > 1 else None
-        data = (name for name in mesh.mesh_dim_names or () if name != "tp")
-        broadcast_model(model, flat_group(mesh, *data))
+        self._pipelined, self._kept_whole = "pp" in (mesh.mesh_dim_names or ()), False
+        tied, self._tied_group = list(tied), tied_group
+        if tied_group is not None:
+            set_timeout(tied_group)
+            self._groups.append(tied_group)
+        broadcast_model(model, flat_group(mesh, *_data_dimensions(mesh)), tied, tied_group)
         copies, copy = across.size(), across.get_local_rank()
         self.data_ranks = copies * shards.size()
         replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -126,10 +138,14 @@ class FullySharded(MicroBatches):
         for index, name in enumerate(replaced):
             parameter = model.get_parameter(name)
             copy_count, copy_index = (copies, copy) if name in tensor_sharded else (copies * tp, copy * tp + tp_rank)
+            if name in tied:  # the ends have other parameters beside it, so they number it by its place in `tied`
+                end, ends = rank_and_size(tied_group)
+                index, copy_count, copy_index = tied.index(name), copy_count * ends, copy_index * ends + end
             decay = decays(name, parameter)
             self.members.append(
                 ShardedParameter(name, parameter, decay, copy_index == 0, index % copy_count == copy_index)
             )
+        self._tied = [member for name in tied for member in self.members if member.name == name]
         for name, parameter in replaced.items():  # an optimizer may still hold the replaced parameter
             parameter.grad = taken_gradient(parameter, _REPLACED.format(name=name))
         self._record_parameters()
@@ -146,6 +162,7 @@ class FullySharded(MicroBatches):
         )
         gather, reduce = CountedAllGather(self.traffic), CountedReduceScatter(self.traffic)
         self._units: list[FSDPModule] = []
+        self._freed: list[FSDPModule] = []  # the units that free their parameters after a forward pass
         for unit in (*units, self.model):
             _widen(unit)
             # The backward pass begins with the model and its last unit. If they freed their parameters after the
@@ -164,7 +181,10 @@ class FullySharded(MicroBatches):
             wrapped.set_custom_reduce_scatter(cast(Any, reduce))
             if self._across is not None:
                 wrapped.set_all_reduce_hook(self._sum_across)
+            if self._pipelined and half and reduced != dtype:
+                wrapped.register_forward_pre_hook(self._widen_gradients)
             self._units.append(wrapped)
+            self._freed += [wrapped] * frees
         *blocks, root = self._units
         if hasattr(root, "set_reduce_scatter_unused_params"):  # from torch 2.13
             root.set_reduce_scatter_unused_params(True)
@@ -182,12 +202,54 @@ class FullySharded(MicroBatches):
         collectives.start_all_reduce(sums, self._across).wait()
 
     def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
+        if backwards > 1 and not self._pipelined:
+            raise ValueError(f'start(backwards={backwards}): expected 1, because the mesh has no dimension "pp"')
         if first:
             self.clear_gradients()
-        self._units[-1].set_requires_gradient_sync(last)
+        self._keep_whole(last and self._pipelined)
+        self._units[-1].set_requires_gradient_sync(last and not self._pipelined)
+
+    def _keep_whole(self, keep: bool) -> None:
+        """Let parameters stay gathered and gradients whole from now on, or let each pass free and reduce them again."""
+        if keep == self._kept_whole:
+            return
+        self._kept_whole, root = keep, self._units[-1]
+        for unit in self._units:
+            unit.set_reshard_after_forward(not keep and unit in self._freed, recurse=False)
+        root.set_reshard_after_backward(not keep)
+        root.set_is_last_backward(not keep)
 
     def _complete(self, *, sums: bool) -> None:
-        """Do nothing: the backward pass has already reduced the gradients."""
+        """Reduce the gradients of a pipeline's step. After another step the backward pass has reduced them already."""
+        if self._kept_whole:
+            self._reduce_whole()
+        for member in self._tied:
+            if member.sharded.grad is None:
+                member.sharded.grad = torch.zeros_like(member.sharded)
+            gradient = local_tensor(member.sharded.grad)
+            if gradient.numel():
+                gradient.copy_(collectives.all_reduce(gradient, self._tied_group))
+
+    def _reduce_whole(self) -> None:
+        """Reduce and free as `fully_shard` does at the end of a backward pass; torch's pipelines do it in this way."""
+        root = self._units[-1]
+        self._keep_whole(False)
+        root.set_requires_gradient_sync(True)
+        for group in _parameter_groups(*self._units):
+            group.post_backward()
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+    @torch.compiler.disable
+    def _widen_gradients(self, unit: nn.Module, _: Any) -> None:
+        """Accumulate the gradients of a unit's gathered parameters in the reduction's dtype, not in a half type.
+
+        `fully_shard` does so itself at the end of a backward pass, but not in the second half of a split one.
+        """
+        for group in _parameter_groups(cast(FSDPModule, unit)):
+            for parameter in group.fsdp_params:
+                gathered = parameter.unsharded_param
+                if gathered.requires_grad and not gathered._post_accumulate_grad_hooks:
+                    gathered.register_post_accumulate_grad_hook(_Widening(self, parameter))
 
     def _abandon(self, *, begun: bool) -> None:
         root = self._units[-1]
@@ -200,6 +262,7 @@ class FullySharded(MicroBatches):
             if memory is not None:
                 memory.reset()
         root.reset_iter_state()
+        self._keep_whole(False)
         self._drop()
 
     def discard(self) -> None:
@@ -210,15 +273,21 @@ class FullySharded(MicroBatches):
         super().discard()
 
     def _reducing(self) -> bool:
-        return any(member.sharded.grad is not None for member in self.members)
+        if any(member.sharded.grad is not None for member in self.members):
+            return True
+        return self._kept_whole and any(
+            parameter.unsharded_accumulated_grad is not None
+            or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+            for group in _parameter_groups(*self._units)
+            for parameter in group.fsdp_params
+        )
 
     def _drop(self) -> None:
-        for unit in self._units:  # fully_shard keeps unsharded gradients of earlier micro-batches
-            for parameters in unit._get_fsdp_state()._fsdp_param_groups:
-                for parameter in parameters.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+        for group in _parameter_groups(*self._units):  # fully_shard keeps unsharded gradients of earlier micro-batches
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
@@ -257,6 +326,19 @@ class FullySharded(MicroBatches):
         return local_tensor(self.members[0].sharded).device
 
 
+@dataclass(frozen=True, eq=False)
+class _Widening:
+    """A hook that adds the gradient of a gathered parameter, which has arrived, to the sum in the wider dtype."""
+
+    engine: FullySharded
+    parameter: Any
+
+    def __call__(self, _: Tensor) -> None:
+        if self.engine._kept_whole:
+            self.parameter.accumulate_unsharded_grad_if_needed()
+            self.parameter.to_accumulated_grad_if_needed()
+
+
 def shard_dim(shape: Sequence[int], world: int) -> int:
     """Return the dimension in which stage 3 cuts a parameter of this local shape.
 
@@ -271,16 +353,28 @@ def shard_dim(shape: Sequence[int], world: int) -> int:
 def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
     """Return two one-dimensional meshes: the ranks that share a copy of the model, and those with the same shard of it.
 
-    mesh: all its dimensions except "tp" are data-parallel; together they are `replicas` × shards. Collective: all ranks
-    of the mesh must call it. Raises ValueError if `replicas` does not divide the number of data-parallel ranks.
+    mesh: all its dimensions except "tp" and "pp" are data-parallel; together they are `replicas` × shards. Collective:
+    all ranks of the mesh must call it. Raises ValueError if `replicas` does not divide the number of these ranks.
     """
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    names = _data_dimensions(mesh)
     wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
     data = mesh[wide] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     if replicas < 1 or data.size() % replicas:
         raise ValueError(f"replicas {replicas}: expected a number that divides the {data.size()} data-parallel ranks")
     both = data._unflatten(0, (replicas, data.size() // replicas), ("replicate", "shard"))
     return both["shard"], both["replicate"]
+
+
+def _parameter_groups(*units: FSDPModule) -> list[Any]:
+    """Return the objects in which `fully_shard` keeps the parameters of these units; some torches have one for each."""
+    states = [unit._get_fsdp_state() for unit in units]
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return [group for of_unit in groups for group in of_unit if group is not None]
+
+
+def _data_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the dimensions along which ranks have the same parameters and different tokens."""
+    return tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))
 
 
 def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
