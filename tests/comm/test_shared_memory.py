@@ -105,6 +105,20 @@ def test_signals_may_wrap_around(first: int) -> None:
     check_ring(memory, ring(memory, 200, first))
 
 
+@on_ranks(2)
+def test_an_allocation_within_an_operation_raises_the_disagreement_that_the_watchdog_has_found() -> None:
+    memory = _memory()
+    memory.barrier()
+    begun = memory.control.local.begun + 1
+    others = f"rank {1 - memory.rank} runs operation {1 - memory.rank}, rank {memory.rank} runs operation {memory.rank}"
+    with pytest.raises(Disagreement, match=others), memory.guard(f"operation {memory.rank}"):
+        while any(state.begun < begun for state in memory.control.states):
+            time.sleep(0.001)
+        memory.control.stop_if_others_differ()
+        memory.buffer("within", (3,), torch.float32)
+    memory.buffer("after", (3,), torch.float32)
+
+
 def _disagree() -> list[str]:
     memory, messages = _memory(), []
     last = memory.rank == memory.world - 1

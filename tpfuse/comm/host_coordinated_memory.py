@@ -104,8 +104,12 @@ class HostCoordinatedMemory(SymmetricMemory):
             self._watchdog.unwatch()
 
     def _agree(self, what: str, op: str) -> None:
-        """Calls `ControlBlock.agree`; after a Disagreement it resets the memory first."""
-        self._recover()
+        """Calls `ControlBlock.agree`; after a Disagreement it resets the memory first.
+
+        Within a guard it does not: that operation must raise the Disagreement, which the watchdog may have found.
+        """
+        if not self._busy.locked():
+            self._recover()
         try:
             self.control.agree(what, op)
         except PeerTimeout as error:
