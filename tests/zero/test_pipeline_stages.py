@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import copy_whole_, local_slices, local_tensor
@@ -22,9 +23,9 @@ from tpfuse.comm.mesh import flat_group, shard_range
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from tpfuse.testing.inputs import integers
+from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.testing.zero_training import LR, Engine, optimizer_of, torchs_adamw
 from tpfuse.zero.fully_sharded import FullySharded
@@ -337,3 +338,120 @@ MORE = [
 def test_stages_train_like_the_whole_model(layout: Layout, zero: int, batches: int, split: bool) -> None:
     """Check layouts, ZeRO's stages, numbers of micro-batches, and whole and split backward passes."""
     check_saved_once(layout, pool(layout.world).run(train, layout, zero, batches, split))
+
+
+@on_ranks(4)
+def test_buckets_are_reduced_with_the_last_arrival_and_tied_ones_at_the_end() -> None:
+    layout, counts = Layout(dp=2), []
+    reference = Reference(layout, 5)
+    engine = engine_of(model_of(layout, reference), layout, 1)
+    assert isinstance(engine, GradientBuckets)
+    for name in list(engine.trained):
+        if name.endswith(("seldom", "never")):  # without a gradient a bucket is complete in finish() only
+            engine.trained[name].requires_grad_(False)
+    engine = engine_of(engine.model, layout, 1)
+    tied = [bucket.layout.kind == "tied" for bucket in engine.buckets]
+    assert tied == sorted(tied) and tied.count(True) == 1 and len(tied) > 3
+    run_step(
+        layout, engine, reference, False, 5, 1, lambda kind, *_: kind == "backward" and counts.append(engine._next)
+    )
+    assert counts == [0] * 4 + [tied.count(False)], "all gradients arrive once more in the last backward pass"
+    engine.finish()
+    assert engine._next == len(tied)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@on_ranks(2)
+def test_a_step_that_is_discarded_leaves_nothing(zero: int) -> None:
+    """Check that gradients of a whole step, and of one that fails in the middle, are not in the next step's sums."""
+    layout = Layout(V_SHAPE)
+    reference = Reference(layout, 2)
+    engine = engine_of(model_of(layout, reference), layout, zero)
+
+    def fail(kind: str, stage: int, batch: int) -> None:
+        if (kind, batch) == ("weight", 0):
+            raise InterruptedError
+
+    run_step(layout, engine, reference, True, 2, 0)
+    engine.discard()
+    with pytest.raises(InterruptedError):
+        run_step(layout, engine, reference, True, 2, 0, fail)
+    engine.abandon()
+    run_step(layout, engine, reference, True, 2, 0)
+    engine.finish()
+    gradients = {name: p.grad for name, p in reference.named.items() if p.grad is not None}
+    for name, found, expected in parts(engine, gradients):
+        check_close(name, found, expected, gradients[name])
+
+
+@on_ranks(4)
+def test_stage_3_gathers_and_reduces_once_in_a_step() -> None:
+    layout = Layout(INTERLEAVED, dp=2)
+    reference = Reference(layout, 5)
+    engine = engine_of(model_of(layout, reference), layout, 3)
+    assert isinstance(engine, FullySharded)
+    bytes_of_shards = sum(local_tensor(member.sharded).nbytes for member in engine.members)  # all shapes are even
+    for step in range(1, 3):
+        run_step(layout, engine, reference, True, 5, 1)
+        assert all(not isinstance(each, DTensor) for each in engine.model.parameters()), "gathered until finish()"
+        engine.finish()
+        assert engine.traffic.received == 2 * step * bytes_of_shards, "the all-gather and the reduce-scatter"
+        assert all(isinstance(each, DTensor) for each in engine.model.parameters())
+        engine.clear_gradients()
+    with torch.no_grad():
+        engine.model(torch.zeros(1, TOKENS, WIDTH, dtype=torch.float64), 2 - (dist.get_rank() > 1), torch.ones(1), 1)
+    first = next(block for block in engine.model.blocks if isinstance(block, Block))
+    assert isinstance(first.norm.weight, DTensor), "outside of a step each unit frees its parameters"
+
+
+@on_ranks(4)
+def test_split_passes_accumulate_half_gradients_in_float32() -> None:
+    layout = Layout(dp=2)
+    reference, sums = Reference(layout, 5), []
+    for split in (False, True):
+        engine = engine_of(model_of(layout, reference).bfloat16(), layout, 3)
+        assert isinstance(engine, FullySharded)
+        engine.start(last=True, backwards=5)
+        rows, pp = torch.ones(2), layout.mesh.get_local_rank("pp")
+        passes = Passes(engine.model, split)  # type: ignore[arg-type]
+        for batch in range(5):
+            x = normal(batch, 2, TOKENS, WIDTH).bfloat16()
+            x = integers(batch, 2, TOKENS, low=0, high=9, dtype=torch.int64) if pp == 0 else x
+            passes.forward((pp, batch), x, rows, 1)
+            passes.backward((pp, batch), normal(batch, 2, TOKENS, VOCABULARY if pp else WIDTH).bfloat16())
+            passes.weight((pp, batch))
+        engine.finish()
+        sums.append({member.name: member.gradient for member in engine.members})
+    assert all(torch.equal(sums[0][name], found) for name, found in sums[1].items())
+
+
+@on_ranks(2)
+def test_wrong_use_is_refused() -> None:
+    layout, mesh = Layout(V_SHAPE), mesh_of(1, 2)
+    reference = Reference(layout, 2)
+    first = dist.get_rank() == 0
+    engine = GradientBuckets(model_of(layout, reference), data_group=None, world_group=dist.group.WORLD)
+    for options in ({"last": False, "backwards": 2}, {"last": True, "backwards": 0}):
+        with pytest.raises(ValueError, match="expected at least 1, and 1 without last"):
+            engine.start(**options)  # type: ignore[arg-type]
+    if first:  # `uses` is missing, so the third gradient of the embedding is one too many
+        with pytest.raises(ValueError, match=r"embed.weight.grad is in the memory of GradientBuckets"):
+            run_step(layout, engine, reference, False, 2, 1)
+
+    def message(model: Staged, **options: Any) -> str:
+        groups = {"data_group": None, "partial_group": None, "world_group": dist.group.WORLD}
+        with pytest.raises(ValueError) as caught:
+            GradientBuckets(model, **{**groups, **options})  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert message(Staged([0], 2), tied=[TIED]).startswith("tied_group is missing: embed.weight is tied")
+    assert message(Staged([0], 2), tied=["embed.bias"]).startswith("tied parameter embed.bias: the model has no")
+    sharded = Staged([0], 2, mesh["tp"])
+    group = dist.group.WORLD
+    found = message(sharded, tied=["blocks.0.never"], tied_group=group)
+    assert found.startswith("blocks.0.never is tied and replicated: expected a shard on each")
+    sharded.embed.sum_gradients = True  # type: ignore[assignment]
+    assert message(sharded, tied=[TIED], tied_group=group).startswith("embed.weight is tied, and its gradients are")
+    lonely = FullySharded(Staged([0], 2), mesh=mesh_of(2, 1))
+    with pytest.raises(ValueError, match=r'start\(backwards=2\): expected 1, because the mesh has no dimension "pp"'):
+        lonely.start(last=True, backwards=2)

@@ -236,6 +236,8 @@ class FullySharded(MicroBatches):
         self._keep_whole(False)
         root.set_requires_gradient_sync(True)
         for group in _parameter_groups(*self._units):
+            for parameter in group.fsdp_params:
+                _complete_gradient(parameter)
             group.post_backward()
         root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -363,6 +365,19 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
         raise ValueError(f"replicas {replicas}: expected a number that divides the {data.size()} data-parallel ranks")
     both = data._unflatten(0, (replicas, data.size() // replicas), ("replicate", "shard"))
     return both["shard"], both["replicate"]
+
+
+def _complete_gradient(parameter: Any) -> None:
+    """Widen the whole gradient of a parameter of `fully_shard`, or make it zeros if the parameter took no part.
+
+    The gradients of a unit must have one dtype, and a parameter may have taken part on another rank.
+    """
+    gathered = getattr(parameter, "_unsharded_param", None)
+    if gathered is not None and gathered.requires_grad:
+        if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
 
 
 def _parameter_groups(*units: FSDPModule) -> list[Any]:
