@@ -326,3 +326,11 @@ def test_the_network_carries_as_many_bytes_as_are_counted() -> None:
         for (sent, count), fraction in zip(results, (1 / 2, 4 * 2 / ROWS), strict=True):
             assert count == fraction * 4 * ROWS * ROWS
             assert 2 * count < sent < 2.1 * count + 20_000
+
+
+def test_first_factors_do_not_depend_on_how_a_rank_numbers_its_groups() -> None:
+    """In a pipeline, ranks of a group are in different numbers of other groups."""
+    matrix = torch.zeros(8, 6)
+    first, other = (PowerSGDCompression(2, seed=3)._first_factor((group, 5, 16), matrix) for group in (0, 1))
+    assert torch.equal(first, other)
+    assert not torch.equal(first, PowerSGDCompression(2, seed=3)._first_factor((0, 5, 32), matrix))

@@ -42,11 +42,16 @@ class Scale(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
         self.tp, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
-        self.sum_gradients = self.tp > 1
+        self.mesh, self.sum_gradients = mesh, self.tp > 1
 
     def forward(self, x: Tensor) -> Tensor:
         own = (torch.arange(TOKENS) % self.tp == self.rank).view(-1, 1)
-        return x * torch.where(own, self.weight, self.weight.detach())
+        weight = self.weight
+        if self.mesh is not None and self.sum_gradients:  # no engine has taken this over
+            weight, group = weight * 1, self.mesh.get_group()
+            if weight.requires_grad:
+                weight.register_hook(lambda gradient: collectives.all_reduce(gradient, group))
+        return x * torch.where(own, weight, weight.detach())
 
 
 class Block(nn.Module):

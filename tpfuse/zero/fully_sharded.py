@@ -182,7 +182,8 @@ class FullySharded(MicroBatches):
             if self._across is not None:
                 wrapped.set_all_reduce_hook(self._sum_across)
             if self._pipelined and half and reduced != dtype:
-                wrapped.register_forward_pre_hook(self._widen_gradients)
+                hook = torch.compiler.disable(self._widen_gradients)  # type: ignore[no-untyped-call]
+                unit.register_forward_pre_hook(hook)
             self._units.append(wrapped)
             self._freed += [wrapped] * frees
         *blocks, root = self._units
@@ -241,7 +242,6 @@ class FullySharded(MicroBatches):
             group.post_backward()
         root._get_fsdp_state()._root_post_backward_final_callback()
 
-    @torch.compiler.disable
     def _widen_gradients(self, unit: nn.Module, _: Any) -> None:
         """Accumulate the gradients of a unit's gathered parameters in the reduction's dtype, not in a half type.
 
