@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"kernels", "comm", "testing.explore"},
     "testing.training": {"backend", "comm", "models", "parallel", "testing", "train", "zero"},
     "testing.zero_training": {"comm", "comm.collectives", "models", "parallel", "testing", "zero"},
+    "testing.staged_model": {"comm", "comm.collectives", "layers", "testing", "testing.zero_training", "zero"},
     "tools": {
         "kernels", "backend", "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "models",
         "train", "testing",
