@@ -79,8 +79,8 @@ def norm_backward_kernel(
     rstd_ptr,  # [M] float32, read
     row_means_ptr,  # [2, M] float32, read: mean(u x̂) and mean(u); None where a row is one block
     grad_summed_ptr,  # [M, C] bf16, read; or None
-    dx_ptr,  # [M, C] bf16, written
-    dweight_parts_ptr,  # [programs, C] float32, written
+    dx_ptr,  # [M, C] bf16, written; None if it is not wanted
+    dweight_parts_ptr,  # [programs, C] float32, written; None if it is not wanted
     dbias_parts_ptr,  # [programs, C] float32, written; None without bias
     M,
     C,
@@ -102,28 +102,31 @@ def norm_backward_kernel(
         grad, normalized, scaled, rstd = _load_tile(
             grad_ptr, x_ptr, weight, mean_ptr, rstd_ptr, offs_m, offs_c, M, C, grad_stride, x_stride
         )
-        dweight += grad * normalized
+        if dweight_parts_ptr is not None:
+            dweight += grad * normalized
         if dbias_parts_ptr is not None:
             dbias += grad
-        if row_means_ptr is None:
-            along = tl.sum(scaled * normalized, axis=1) / C
-        else:
-            along = tl.load(row_means_ptr + offs_m, mask=mask_m, other=0.0)
-        dx = scaled - normalized * along[:, None]
-        if mean_ptr is not None:
+        if dx_ptr is not None:
             if row_means_ptr is None:
-                level = tl.sum(scaled, axis=1) / C
+                along = tl.sum(scaled * normalized, axis=1) / C
             else:
-                level = tl.load(row_means_ptr + M + offs_m, mask=mask_m, other=0.0)
-            dx -= level[:, None]
-        dx *= rstd[:, None]
-        rows = offs_m.to(tl.int64)[:, None]
-        mask = mask_m[:, None] & mask_c[None, :]
-        if grad_summed_ptr is not None:
-            dx += load_rows(grad_summed_ptr, rows, grad_summed_stride, offs_c[None, :], mask)
-        tl.store(dx_ptr + rows * C + offs_c[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=mask)
+                along = tl.load(row_means_ptr + offs_m, mask=mask_m, other=0.0)
+            dx = scaled - normalized * along[:, None]
+            if mean_ptr is not None:
+                if row_means_ptr is None:
+                    level = tl.sum(scaled, axis=1) / C
+                else:
+                    level = tl.load(row_means_ptr + M + offs_m, mask=mask_m, other=0.0)
+                dx -= level[:, None]
+            dx *= rstd[:, None]
+            rows = offs_m.to(tl.int64)[:, None]
+            mask = mask_m[:, None] & mask_c[None, :]
+            if grad_summed_ptr is not None:
+                dx += load_rows(grad_summed_ptr, rows, grad_summed_stride, offs_c[None, :], mask)
+            tl.store(dx_ptr + rows * C + offs_c[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=mask)
     offs = pid.to(tl.int64) * C + offs_c
-    tl.store(dweight_parts_ptr + offs, tl.sum(dweight, axis=0), mask=mask_c)
+    if dweight_parts_ptr is not None:
+        tl.store(dweight_parts_ptr + offs, tl.sum(dweight, axis=0), mask=mask_c)
     if dbias_parts_ptr is not None:
         tl.store(dbias_parts_ptr + offs, tl.sum(dbias, axis=0), mask=mask_c)
 
@@ -161,12 +164,15 @@ def norm_backward(
     *,
     grad_summed: Tensor | None = None,
     with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns (dx, dweight, dbias or None) for the tensor that `norm_forward` normalised: x, or summed.
+    with_x: bool = True,
+    with_weight: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns (dx, dweight, dbias) for the tensor that `norm_forward` normalised: x, or summed.
 
     grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32; mean: None for rms_norm.
     grad_summed is the gradient of summed itself; dx, in x's dtype, contains it and is the gradient of both x and
-    residual. dweight and dbias: [C] in weight's dtype. Raises ValueError for other shapes, dtypes or devices.
+    residual. dweight and dbias: [C] in weight's dtype. dx is None unless with_x, dweight unless with_weight, and dbias
+    unless with_weight and with_bias. Raises ValueError for other shapes, dtypes or devices.
     """
     operator = "rms_norm_backward" if mean is None else "layer_norm_backward"
     check_norm(operator, x, weight, grad_out=grad_out, grad_summed=grad_summed)
@@ -196,11 +202,12 @@ def norm_backward(
         **row.blocks,
     }
     row_means = None
-    if columns > 1:
+    if columns > 1 and with_x:
         row_means = torch.empty(2, m, dtype=torch.float32, device=device)
         launch(norm_row_means_kernel, (tiles,), **common, row_means_ptr=row_means)
-    dx = torch.empty(m, c, dtype=x.dtype, device=device)
-    parts = torch.empty(2 if with_bias else 1, programs, c, dtype=torch.float32, device=device)
+    dx = torch.empty(m, c, dtype=x.dtype, device=device) if with_x else None
+    which = (2 if with_bias else 1) if with_weight else 0
+    parts = torch.empty(which, programs, c, dtype=torch.float32, device=device)
     launch(
         norm_backward_kernel,
         (programs, columns),
@@ -208,11 +215,11 @@ def norm_backward(
         row_means_ptr=row_means,
         grad_summed_ptr=grad_summed,
         dx_ptr=dx,
-        dweight_parts_ptr=parts[0],
-        dbias_parts_ptr=parts[1] if with_bias else None,
+        dweight_parts_ptr=parts[0] if which > 0 else None,
+        dbias_parts_ptr=parts[1] if which > 1 else None,
         grad_summed_stride=0 if grad_summed is None else grad_summed.stride(0),
     )
-    return dx, *_sum_parts(parts, weight.dtype)
+    return dx, *(_sum_parts(parts, weight.dtype) if with_weight else (None, None))
 
 
 def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

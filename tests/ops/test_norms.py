@@ -182,7 +182,7 @@ def test_operators_are_registered_correctly(centered: bool, extra: bool) -> None
     torch.library.opcheck(_forward, (leaves[0], added, leaves[2], bias, 1e-5, centered))
     mean, rstd = normal(5, 5 if centered else 0), normal(6, 5)
     arguments = (x.detach(), x.detach(), weight.detach(), mean, rstd, residual.detach() if extra else None)
-    torch.library.opcheck(_gradients, (*arguments, centered, extra))
+    torch.library.opcheck(_gradients, (*arguments, centered, extra, True, extra))
 
 
 ROWS, ROW = torch.zeros(2, 3, 8), torch.zeros(8)

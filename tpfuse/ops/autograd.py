@@ -1,4 +1,4 @@
-"""torch.autograd.Function with types, and under autocast.
+"""torch.autograd.Function with types, under autocast, and in backward passes that compute only some gradients.
 
 torch's `apply` has no annotations. Its `once_differentiable` returns gradients without a graph, and so without an
 error, if the upstream gradient requires none (after a sum or a loss). Inside a Function, autocast would give forward
@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import Node
 
 _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 
@@ -58,6 +59,29 @@ def once_differentiable(backward: _Backward) -> _Backward:
         return gradients[0] if isinstance(results, Tensor) else tuple(gradients)
 
     return cast(_Backward, first_derivative)
+
+
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """Return for each input of forward whether the backward pass that is running uses the gradient of that input.
+
+    ctx: the context of a Function, or of an operator of torch.library without lists of tensors, in its backward.
+    `ctx.needs_input_grad` only says which inputs required gradients in forward. A pipeline that computes the gradients
+    of its input first and those of its weights later runs backward twice, and each time uses only some of them. In code
+    that is compiled there is one backward pass, and the result is `ctx.needs_input_grad`.
+    """
+    needed: tuple[bool, ...] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return needed
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # one for each needed gradient, in order
+    return tuple(need and _runs(next(nodes)) for need in needed)
+
+
+def _runs(node: Node) -> bool:
+    """Return whether the backward pass that is running gives `node` a gradient."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # torch raises it for a leaf whose gradient torch.autograd.grad returns
+        return True
 
 
 def is_autocast(device: torch.device) -> bool:

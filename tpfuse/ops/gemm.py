@@ -20,7 +20,7 @@ from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
-from tpfuse.ops.autograd import autocast
+from tpfuse.ops.autograd import autocast, wanted_gradients
 from tpfuse.ops.linear_checks import check_linear, check_residual
 
 
@@ -176,7 +176,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, preactivation = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, needs_residual, *_none = ctx.needs_input_grad
+    needs_x, needs_weight, needs_bias, needs_residual, *_none = wanted_gradients(ctx)
     grad_x = grad_weight = grad_bias = None
     if needs_x or needs_weight or needs_bias:
         left, grad_bias = preactivation_gradient(grad, preactivation, ctx.activation, needs_bias)

@@ -17,6 +17,7 @@ from tpfuse.comm.layout import check_local
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
+from tpfuse.ops.autograd import wanted_gradients
 from tpfuse.ops.collectives import replicate
 
 
@@ -128,12 +129,15 @@ def _gradients(
     grad_summed: Tensor | None,
     centered: bool,
     with_bias: bool,
+    with_x: bool,
+    with_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dx, dweight, dbias or an empty tensor)."""
+    """Return (dx, dweight, dbias), with an empty tensor for each gradient that is not wanted."""
     dx, dweight, dbias = norm_backward(
-        grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed, with_bias=with_bias
-    )
-    return dx, dweight, _or_empty(dbias, dweight)
+        grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed if with_x else None,
+        with_bias=with_bias, with_x=with_x, with_weight=with_weight,
+    )  # fmt: skip
+    return _or_empty(dx, x), _or_empty(dweight, weight), _or_empty(dbias, weight)
 
 
 @_gradients.register_fake
@@ -146,15 +150,19 @@ def _(
     grad_summed: Tensor | None,
     centered: bool,
     with_bias: bool,
+    with_x: bool,
+    with_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dweight = weight.new_empty(weight.shape)
-    return x.new_empty(x.shape), dweight, torch.empty_like(dweight) if with_bias else dweight.new_empty(0)
+    dweight, dbias = (
+        weight.new_empty(weight.shape if flag else 0) for flag in (with_weight, with_weight and with_bias)
+    )
+    return x.new_empty(x.shape if with_x else 0), dweight, dbias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, ctx.centered = inputs
+    x, residual, weight, _, _, ctx.centered = inputs
     _, summed, mean, rstd = output
-    ctx.with_bias, ctx.with_residual = bias is not None, residual is not None
+    ctx.with_residual = residual is not None
     ctx.save_for_backward(summed if ctx.with_residual else x, weight, mean, rstd)
     ctx.set_materialize_grads(False)  # mean and rstd have none
 
@@ -165,8 +173,17 @@ def _backward(
     grad_summed = grad_summed if ctx.with_residual else None
     if grad is None:  # only summed was used
         return grad_summed, grad_summed, None, None, None, None
-    dx, dweight, dbias = _gradients(grad, *ctx.saved_tensors, grad_summed, ctx.centered, ctx.with_bias)
-    return dx, dx if ctx.with_residual else None, dweight, dbias if ctx.with_bias else None, None, None
+    needs_x, needs_residual, needs_weight, needs_bias, *_none = wanted_gradients(ctx)
+    flags = needs_bias, needs_x or needs_residual, needs_weight or needs_bias
+    dx, dweight, dbias = _gradients(grad, *ctx.saved_tensors, grad_summed, ctx.centered, *flags)
+    return (
+        dx if needs_x else None,
+        dx if needs_residual else None,
+        dweight if needs_weight else None,
+        dbias if needs_bias else None,
+        None,
+        None,
+    )
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

@@ -27,7 +27,7 @@ from torch.library import custom_op
 from tpfuse.backend import use_triton
 from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
-from tpfuse.ops.autograd import autocast, once_differentiable
+from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.cross_entropy import IGNORE, check_target, gradient_, losses
 
 _ALIGNMENT = 16  # entries: TMA, wide loads and store masks need rows of logits at multiples of 32 bytes
@@ -218,7 +218,7 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         each, grad_x, grad_weight = ctx.saved_tensors
-        return *_scaled(ctx.needs_input_grad, grad, each, grad_x, grad_weight), *[None] * 5
+        return *_scaled(wanted_gradients(ctx), grad, each, grad_x, grad_weight), *[None] * 5
 
 
 def _scaled(
@@ -287,7 +287,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 @once_differentiable
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return *_scaled(ctx.needs_input_grad, grad, *ctx.saved_tensors), *[None] * 5
+    return *_scaled(wanted_gradients(ctx), grad, *ctx.saved_tensors), *[None] * 5
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.activation import GATED
-from tpfuse.ops.autograd import autocast, once_differentiable
+from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.gemm import gemm, preactivation_gradient
 from tpfuse.ops.linear.backend import ParallelLinear
 from tpfuse.ops.linear.traced import products
@@ -43,7 +43,7 @@ class _AllGatherLinear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         weights, preactivations = saved[: ctx.count], saved[ctx.count :]
-        needs_x, _, _, *needs = ctx.needs_input_grad
+        needs_x, _, _, *needs = wanted_gradients(ctx)
         triples = zip(grads, preactivations, needs[ctx.count :], strict=True)
         pairs = [preactivation_gradient(grad, before, ctx.activation, bias) for grad, before, bias in triples]
         lefts = [left for left, _ in pairs]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
-from tpfuse.ops.autograd import apply, autocast, once_differentiable
+from tpfuse.ops.autograd import apply, autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.gemm import flat, gemm, weight_gradient
 from tpfuse.ops.linear.backend import ParallelLinear
 from tpfuse.ops.linear.traced import products
@@ -36,7 +36,7 @@ class _LinearAllReduce(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, needs_residual, _ = wanted_gradients(ctx)
         grad_x = torch.matmul(grad, weight) if needs_x else None
         grad_weight = weight_gradient(grad, x) if needs_weight else None
         grad_bias = flat(grad).sum(0) if needs_bias else None

@@ -1,9 +1,9 @@
 """linear_reduce_scatter: reduce_scatter(x Wᵀ) + bias + residual, the exit of a sequence-parallel block.
 
 Every rank holds a slice of the features; the sum over ranks is scattered along dimension 0. Backward gathers the
-output's gradient once and uses it for both products. The bias gradient is the column sum of the gathered gradient, so
-it is complete on every rank, and the same to the bit, without another communication. `tpfuse.ops.linear.backend`
-chooses the implementation.
+output's gradient once and uses it for both products; if one pass computes dX and another one dW, each of them gathers.
+The bias gradient is the column sum of the gathered gradient, so it is complete on every rank, and the same to the bit,
+without another communication. `tpfuse.ops.linear.backend` chooses the implementation.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
-from tpfuse.ops.autograd import apply, autocast, once_differentiable
+from tpfuse.ops.autograd import apply, autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.backend import ParallelLinear
 from tpfuse.ops.linear.traced import products
@@ -39,8 +39,10 @@ class _LinearReduceScatter(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
-        gradients = ctx.products.reduce_scatter_backward(grad, x, weight, (needs_x, needs_weight, needs_bias))
+        needs_x, needs_weight, needs_bias, needs_residual, _ = wanted_gradients(ctx)
+        needs, gradients = (needs_x, needs_weight, needs_bias), (None, None, None)
+        if any(needs):  # the residual's gradient needs no communication
+            gradients = ctx.products.reduce_scatter_backward(grad, x, weight, needs)
         return *gradients, grad if needs_residual else None, None
 
 

@@ -66,7 +66,7 @@ class LayerNorm(Norm):
 
     def backward(self, x: Tensor, grad: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, **_: Tensor) -> Outputs:
         dx, dweight, dbias = norm_backward(grad, x, weight, mean, rstd, with_bias=True)
-        assert dbias is not None
+        assert dx is not None and dweight is not None and dbias is not None
         return dx, dweight, dbias
 
     def trials(self) -> list[Trial]:
