@@ -182,7 +182,7 @@ def test_tensor_parallel_products(name: Implementation, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("chosen", ["torch", "triton"])
 def test_gemm(chosen: Any) -> None:
     x, weight, bias = integers(1, 7, 5), integers(2, 3, 5), integers(3, 3)
-    twice = AGAIN if chosen == "triton" else None  # torch's own graph keeps the gradient of the activation's input
+    twice = AGAIN if chosen == "triton" else None  # torch's activation is an operator of its own
     with kernels(chosen):
         _compare(gemm, x, [weight, bias])
         _compare(lambda x, w, b: gemm(x, w, b, activation="relu"), x, [weight, bias], twice)

@@ -15,6 +15,9 @@ The module uses torch.utils.checkpoint without reentrance. Random states are not
 (seed, step, site) and has none. Ranks run the same backward pass in the same order, and so communicate again in the
 same order too. Gradients are the same to the bit.
 
+A backward pass that computes only some gradients recomputes for itself, and so does each later pass over the same
+operators. Passes that have no operator in common recompute once in a `torch.utils.checkpoint.GraphExecGroup`.
+
 Under torch.compile `recomputed` does nothing: the compiler chooses what its graph keeps of pointwise operators, and
 hooks on saved tensors do not work in its graphs.
 """
@@ -77,7 +80,7 @@ class _Regained:
 
     def __init__(self, node: Node) -> None:
         self._node, self._held, self._given = node, torch.empty(0), 0
-        self.views = 0  # the number that a backward pass will take
+        self.views = 0  # the number that a backward pass of all gradients takes; after one of some, the result stays
 
     def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         if not self._given:
