@@ -18,6 +18,7 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.control_block import ControlBlock, Mapping
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.comm.watchdog import is_late
 from tpfuse.testing.patience import wait_until
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
@@ -250,6 +251,48 @@ def test_a_rank_may_end_after_it_has_come() -> None:
         memory.signal(flags, 1, 0, 1)
         memory.wait_signal(looks, 1, 0, 2, op="the second look")
         memory.barrier()
+
+
+@on_ranks(2)
+def test_messages_are_recorded_beside_the_operations_and_not_compared() -> None:
+    """Ranks have other messages, and other numbers of them."""
+    control = _control_block()
+    control.begin_message(f"only rank {control.rank}")
+    assert control.local.last_operation() == f"only rank {control.rank}"
+    control.end(control.begin("all_gather"))
+    assert control.local.last_operation() == "all_gather"
+    for number in range(70 * control.rank):
+        control.end(control.begin_message(f"message {number}"))
+    control.exchange("", "test")
+    control.compare()
+    assert control.slowest() is None and control.states[1].begun == 1 and control.states[1].messages == 71
+    first, second = ([entry["number"] for entry in state.operations()] for state in control.states)
+    assert first == [-1, 1] and second == [1, *range(-8, -72, -1)]
+    assert control.states[1].last_operation() == "message 69"
+    assert "last seen in message 69" in control.describe(1)
+    last = control.states[1].operations()[-1]
+    assert last["ended_ns"] and not control.states[0].operations()[0]["ended_ns"]
+    dist.barrier()
+    error = control.fail("receive x", 1 - control.rank, 2.0)
+    assert isinstance(error, PeerTimeout) and error.waited == 2.0
+    control.begin_message("another one")
+    error = control.fail("another one", 1 - control.rank, 2.0)
+    assert isinstance(error, PeerTimeout) and error.waited is None, "it cannot begin after the failure"
+
+
+def test_a_kernel_that_waits_for_one_rank_is_late_a_second_after_that_rank_has_left() -> None:
+    control = mock.Mock(timeout=60.0)
+    for left, first_left, peer, waited, late in (
+        (True, None, 1, 0.5, False),  # it may have signalled before it left
+        (True, None, 1, 1.5, True),
+        (False, None, 1, 1.5, False),
+        (False, None, 1, 60.5, True),
+        (True, None, None, 1.5, False),  # it is through the operation
+        (True, 2, None, 0.0, True),
+        (False, None, None, 60.5, True),
+    ):
+        control.has_left.return_value, control.first_left.return_value = left, first_left
+        assert is_late(control, peer, waited) == late
 
 
 def _is_through() -> list[int | None]:

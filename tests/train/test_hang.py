@@ -43,7 +43,9 @@ def _write(
 
 
 GATHER, SCATTER = "all_gather float32 [2]", "reduce_scatter float32 [4]"
-MINE = _entry(0, _operation(8, SCATTER, 130, 131), _operation(9, GATHER, 140))
+MINE = _entry(
+    0, _operation(8, SCATTER, 130, 131), _operation(-1, "send x, message 0", 132, 133), _operation(9, GATHER, 140)
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,10 @@ MINE = _entry(0, _operation(8, SCATTER, 130, 131), _operation(9, GATHER, 140))
         (
             _entry(1, _operation(8, "send", 130, 131), _operation(9, "send", 132)),
             "Operation 8 was reduce_scatter float32 [4] on rank 0, but send on rank 1: the ranks took different",
+        ),
+        (
+            _entry(1, _operation(9, GATHER, 140, 141), _operation(-1, "receive x, message 0", 150)),
+            "Rank 1 (process 71) had begun receive x, message 0 50.0 s before and had not ended it.\n\n",
         ),
         (_entry(1), "Rank 1 (process 71) has no recorded operation."),
         (

@@ -30,18 +30,25 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.futex import Backoff, load_acquire, publish, store_release
 from tpfuse.comm.rendezvous import exchange
 
-_BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # indices of a rank's int64 numbers, and their count
+_BEGUN, _EPOCH, _RESETS, _MESSAGES, _NUMBERS = 0, 1, 2, 3, 16  # indices of a rank's int64 numbers, and their count
 _TEXT = 4096  # bytes of one exchange
-RECORDS, _RECORD = 64, 192  # operations in the flight record, bytes of each: four numbers (`RankState`), then text
-_NUMBER, _ENDED_NS, _DIGEST, _WORDS = 0, 2, 3, 4  # indices of those numbers, and their count
+# The operations of all ranks in the flight record, as many messages, and the bytes of each: four numbers (`RankState`),
+# then text.
+RECORDS, _RECORD = 64, 192
+_NUMBER, _BEGUN_NS, _ENDED_NS, _DIGEST, _WORDS = 0, 1, 2, 3, 4  # indices of those numbers, and their count
 _ABORT_BYTES = 128
 _FIRST_WORD = (_NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT) // 8  # index of the first record's word in a rank's state
-_STATE_BYTES = 8 * _FIRST_WORD + RECORDS * _RECORD
+_STATE_BYTES = 8 * _FIRST_WORD + 2 * RECORDS * _RECORD
+
+
+def _row(number: int) -> int:
+    """Returns the row of an operation in the flight record. The messages, with numbers below 0, have the later rows."""
+    return number % RECORDS if number >= 0 else RECORDS + -number % RECORDS
 
 
 def _word(number: int, field: int) -> int:
     """Returns the index of one of an operation's four numbers among the int64 words of a rank's state."""
-    return _FIRST_WORD + number % RECORDS * (_RECORD // 8) + field
+    return _FIRST_WORD + _row(number) * (_RECORD // 8) + field
 
 
 class Mapping:
@@ -84,7 +91,9 @@ class RankState:
     """The state of one rank in the control block.
 
     A row of the flight record has the operation's number, when it began and ended (ns, 0: not yet), its number and the
-    digest of its text in one word, which is written at once, and as much of the text as fits.
+    digest of its text in one word, which is written at once, and as much of the text as fits. The operations of all
+    ranks have the numbers 1, 2, 3, …, by which they are compared. A message, in which two ranks take part, is no such
+    operation: the messages of a rank have the numbers -1, -2, -3, … and no digest.
     """
 
     def __init__(self, memory: NDArray[np.uint8], rank: int) -> None:
@@ -94,7 +103,7 @@ class RankState:
         self.abort = np.frombuffer(memory, np.int32, 1, start)
         start += _ABORT_BYTES
         self.texts = [np.frombuffer(memory, np.uint8, _TEXT, start + half * _TEXT) for half in range(2)]
-        self.records = np.frombuffer(memory, np.uint8, RECORDS * _RECORD, start + 2 * _TEXT).reshape(RECORDS, _RECORD)
+        self.records = np.frombuffer(memory, np.uint8, 2 * RECORDS * _RECORD, start + 2 * _TEXT).reshape(-1, _RECORD)
         self.record_numbers = self.records.view(np.int64)
         # These are views of the same memory: an element of a numpy array takes twice as long to read and to write.
         self.bytes = memoryview(memory)[rank * _STATE_BYTES : (rank + 1) * _STATE_BYTES]  # type: ignore[arg-type]
@@ -106,8 +115,13 @@ class RankState:
 
     @property
     def begun(self) -> int:
-        """The number of operations that this rank has begun."""
+        """The number of operations of all ranks that this rank has begun."""
         return self.words[_BEGUN]
+
+    @property
+    def messages(self) -> int:
+        """The number of messages that this rank has begun to send or to receive."""
+        return self.words[_MESSAGES]
 
     def digest(self, number: int) -> int:
         """Returns the word that has an operation's number and the digest of its text.
@@ -123,11 +137,14 @@ class RankState:
         self.bytes[8 * (first + _WORDS) : 8 * first + _RECORD] = text
 
     def operations(self) -> list[dict[str, object]]:
-        """Returns the last operations, oldest first: number, text, and when they began and ended (ns, 0: not yet)."""
+        """Returns the last operations and messages, in the order in which they began.
+
+        Each has its number, its text, and when it began and ended (ns, 0: not yet).
+        """
         rows = [(*(int(x) for x in numbers[:_DIGEST]), index) for index, numbers in enumerate(self.record_numbers)]
         return [
             {"number": number, "operation": self._text(index), "begun_ns": begun, "ended_ns": ended}
-            for number, begun, ended, index in sorted(rows)
+            for number, begun, ended, index in sorted(rows, key=lambda row: (row[1], row[0]))
             if number
         ]
 
@@ -137,12 +154,13 @@ class RankState:
         return begun > number or (begun == number and bool(self.record_numbers[begun % RECORDS, _ENDED_NS]))
 
     def last_operation(self) -> str:
-        """Returns the text of the operation that the rank has begun last; empty if it has begun none."""
-        return self.operation(self.begun) if self.begun else ""
+        """Returns the text of the operation or message that the rank has begun last; empty if it has begun none."""
+        numbers = [number for number in (self.begun, -self.messages) if number]
+        return self.operation(max(numbers, key=lambda n: self.words[_word(n, _BEGUN_NS)])) if numbers else ""
 
     def operation(self, number: int) -> str:
         """Returns the text of one of the last operations."""
-        return self._text(number % RECORDS)
+        return self._text(_row(number))
 
     def _text(self, index: int) -> str:
         return bytes(self.records[index, 8 * _WORDS :]).rstrip(b"\0").decode(errors="replace")
@@ -185,11 +203,12 @@ class ControlBlock:
         self.local = self.states[self.rank]
         self._epoch = self._resets = 0
         self._begun, self._digests = 0, [0] * RECORDS  # copies of what `local` has of this rank's operations
+        self._messages = 0  # a copy of the number of messages
         self._begun_address, self._published = self.local.addresses[_BEGUN : _BEGUN + 1], np.zeros(1, np.int64)
         self._others = [rank for rank in range(self.world) if rank != self.rank]
         self._compared = [0] * self.world
         self.disagreed = False  # whether this rank has found that ranks run different operations
-        self._failure: tuple[int, str] | None = None  # the number of the operation that failed first, and why
+        self._failure: tuple[int, str] | None = None  # how much had begun when an operation first failed, and why
         for state, (_, pid, _, _) in zip(self.states, entries, strict=True):
             with contextlib.suppress(OSError):
                 state.pidfd = os.pidfd_open(pid)
@@ -220,8 +239,18 @@ class ControlBlock:
             self.local.words[_BEGUN] = number
         return number
 
+    def begin_message(self, op: str) -> int:
+        """Records that this rank begins to send or to receive a message, and returns its number, which is below 0.
+
+        Only two ranks take part, so that ranks have different messages, which are not compared.
+        """
+        self._messages += 1
+        self.local.record(-self._messages, time.time_ns(), 0, _padded(op))
+        self.local.words[_MESSAGES] = self._messages
+        return -self._messages
+
     def end(self, number: int) -> None:
-        """Records that an operation has ended."""
+        """Records that an operation or a message has ended."""
         self.local.words[_word(number, _ENDED_NS)] = time.time_ns()
 
     def compare(self) -> None:
@@ -317,10 +346,11 @@ class ControlBlock:
             missing = self.slowest() if peer is None else peer
         for rank in range(self.world):
             self.abort(rank, missing)
+        begun = self._begun + self._messages
         if self._failure is None:
-            self._failure = self.local.begun, f"{op}: {self.describe(missing)}"
-        number, first = self._failure
-        if self.local.begun > number:
+            self._failure = begun, f"{op}: {self.describe(missing)}"
+        earlier, first = self._failure
+        if begun > earlier:
             return self._error(op, missing, None, first)
         return self._timeout(op, missing, waited)
 
@@ -426,8 +456,12 @@ class ControlBlock:
 @functools.lru_cache(maxsize=256)
 def _encoded(op: str) -> tuple[bytes, int]:
     """Returns (as much of the text as a record holds, the digest of all of it). Training steps repeat their texts."""
-    data, size = op.encode(), _RECORD - 8 * _WORDS
-    return data[:size].ljust(size, b"\0"), zlib.crc32(data)
+    return _padded(op), zlib.crc32(op.encode())
+
+
+def _padded(op: str) -> bytes:
+    size = _RECORD - 8 * _WORDS
+    return op.encode()[:size].ljust(size, b"\0")
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -138,7 +138,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._calls.synchronize()
         super().barrier(op)
 
-    def _watch(self, op: str, kernel: bool) -> None:
+    def _watch(self, op: str, kernel: bool, peer: int | None) -> None:
         """Records the beginning of an operation, a kernel or copies with signals, which the stream watchdog watches."""
         stream = self._calls.stream()
         if self._calls.capturing():
@@ -154,12 +154,12 @@ class CudaMemory(HostCoordinatedMemory):
             self._begun = self._calls.record()
         self._inside = True
 
-    def _unwatch(self, op: str) -> None:
+    def _unwatch(self, op: str, peer: int | None) -> None:
         self._inside = False
         begun, self._begun = self._begun, None
         if begun is not None:
             end = self._calls.record()
-            self._on_streams.add(Pending(op, begun, end))
+            self._on_streams.add(Pending(op, begun, end, peer))
             self._last = self._calls.stream(), end
 
     def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:

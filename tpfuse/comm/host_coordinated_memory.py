@@ -20,16 +20,16 @@ from tpfuse.comm.watchdog import Watchdog, write_flight_record
 class _Guard:
     """The context that `guard` returns. A generator of contextlib would cost as much as a small collective's copies."""
 
-    def __init__(self, memory: "HostCoordinatedMemory", op: str, kernel: bool) -> None:
-        self._memory, self._op, self._kernel = memory, op, kernel
+    def __init__(self, memory: "HostCoordinatedMemory", op: str, kernel: bool, peer: int | None) -> None:
+        self._memory, self._op, self._kernel, self._peer = memory, op, kernel, peer
 
     def __enter__(self) -> None:
-        self._memory.begin(self._op, self._kernel)
+        self._memory.begin(self._op, self._kernel, self._peer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._memory.end(self._op, error)
+        self._memory.end(self._op, error, self._peer)
 
 
 class HostCoordinatedMemory(SymmetricMemory):
@@ -55,33 +55,39 @@ class HostCoordinatedMemory(SymmetricMemory):
     def barrier(self, op: str = "barrier") -> None:
         self._agree(op, op)
 
-    def guard(self, op: str, *, kernel: bool = False) -> _Guard:
-        return _Guard(self, op, kernel)
+    def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> _Guard:
+        return _Guard(self, op, kernel, peer)
 
-    def begin(self, op: str, kernel: bool) -> None:
+    def begin(self, op: str, kernel: bool, peer: int | None) -> None:
         """Does the part of `guard` before an operation."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
         self._started = time.monotonic()
-        self._span = trace.begin("operator", op, "fused" if kernel else "direct", ranks=self.control.ranks)
+        kind: trace.Kind = "operator" if peer is None else "communication"
+        self._span = trace.begin(kind, op, "fused" if kernel else "direct", ranks=self.control.ranks)
         try:
             self._recover()
-            self._number = self.control.begin(op, fence=kernel)
+            self._number = self.control.begin(op, fence=kernel) if peer is None else self.control.begin_message(op)
             if self.control.aborted:
                 raise self._failure(op, 0.0)
-            fingerprint = settings().fingerprint
-            if fingerprint:
-                self.control.exchange("", op)  # No rank goes on before all have come to the comparison.
-            if kernel or fingerprint:
-                self.control.compare()  # A kernel cannot compare while it waits.
-            self._watch(op, kernel)
+            if peer is None:
+                self._compare(op, kernel)
+            self._watch(op, kernel, peer)
         except BaseException as error:
-            self.end(op, error)
+            self.end(op, error, peer)
             raise
 
-    def end(self, op: str, error: BaseException | None) -> None:
+    def _compare(self, op: str, kernel: bool) -> None:
+        """Raises Disagreement if another rank runs another operation, as far as that must be known before it begins."""
+        fingerprint = settings().fingerprint
+        if fingerprint:
+            self.control.exchange("", op)  # No rank goes on before all have come to the comparison.
+        if kernel or fingerprint:
+            self.control.compare()  # A kernel cannot compare while it waits.
+
+    def end(self, op: str, error: BaseException | None, peer: int | None) -> None:
         """Does the part of `guard` after an operation, or after its failure."""
-        self._unwatch(op)
+        self._unwatch(op, peer)
         trace.end(self._span)
         self._busy.release()
         if error is None and self.control.aborted:
@@ -93,13 +99,13 @@ class HostCoordinatedMemory(SymmetricMemory):
         else:
             write_flight_record(self.control, error)
 
-    def _watch(self, op: str, kernel: bool) -> None:
+    def _watch(self, op: str, kernel: bool, peer: int | None) -> None:
         """Sets a deadline, until `_unwatch`, for a kernel, which cannot read a clock."""
         if kernel:
             self._watchdog = self._watchdog or Watchdog(self.control)
-            self._watchdog.watch(op)
+            self._watchdog.watch(op, peer)
 
-    def _unwatch(self, op: str) -> None:
+    def _unwatch(self, op: str, peer: int | None) -> None:
         if self._watchdog is not None:
             self._watchdog.unwatch()
 

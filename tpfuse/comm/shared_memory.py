@@ -165,7 +165,7 @@ class LocalMemory(SymmetricMemory):
     def barrier(self, op: str = "barrier") -> None:
         pass
 
-    def guard(self, op: str, *, kernel: bool = False) -> contextlib.nullcontext[None]:
+    def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> contextlib.nullcontext[None]:
         return _NOTHING
 
     def reset(self) -> None:

@@ -14,7 +14,7 @@ from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.cuda_calls import Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.futex import Stopwatch
-from tpfuse.comm.watchdog import look_often, write_flight_record
+from tpfuse.comm.watchdog import is_late, look_often, write_flight_record
 
 
 @dataclass
@@ -64,7 +64,7 @@ class StreamWatchdog:
             oldest.running = Stopwatch()
         self._control.stop_if_others_differ()
         waited = 0.0 if oldest.running is None else oldest.running.look()
-        if self._control.aborted or waited > self._control.timeout or self._control.first_left() is not None:
+        if self._control.aborted or is_late(self._control, oldest.peer, waited):
             self._failure = self._control.fail(oldest.op, oldest.peer, waited)
             write_flight_record(self._control, self._failure)
             self._alarm()

@@ -174,12 +174,14 @@ class SymmetricMemory(ABC):
         """Waits until every rank has called this. Raises PeerTimeout."""
 
     @abstractmethod
-    def guard(self, op: str, *, kernel: bool = False) -> AbstractContextManager[None]:
+    def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> AbstractContextManager[None]:
         """Returns a context for one operation: it records the operation, and raises PeerTimeout at its end if aborted.
 
         op: name, shapes and dtypes, the same on every rank: if they differ, Disagreement is raised on every rank before
         it reads anything that another operation has written. kernel: whether the operation waits in a kernel, which
-        needs a watchdog. Raises RuntimeError if another thread is inside a guard of this memory.
+        needs a watchdog. peer: the only other rank that takes part, as in a message; such an operation is not compared
+        with those of other ranks, which need not do the same, and a time-out names the peer. Raises RuntimeError if
+        another thread is inside a guard of this memory.
         """
 
     def check(self) -> None:  # noqa: B027 - most backends have nothing left to raise

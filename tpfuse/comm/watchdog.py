@@ -15,6 +15,9 @@ from tpfuse.comm.flight_record import Process, write_record
 from tpfuse.comm.futex import Stopwatch
 
 INTERVAL = 0.1  # seconds
+# The seconds after which a kernel that waits for a single peer is late if that peer has left: it may have signalled
+# before, and then the kernel ends soon.
+_GRACE = 1.0
 
 
 class Watchdog:
@@ -22,14 +25,14 @@ class Watchdog:
 
     def __init__(self, control: ControlBlock) -> None:
         self._control = control
-        self._watched: tuple[str, Stopwatch] | None = None
+        self._watched: tuple[str, int | None, Stopwatch] | None = None
         self._lock = threading.Lock()
         self._begun = threading.Event()
         look_often(self, self._begun)
 
-    def watch(self, op: str) -> None:
-        """Watches the operation `op` from now on."""
-        self._watched = op, Stopwatch()
+    def watch(self, op: str, peer: int | None = None) -> None:
+        """Watches the operation `op` from now on. peer: the only rank that it waits for, if there is one."""
+        self._watched = op, peer, Stopwatch()
         self._begun.set()
 
     def unwatch(self) -> None:
@@ -43,10 +46,20 @@ class Watchdog:
         with self._lock:
             if self._watched is not None:
                 self._control.stop_if_others_differ()
-                op, stopwatch = self._watched
+                op, peer, stopwatch = self._watched
                 waited = stopwatch.look()
-                if waited > self._control.timeout or self._control.first_left() is not None:
-                    self._control.fail(op, None, waited)
+                if is_late(self._control, peer, waited):
+                    self._control.fail(op, peer, waited)
+
+
+def is_late(control: ControlBlock, peer: int | None, waited: float) -> bool:
+    """Returns whether an operation that has waited so many seconds in a kernel must end.
+
+    peer: the only rank that it waits for; None: any rank.
+    """
+    if waited > control.timeout or control.first_left() is not None:
+        return True
+    return peer is not None and waited > _GRACE and control.has_left(peer)
 
 
 class Watcher(Protocol):

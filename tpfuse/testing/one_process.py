@@ -277,7 +277,7 @@ class OneProcessMemory(SymmetricMemory):
         self._ranks.meet(op, self.rank)
 
     @contextlib.contextmanager
-    def guard(self, op: str, *, kernel: bool = False) -> Iterator[None]:
+    def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> Iterator[None]:
         self._check(op)
         yield
         self._check(op)

@@ -109,10 +109,13 @@ def _described(record: Record, missing: dict[str, Any]) -> str:
 
 
 def _difference(record: Record) -> str:
-    """Returns in words the first operation that differs between two ranks; "" if there is none."""
+    """Returns in words the first operation that differs between two ranks; "" if there is none.
+
+    Messages, with numbers below 0, are not compared: every rank has its own.
+    """
     texts: dict[int, dict[int, str]] = {}
     for rank, entry in record.ranks.items():
-        for operation in entry["operations"]:
+        for operation in (operation for operation in entry["operations"] if operation["number"] > 0):
             texts.setdefault(operation["number"], {})[rank] = operation["operation"]
     for number, by_rank in sorted(texts.items()):
         (first, text), *others = sorted(by_rank.items())

@@ -95,7 +95,7 @@ class SimulatedMemory(SymmetricMemory):
         return PeerTimeout(op, step=self.step, rank=self.rank, peer=peer, waited=self.timeout, detail="simulated")
 
     @contextlib.contextmanager
-    def guard(self, op: str, *, kernel: bool = False) -> Iterator[None]:
+    def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> Iterator[None]:
         self._check_abort(op)
         yield
         self._check_abort(op)
