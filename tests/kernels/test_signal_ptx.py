@@ -123,6 +123,7 @@ SIGNALS = {
     "ring_attention_dq_kernel COPIERS=0": (0, 0, 0, 0),
     "shard_sum_kernel": (1, 1, 1, 2),
     "sharded_adamw_kernel": (2, 2, 1, 3),
+    "send_message_kernel": (1, 1, 1, 2),
 }
 LOADS_OWN_BY_TMA = {  # operands that no peer writes
     "all_gather_gemm_forward_kernel", "all_gather_gemm_forward_kernel COPIERS=0",

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from tpfuse.comm.collectives import collective
 from tpfuse.comm.connect import connect
 from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
@@ -137,6 +139,30 @@ def zero(stage: int, *, update: bool = True) -> Callable[[dist.ProcessGroup], St
     return make
 
 
+def send(messages: Messages) -> None:
+    """Send two messages on a route of one slot: the second one waits until the first one is released."""
+    for _ in range(2):
+        messages.send(0, torch.ones(2))
+    messages.finish()
+
+
+def receive(messages: Messages) -> None:
+    """Receive and release what `send` sends."""
+    for _ in range(2):
+        messages.release(0, messages.receive(0, (2,), torch.float32))
+
+
+def message(source: int) -> Callable[[dist.ProcessGroup], Step]:
+    """Return what makes a step in which rank `source` sends messages to the other one of two ranks."""
+
+    def make(group: dist.ProcessGroup) -> Step:
+        routes = [Route(f"numbers of rank {source}", source, 1 - source, 1)]
+        messages = open_messages(group, CPU, torch.float32, routes, 8)
+        return partial(send if group.rank() == source else receive, messages)
+
+    return make
+
+
 def _broadcast(x: Tensor, group: dist.ProcessGroup) -> None:
     collective.broadcast_([x], group)
 
@@ -206,6 +232,15 @@ GUARDED = [
     Case("direct", f"{DIRECT_ZERO}.update", "update", zero(1)),
     Case("fused", "zero/reducer/fused.py:FusedReducer._sum_part", "sum of bucket 1", zero(1)),
 ]
+# Rank 1 misses the other end of the message in which rank 0 waits.
+MESSAGES = [
+    Case("direct", "comm/messages/direct.py:DirectMessages.send", "receive numbers of rank 0, message 2", message(0),
+         "send numbers of rank 0, message 3"),
+    Case("direct", "comm/messages/symmetric.py:SymmetricMessages.receive", "send numbers of rank 1, message 2",
+         message(1), "receive numbers of rank 1, message 2"),
+    Case("fused", "comm/messages/fused.py:FusedMessages.send", "receive numbers of rank 0, message 2", message(0),
+         "send numbers of rank 0, message 3"),
+]  # fmt: skip
 UNGUARDED = [
     Case("direct", SHARED, "end of the epoch", _barrier),
     Case("direct", SHARED, "buffer 'x", _buffer, "buffer x1"),
@@ -221,9 +256,11 @@ GLOO = [
     Case("collective", "", "broadcast", on(_broadcast, 2)),
     Case("collective", "", "shift", on(_shift, 2)),
     Case("collective", "", "gathering of objects", on(_objects, 2)),
+    Case("collective", "", "send numbers of rank 0", message(0)),
+    Case("collective", "", "receive numbers of rank 1", message(1)),
     Case("collective", "", "first exchange", _first_exchange),
 ]
-CASES = [*GUARDED, *UNGUARDED, *GLOO]
+CASES = [*GUARDED, *MESSAGES, *UNGUARDED, *GLOO]
 
 
 def _stay_away(rank: Rank) -> None:
@@ -239,7 +276,8 @@ def _stop(rank: Rank) -> None:
 @contextmanager
 def _missing(rank: Rank, case: Case, mode: str) -> Iterator[None]:
     """Make this rank stay away from the case's operation, or stop just after it has begun it, within a with block."""
-    begin, missed = ControlBlock.begin, list[str]()
+    method = "begin_message" if case in MESSAGES else "begin"
+    begin, missed = getattr(ControlBlock, method), list[str]()
 
     def instead(control: ControlBlock, op: str, **options: bool) -> int:
         chosen = op.startswith(case.op) and not missed
@@ -247,12 +285,12 @@ def _missing(rank: Rank, case: Case, mode: str) -> Iterator[None]:
             missed.append(op)
         if chosen and mode == "away":
             _stay_away(rank)
-        number = begin(control, op, **options)
+        number: int = begin(control, op, **options)
         if chosen and mode == "stopped":
             _stop(rank)
         return number
 
-    with mock.patch.object(ControlBlock, "begin", instead):
+    with mock.patch.object(ControlBlock, method, instead):
         yield
 
 
@@ -342,7 +380,8 @@ def _parameters() -> list[Any]:
         ("fused all_gather", "stopped"), ("direct begin a step", "away"), ("direct end of the epoch", "away"),
         ("direct buffer 'x", "stopped"), ("direct wait for all_gather", "stopped"),
         ("collective all_reduce", "away"), ("collective all_to_all", "stopped"),
-        ("collective first exchange", "away"),
+        ("collective first exchange", "away"), ("direct send numbers of rank 1, message 2", "away"),
+        ("fused receive numbers of rank 0, message 2", "stopped"),
     }  # fmt: skip
     return [
         pytest.param(
@@ -371,7 +410,8 @@ def test_a_missing_rank_is_explained(index: int, mode: str, pool: Pool, tmp_path
 
     op = re.escape(case.said or case.op)
     # Interpreted kernels wait for no rank by name; a rank that has begun the operation is then not known to be missing.
-    whom = ", but no single rank was late" if (case.name, mode) == ("fused", "stopped") else " for rank 1"
+    unknown = (case.name, mode) == ("fused", "stopped") and case not in MESSAGES
+    whom = ", but no single rank was late" if unknown else " for rank 1"
     assert re.match(rf"In {op}\b.*, rank 0 waited \d+\.\d s{whom}\.\nRank 1 \(process {missing.pid}\) ", said), said
     described, mine, other = re.split(r"\n\nPython stack of rank \d:\n", said)
     assert "in _serve" in mine
@@ -405,4 +445,4 @@ def _functions_with_guards() -> Iterator[str]:
 
 
 def test_every_operator_has_a_case() -> None:
-    assert set(_functions_with_guards()) == {case.waits for case in GUARDED}
+    assert set(_functions_with_guards()) == {case.waits for case in [*GUARDED, *MESSAGES]}

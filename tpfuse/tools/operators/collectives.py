@@ -1,4 +1,4 @@
-"""collectives: one rank alone, with its signals, for `tpfuse verify`, and launches of eight ranks."""
+"""collectives: one rank alone, with its signals, for `tpfuse verify`, and launches of eight ranks, also of messages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,7 @@ from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
+from tpfuse.kernels.send_message import send_message
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.operator import Case, Operator
@@ -104,6 +105,7 @@ def launches(dtype: torch.dtype, world: int = 8, n: int = 1 << 20) -> None:
     reduce_scatter_forward(rows, row, endpoint)
     for two_shot in (False, True):
         all_reduce_forward(row, row, endpoint, two_shot=two_shot)
+    send_message(row, endpoint, target=0, slot=1, full=0, free=1, epoch=1)
 
 
 OPERATOR = Operator("collectives", launches, CASES)

@@ -1,0 +1,42 @@
+"""Messages by torch operations, rank by rank in one process: every access is ordered, under many schedules."""
+
+from tpfuse.comm.messages import direct, symmetric
+from tpfuse.testing.explore import SimulatedMemory
+from tpfuse.testing.message_rings import ring, send_both_ways, without_rank_0
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+
+SYMMETRIC = symmetric.SymmetricMessages
+
+
+class TestDirectMessages(ProtocolSuite):
+    modules = (symmetric, direct)
+    needed = (symmetric, direct)
+    worlds = ((2, 1), (3, 1))
+    faults = (
+        Fault(
+            "the slot of another message",
+            replace(SYMMETRIC._place, "self._first_slot[route] + index", by="self._first_slot[route]"),
+        ),
+        Fault(
+            "slots that two routes share",
+            replace(
+                SYMMETRIC.__init__, "self._first_slot.append(taken[route.target])", by="self._first_slot.append(0)"
+            ),
+        ),
+        Fault("a release of the epoch before", replace(SYMMETRIC._free, "epoch", by="epoch - 1", call="signal")),
+        Fault("a wait for the epoch before", replace(SYMMETRIC.receive, "epoch", by="epoch - 1", call="wait_signal")),
+        Fault(
+            "a wait for an older release",
+            replace(direct.DirectMessages.send, "epoch - 1", by="epoch - 2", call="wait_signal"),
+        ),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        for slots in (1, 2):
+            routes = ring(memory.world, slots)
+            messages = current(direct).DirectMessages(memory, f"{slots}", 48, routes)
+            send_both_ways(messages, memory.rank, routes, 5)
+
+    def late_program(self, memory: SimulatedMemory) -> None:
+        routes = ring(memory.world, 2)
+        without_rank_0(current(direct).DirectMessages(memory, "late", 48, routes), memory, routes)

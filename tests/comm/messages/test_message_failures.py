@@ -1,0 +1,229 @@
+"""A rank that is missing from a message is named, in the send as in the receive, and afterwards the ranks can go on.
+
+The ranks are forked, so that a test can end any of them within a second or two.
+"""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.backend import Implementation, implementation
+from tpfuse.comm.collectives.collective import set_timeout
+from tpfuse.comm.connect import connect
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.messages import Messages, Route, open_messages
+from tpfuse.comm.settings import set_settings
+from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
+from tpfuse.testing.patience import patient
+from tpfuse.testing.tiers import exhaustive
+
+CPU = torch.device("cpu")
+ROUTES = [Route("x", 0, 1, 2), Route("y", 1, 0, 2), Route("z", 2, 0, 1)]
+
+
+def opened(name: Implementation, group: dist.ProcessGroup, timeout: float) -> Messages:
+    """Returns the routes; waits have this deadline after they are open."""
+    set_settings(timeout=patient(LIMIT))
+    with implementation(name):
+        messages = open_messages(group, CPU, torch.float32, ROUTES, 40)
+    dist.barrier(group)
+    set_settings(timeout=timeout)
+    set_timeout(group)
+    if name != "collective":
+        memory_of(group).timeout = memory_of(group).control.timeout = timeout
+    return messages
+
+
+def memory_of(group: dist.ProcessGroup) -> SharedMemory:
+    memory = connect(group, CPU)
+    assert isinstance(memory, SharedMemory)
+    return memory
+
+
+def send(messages: Messages, count: int) -> None:
+    """Sends on route x from rank 0, and waits until all messages have left."""
+    for number in range(count):
+        messages.send(0, torch.full((10,), float(number)))
+    messages.finish()
+
+
+def receive(messages: Messages, count: int) -> None:
+    """Receives on route x at rank 1."""
+    for number in range(count):
+        message = messages.receive(0, (10,), torch.float32)
+        assert message.tensor.tolist() == [float(number)] * 10
+        messages.release(0, message)
+
+
+WAITS: dict[str, Callable[[Messages], None]] = {  # what a rank of `_wait_in_vain` does until it waits in vain
+    "send": lambda messages: send(messages, 3),
+    "receive": lambda messages: receive(messages, 1),
+}
+
+
+def _wait_in_vain(rank: Rank, name: Implementation, what: str, timeout: float) -> PeerTimeout | None:
+    """Rank 0 sends, or rank 1 receives, and the other one of them stays away."""
+    waits = 0 if what == "send" else 1
+    group = rank.join()
+    messages = opened(name, group, timeout)
+    rank.tell("here")
+    error = None
+    if rank.rank == waits:
+        with pytest.raises(PeerTimeout) as caught:
+            WAITS[what](messages)
+        error = caught.value
+        rank.tell(error)
+    rank.hear()
+    if name != "collective":
+        memory = memory_of(group)
+        memory.timeout = memory.control.timeout = patient(LIMIT)
+        memory.reset()
+        if rank.rank == 0:
+            send(messages, 5)
+        elif rank.rank == 1:
+            receive(messages, 5)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("direct", "send"), ("direct", "receive"), ("fused", "send"), ("collective", "send"), ("collective", "receive"),
+        *exhaustive(("fused", "receive")),
+    ],
+)  # fmt: skip
+def test_a_rank_that_stays_away_is_named_and_all_can_go_on(name: Implementation, what: str, tmp_path: Path) -> None:
+    timeout = patient(0.7)
+    waits = 0 if what == "send" else 1
+    with ranks(3, tmp_path, _wait_in_vain, name, what, timeout) as running:
+        running.wait_for_all()
+        error = running.hear(waits)
+        assert isinstance(error, PeerTimeout), error
+        assert (error.rank, error.peer) == (waits, 1 - waits)
+        # Gloo has no slots: the first message has not left when the third one is sent.
+        numbers = {"direct": 2, "fused": 2, "collective": 0}
+        assert error.op == f"{what} x, message {numbers[name] if what == 'send' else 0}"
+        assert error.waited is not None and 0.9 * timeout < error.waited < timeout + patient(3.0)
+        running.go()
+        for rank in range(3):
+            result = running.result(rank)[1]
+            assert result is None or isinstance(result, PeerTimeout), result
+
+
+def _until_it_dies(rank: Rank, name: Implementation, what: str) -> None:
+    messages = opened(name, rank.join(), patient(LIMIT))
+    if rank.rank == 2:
+        rank.hear()
+    waits = rank.rank == (0 if what == "send" else 1)
+    rank.tell("here")
+    if waits:
+        WAITS[what](messages)
+    rank.hear()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("direct", "receive"), ("fused", "send"), *exhaustive(("direct", "send"), ("fused", "receive"),
+     ("collective", "send"), ("collective", "receive"))],
+)  # fmt: skip
+def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, what: str, tmp_path: Path) -> None:
+    waits = 0 if what == "send" else 1
+    with ranks(3, tmp_path, _until_it_dies, name, what) as running:
+        for rank in range(2):
+            assert running.hear(rank) == "here"
+        killed = running.send(1 - waits, signal.SIGKILL)
+        when, error = running.result(waits)
+        assert isinstance(error, PeerTimeout), error
+        assert error.peer == 1 - waits and error.op.startswith(f"{what} x, message ")
+        assert when - killed < LIMIT / 2, "nobody waits until the deadline"
+        if name != "collective":
+            assert f"its process ({running.processes[1 - waits].pid}) has ended" in str(error)
+
+
+def _stop(rank: Rank, name: Implementation) -> PeerTimeout | None:
+    """Rank 1 is stopped before it sends a message, and goes on."""
+    group = rank.join()
+    messages = opened(name, group, patient(LIMIT))
+    if rank.rank == 1:
+        rank.pause()
+        messages.send(1, torch.ones(10))
+        messages.finish()
+    elif rank.rank == 0:
+        message = messages.receive(1, (10,), torch.float32)
+        assert message.tensor.tolist() == [1.0] * 10
+        messages.release(1, message)
+    return None
+
+
+@pytest.mark.parametrize("name", ["direct", *exhaustive("fused", "collective")])
+def test_a_rank_that_stops_for_a_while_causes_no_error(name: Implementation, tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _stop, name) as running:
+        assert running.hear(1) == "here"
+        running.send(1, signal.SIGSTOP)
+        running.connections[1].send("go")
+        assert not running.connections[0].poll(0.5), "rank 0 waits"
+        continued = running.send(1, signal.SIGCONT)
+        when, result = running.result(0)
+        assert result is None and when > continued
+        assert running.result(1)[1] is None
+
+
+def _stop_too_long(rank: Rank, timeout: float) -> PeerTimeout | None:
+    """Rank 1 holds the only slot of a route when it is stopped, and all ranks reset afterwards."""
+    group = rank.join()
+    messages = opened("direct", group, timeout)
+    error = held = None
+    if rank.rank == 2:
+        messages.send(2, torch.zeros(1))
+    elif rank.rank == 0:
+        held = messages.receive(2, (1,), torch.float32)
+        with pytest.raises(PeerTimeout) as caught:
+            receive_from_1(messages)
+        error = caught.value
+    else:
+        rank.pause()
+        with pytest.raises(PeerTimeout):  # rank 0 has given up, and a message that comes later is refused
+            messages.send(1, torch.zeros(1))
+    rank.pause()
+    memory = memory_of(group)
+    memory.timeout = memory.control.timeout = patient(LIMIT)
+    memory.reset()
+    if rank.rank == 2:
+        messages.send(2, torch.ones(1))
+    elif rank.rank == 0:
+        message = messages.receive(2, (1,), torch.float32)
+        assert message.number == 0 and message.tensor.tolist() == [1.0]
+        assert held is not None
+        with pytest.raises(ValueError, match=r"release of z, message 0: .* or before a reset"):
+            messages.release(2, held)
+        messages.release(2, message)
+        receive_from_1(messages)
+    else:
+        messages.send(1, torch.zeros(1))
+    return error
+
+
+def receive_from_1(messages: Messages) -> None:
+    messages.release(1, messages.receive(1, (1,), torch.float32))
+
+
+def test_a_rank_that_stops_for_too_long_is_named_and_all_can_go_on(tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _stop_too_long, patient(1.0)) as running:
+        assert running.hear(1) == "here"
+        running.send(1, signal.SIGSTOP)
+        running.connections[1].send("go")
+        for rank in (0, 2):
+            assert running.hear(rank) == "here"
+        running.send(1, signal.SIGCONT)
+        assert running.hear(1) == "here"
+        running.go()
+        error = running.result(0)[1]
+        assert isinstance(error, PeerTimeout), error
+        assert (error.op, error.peer) == ("receive y, message 0", 1)
+        for rank in (1, 2):
+            assert running.result(rank)[1] is None
