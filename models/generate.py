@@ -17,6 +17,8 @@ sequences.
 Shape suffixes: B sequences, T positions, N positions including the generated ones, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ def generate(
     eos: int | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    forward: Callable[[Tensor, KeyValueCache | None], Tensor] | None = None,
 ) -> Tensor:
     """Returns the prompts, each with its continuation: [B, T + tokens] int64.
 
@@ -48,6 +51,8 @@ def generate(
     sum to at least top_p (nucleus sampling, arXiv:1904.09751). eos: a sequence that has produced this token is filled
     with it; once all sequences have, the result ends there and is shorter than T + tokens. seed: sequence i draws the
     same tokens as it would alone with seed + i. use_cache: whether to trade memory for speed; the tokens are the same.
+    forward: returns the logits [B, vocab_size] of the last of some positions, equal on all ranks, given their ids and
+    the cache, where the stages of the model are on several ranks; None where this rank has the whole model.
 
     Raises ValueError for an empty prompt, a mask that is not padding before prompts, and options outside their range.
     """
@@ -75,7 +80,9 @@ def generate(
             cache = None
         start = max(0, end - window) if cache is None else cache.length
         short = cache is None and end - start < model.context.size
-        logits_BV = model(text_BN[:, start:end], cache=_empty_cache(model, batch) if short else cache)[:, -1]
+        cached = _empty_cache(model, batch) if short else cache
+        window_BT = text_BN[:, start:end]
+        logits_BV = model(window_BT, cache=cached)[:, -1] if forward is None else forward(window_BT, cached)
         drawing = [generators[row] for row in rows.tolist()]
         drawn = _choose(logits_BV[rows], temperature, top_k, top_p, drawing).to(ids_BT.device)
         text_BN[rows, end] = drawn
@@ -86,7 +93,7 @@ def generate(
 
 
 def _empty_cache(model: GPT, batch: int) -> KeyValueCache:
-    weight = model.transformer.wte.weight
+    weight = next(model.parameters())
     return KeyValueCache(model.config, batch, model.tp, weight.device, weight.dtype)
 
 

@@ -40,6 +40,8 @@ from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Schedule
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
+TIED = "transformer.wte.weight"  # the parameter that a pipeline's first and last stage share
+
 
 def part_costs(config: GPTConfig) -> tuple[Cost, Cost, Cost]:
     """Returns the costs of a block, of the embeddings, and of the last norm with the head, in a training step.

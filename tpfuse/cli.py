@@ -36,6 +36,7 @@ def _train(arguments: Sequence[str]) -> int:
     from tpfuse.train.checkpoint import checkpoint_folders
     from tpfuse.train.launch import RankInfo, start_ranks, torchrun_rank
     from tpfuse.train.loop import train_rank
+    from tpfuse.train.pipeline import rank_count
     from tpfuse.train.setup import prepare_run, with_layout
 
     info = torchrun_rank()
@@ -43,7 +44,7 @@ def _train(arguments: Sequence[str]) -> int:
         return _train_under_torchrun(info, options)
     options = with_layout(options, None)
     run = prepare_run(options)
-    world = options.parallel.tp * options.parallel.cp * options.parallel.dp
+    world = rank_count(options.parallel)
     if world == 1:
         return train_rank(RankInfo(0, 1, 0, 1, None), run)
     try:

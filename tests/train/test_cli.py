@@ -61,6 +61,7 @@ def test_a_run_writes_its_files(trained: Path) -> None:
     assert [row["step"] for row in rows] == [0, 3, 6, 9, 12]
     names = {"step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "seconds"}
     names |= {"sent_bytes", "received_bytes", "mean_loss", "worked_seconds", "waited_seconds", "stragglers"}
+    names |= {"pipeline_idle", "predicted_idle"}
     assert all(set(row) == names for row in rows)
     assert all(row["sent_bytes"] == row["received_bytes"] == 0 for row in rows[1:]), "one rank"
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [0, 6, 12]

@@ -7,6 +7,7 @@ or an export.
 
 import itertools
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -61,6 +62,27 @@ def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup
         return None
     submesh = device_mesh[wide]
     return (submesh if len(wide) == 1 else submesh._flatten("_".join(wide))).get_group()
+
+
+def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -> dist.ProcessGroup | None:
+    """Returns the group of this rank's peers at two ranks of dimension "pp", and along the dimensions `names`.
+
+    The peers differ from each other in these dimensions only. None on other ranks, and if `first` is `last`.
+    Collective: all ranks of the mesh request the same groups.
+    """
+    if first == last:
+        return None
+    axes = _names(device_mesh)
+    kept = [axis for axis, name in enumerate(axes) if name == "pp" or name in names]
+    rest = [axis for axis in range(len(axes)) if axis not in kept]
+    ends = device_mesh.mesh.index_select(axes.index("pp"), torch.tensor(sorted((first, last))))
+    rows = ends.permute(*rest, *kept).flatten(len(rest)).flatten(0, len(rest) - 1) if rest else ends.flatten()[None]
+    found = None
+    for row in rows.tolist():
+        group = dist.new_group(row)
+        if dist.get_rank() in row:
+            found = group
+    return found
 
 
 def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:

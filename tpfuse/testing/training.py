@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from tpfuse.backend import Implementation, implementation
+from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
-from tpfuse.models.gpt import GPTConfig
+from tpfuse.models.gpt import TIED, GPTConfig
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import newest_good, save
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
+from tpfuse.train.pipeline import rank_count
 from tpfuse.train.setup import ulysses_ranks
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero import offload
@@ -53,7 +55,7 @@ def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> Trai
 
 def ranks_of(options: TrainCommand) -> int:
     """Return the number of ranks of a run."""
-    return options.parallel.tp * options.parallel.dp * options.parallel.cp
+    return rank_count(options.parallel)
 
 
 def new_trainer(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trainer, Windows]:
@@ -61,7 +63,7 @@ def new_trainer(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trai
     parallel, mesh = options.parallel, None
     if ranks_of(options) > 1:
         ulysses = ulysses_ranks(parallel, config.n_head // parallel.tp)
-        mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp, ulysses)
+        mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp, ulysses, parallel.pp)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)
     windows = Windows(tokens, config.n_positions, options.train.seed, "train", options.train.batch)
@@ -69,8 +71,14 @@ def new_trainer(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trai
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return copies of all weights, whole."""
-    return {name: gather_whole(parameter).clone() for name, parameter in trainer.model.named_parameters()}
+    """Return copies of all weights, whole, of all stages of a pipeline."""
+    weights = {name: gather_whole(parameter).clone() for name, parameter in trainer.model.named_parameters()}
+    if trainer.pipeline_group is None:
+        return weights
+    parts = gather_objects(weights, trainer.pipeline_group, op="weights of all stages")
+    if TIED in parts[0] and TIED in parts[-1]:
+        assert torch.equal(parts[0][TIED], parts[-1][TIED])
+    return {name: weight for part in parts for name, weight in part.items()}
 
 
 def checkpoint(trainer: Trainer, folder: Path) -> None:

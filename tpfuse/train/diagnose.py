@@ -1,14 +1,14 @@
 """Finds the first layer with a number that is not finite."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
-from tpfuse.train.language_model import LanguageModel
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
@@ -18,40 +18,40 @@ def _finite(x: Any) -> bool:
 
 
 @torch.no_grad()
-def _first_output(model: LanguageModel, batches: list[tuple[Tensor, Tensor, Tensor]], at: tuple[int, int]) -> list[str]:
+def _first_output(model: nn.Module, forward: Callable[[], object]) -> list[str]:
     """Returns the names of the modules whose output is not finite on this rank, in the order in which they finish."""
     names: list[str] = []
     handles = [
         module.register_forward_hook(
             lambda _module, _inputs, output, name=name: None if _finite(output) else names.append(name)
         )
-        for name, module in model.module.named_modules()
+        for name, module in model.named_modules()
         if name and not next(module.children(), None)
     ]
-    for ids, targets, sequences in batches:
-        model.loss(ids, targets, 1.0, at, sequences)
+    forward()
     for handle in handles:
         handle.remove()
     return names
 
 
 def find_nonfinite(
-    model: LanguageModel,
+    model: nn.Module,
+    whole: nn.Module,
     engine: GradientBuckets | FullySharded,
-    batches: list[tuple[Tensor, Tensor, Tensor]],
-    at: tuple[int, int],
+    forward: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> str:
     """Returns in words where the first number that is not finite is. The call is collective over `group`.
 
-    A parameter that is not finite is reported first. Next comes the first layer whose output is not finite: the forward
-    pass runs again, with the same batches and masks. Gradients come last: backward runs from the end, so the last
-    parameter in the model's order is nearest to the cause.
+    model: this rank's part of the model `whole`, which gives the order. A parameter that is not finite is reported
+    first. Next comes the first layer whose output is not finite: `forward` runs the forward passes again, with the same
+    batches and masks. Gradients come last: backward runs from the end, so the last parameter in the model's order is
+    nearest to the cause.
     """
-    order = {name: index for index, (name, _) in enumerate(model.module.named_parameters())}
-    modules = {name: index for index, (name, _) in enumerate(model.module.named_modules())}
-    broken = [name for name, parameter in model.module.named_parameters() if not _finite(parameter)]
-    names = [broken, _first_output(model, batches, at), engine.nonfinite()]
+    order = {name: index for index, (name, _) in enumerate(whole.named_parameters())}
+    modules = {name: index for index, (name, _) in enumerate(whole.named_modules())}
+    broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
+    names = [broken, _first_output(model, forward), engine.nonfinite()]
     if group is not None:
         of_ranks = gather_objects(names, group, op="search for what is not finite")
         names = [[name for rank in of_ranks for name in rank[kind]] for kind in range(3)]

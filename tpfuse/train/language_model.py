@@ -1,23 +1,26 @@
 """The models that `tpfuse train` trains: the GPT of tpfuse, and decoders of transformers (`tpfuse.train.decoder`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, get_type_hints
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import Slices
-from tpfuse.comm.mesh import context_mesh, tensor_mesh
+from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.train.compiled import compiled
 from tpfuse.train.decoder import DecoderConfig, DecoderModel
 from tpfuse.train.options import TrainCommand
+from tpfuse.train.pipeline import pipeline_stages, stage_owners
 from tpfuse.train.untrusted import check
 
 ModelConfig = GPTConfig | DecoderConfig
@@ -88,6 +91,17 @@ class LanguageModel(Protocol):
         """
 
 
+class MicroBatch(NamedTuple):
+    """What each stage of a GPT is given: the arguments of `LanguageModel.loss`, or ids and a cache for their logits."""
+
+    ids: Tensor
+    targets: Tensor | None = None
+    weight: float | None = None
+    at: tuple[int, int] | None = None
+    sequences: Tensor | None = None
+    cache: KeyValueCache | None = None
+
+
 class GPTModel:
     """The GPT on this rank. mesh: the whole mesh of the run, None for one rank. Its parameters are uninitialised."""
 
@@ -108,11 +122,18 @@ class GPTModel:
             context_schedule=options.parallel.cp_schedule,
             context_balance=options.parallel.cp_balance,
             recompute=options.train.recompute,
+            stages=self._stages(config, options, mesh),
             device=device,
             dtype=dtype,
         )
         self.context = self.module.context
         self._forward: Any = self.module  # in training
+
+    @staticmethod
+    def _stages(config: GPTConfig, options: TrainCommand, mesh: DeviceMesh | None) -> list[Stage]:
+        rank, _ = rank_and_size(flat_group(mesh, "pp"))
+        owners, stages = stage_owners(options.parallel), pipeline_stages(options, config)
+        return [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
 
     def draw(self, seed: int) -> None:
         """Draws the parameters."""
@@ -131,9 +152,19 @@ class GPTModel:
         sequences: Tensor | None = None,
     ) -> Tensor:
         """Returns the loss; see the protocol."""
+        return self.part(self.module.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
+
+    def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Returns the output of a pipeline stage of this rank; that of the last stage is the loss, or the logits.
+
+        x: the output of the stage before it, None for the first stage.
+        """
+        ids, targets, weight, at, sequences, cache = batch
         forward = self.module if at is None else self._forward
-        loss: Tensor = forward(ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences)
-        return loss
+        y: Tensor = forward(
+            ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences, cache=cache, stage=stage, x_mC=x
+        )
+        return y
 
     def generate(
         self,
@@ -177,9 +208,9 @@ def outlined(config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -
     return GPT(config, device_mesh=mesh, device="meta", dtype=dtype)
 
 
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """Returns the transformer blocks of a model, which ZeRO stage 3 gathers one after another."""
-    return model.transformer.h if isinstance(model, GPT) else decoder_layers(model)
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Returns this rank's transformer blocks of a model, which ZeRO stage 3 gathers one after another."""
+    return model.blocks if isinstance(model, GPT) else list(decoder_layers(model))
 
 
 def as_json(config: ModelConfig) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from socket import gethostname
@@ -26,6 +25,7 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
 from tpfuse.layers.explain import plans, summary
+from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
@@ -43,10 +43,18 @@ from tpfuse.train.hardware import (
 )
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.language_model import as_json as model_as_json
+from tpfuse.train.language_model import outlined
 from tpfuse.train.launch import RankInfo, device_of, join
 from tpfuse.train.memory import count_on
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
+from tpfuse.train.pipeline import (
+    described_layout,
+    micro_batch_size,
+    pipeline_order,
+    pipeline_stages,
+    predicted_idle,
+)
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
@@ -116,7 +124,7 @@ def _mesh(info: RankInfo, run: Run, device: torch.device) -> DeviceMesh | None:
         return None
     parallel = run.options.parallel
     ulysses = ulysses_ranks(parallel, run.config.n_head // parallel.tp)
-    return build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
+    return build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses, pp=parallel.pp)
 
 
 def _when(loop: "TrainingLoop | None") -> str:
@@ -153,7 +161,11 @@ class TrainingLoop:
         self.profile = StepProfile(
             run.options.profile, self.trainer.model, self.trainer.layout, world, device, options.compile
         )
-        self.stragglers = Stragglers(options.straggler_share)
+        self.stragglers = Stragglers(options.straggler_share, run.options.parallel.pp)
+        self.predicted_idle: list[float] | None = None  # of each rank
+        if self.trainer.runner is not None and isinstance(run.config, GPTConfig):
+            size = info.world // run.options.parallel.pp  # ranks with the same stages follow each other
+            self.predicted_idle = [share for share in predicted_idle(run.options, run.config) for _ in range(size)]
         self.hosts: list[str] = []  # the host of each rank, if the ranks' times are measured
         if self.trainer.clock.measures and world is not None:
             self.hosts = gather_objects(gethostname(), world, op="gathering names of hosts")
@@ -233,7 +245,8 @@ class TrainingLoop:
         if not self.first:
             return
         config, train, trainer = self.run.config, self.options.train, self.trainer
-        size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.2f}M"
+        whole = outlined(config, None, trainer.dtype)
+        size = f"{sum(parameter.numel() for parameter in whole.parameters()) / 1e6:.2f}M"
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' * (count > 1)} each" if self.device.type == "cpu" else ""
         if self.run.weights is not None:
@@ -241,11 +254,11 @@ class TrainingLoop:
         kind = f"{config.settings['model_type']}, " if isinstance(config, DecoderConfig) else ""
         say(f"model    {kind}{config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
         say(f"text     {self._described_data()}, vocabulary {config.vocab_size}")
-        context = trainer.context
-        cp = f" x cp {context.size}" if context.size > 1 else ""
-        layout = f"tp {trainer.tp}{cp} x dp {trainer.dp} on {self.device.type}"
-        say(f"ranks    {layout}{threads}, {self._precision()}, {self._kernels()}")
-        if layers and trainer.tp * context.size > 1:
+        layout = described_layout(tp=trainer.tp, cp=trainer.context.size, dp=trainer.dp, pp=self.options.parallel.pp)
+        say(f"ranks    {layout} on {self.device.type}{threads}, {self._precision()}, {self._kernels()}")
+        if trainer.runner is not None:
+            say(f"pipeline {self._stages()}")
+        if layers and trainer.tp * trainer.context.size > 1:
             say(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
         tokens = train.batch * config.n_positions
         say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
@@ -253,6 +266,17 @@ class TrainingLoop:
         peak = self.peak * self.info.world
         say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.info.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
         say(f"run      {self.run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
+
+    def _stages(self) -> str:
+        """Returns in words the stages of the pipeline and the order in which they compute."""
+        assert isinstance(self.run.config, GPTConfig)
+        stages, order = pipeline_stages(self.options, self.run.config), pipeline_order(self.options)
+        counts = ", ".join(str(len(stage.layers)) for stage in stages)
+        idle = max(predicted_idle(self.options, self.run.config))
+        return (
+            f"{order.schedule}: {order.micro_batches} micro-batches of {micro_batch_size(self.options)} sequences,"
+            f" stages of {counts} layers; predicted idle share {idle:.0%}"
+        )
 
     def _described_data(self) -> str:
         """Returns in words how many tokens there are, and how often the run reads each."""
@@ -302,9 +326,7 @@ class TrainingLoop:
         mark, mark_step = perf_counter(), trainer.step
         begun = trainer.step
         recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
-        losses: list[float] = []  # since the last row, like the two below
-        worked: list[tuple[float, ...]] = []
-        waited: list[tuple[float, ...]] = []
+        results: list[StepResult] = []  # since the last row
         if options.eval_every and begun == 0:
             self._evaluate()
             if reporter is not None:
@@ -322,10 +344,8 @@ class TrainingLoop:
             last = step == options.steps
             if result.skipped and self.first:
                 warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
-            losses.append(result.loss)
+            results.append(result)
             if self.first and result.worked:
-                worked.append(result.worked)
-                waited.append(result.waited)
                 self._name_stragglers(result.worked)
             due = step % options.log_every == 0 or last or result.stop
             evaluated = bool(options.eval_every) and (step % options.eval_every == 0 or last)
@@ -334,15 +354,9 @@ class TrainingLoop:
                 if evaluated and not result.stop:
                     self._evaluate()
                 if reporter is not None:
-                    row = self._row(result, recent[-1], fmean(losses), evaluated, perf_counter() - started)
-                    if worked:
-                        present = sorted(self.stragglers.present)
-                        row = replace(
-                            row, worked_seconds=_means(worked), waited_seconds=_means(waited), stragglers=present
-                        )
+                    row = self._row(results, recent[-1], evaluated, perf_counter() - started)
                     reporter.add(row, _seconds_a_step(recent) * (options.steps - step))
-                for values in (losses, worked, waited):
-                    values.clear()
+                results.clear()
                 mark, mark_step = perf_counter(), step
             save_due = bool(options.save_every) and step % options.save_every == 0
             if not last and (save_due or step == self.retry_at):
@@ -381,10 +395,12 @@ class TrainingLoop:
             say(f"auto     {taken}; measured in {measurement.spent:.1f} s")
         return result
 
-    def _row(
-        self, result: StepResult, interval: tuple[int, float], mean_loss: float, evaluated: bool, seconds: float
-    ) -> Row:
-        """Returns the row of a step. interval: (steps, seconds) since the last row, without evaluation and saving."""
+    def _row(self, results: Sequence[StepResult], interval: tuple[int, float], evaluated: bool, seconds: float) -> Row:
+        """Returns the row of the last of the steps since the last row.
+
+        interval: (steps, seconds) since the last row, without evaluation and saving.
+        """
+        result = results[-1]
         speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
         flops = speed * self.trainer.language_model.flops_per_token() / self.info.world
         if self.device.type == "cpu":
@@ -401,7 +417,12 @@ class TrainingLoop:
             seconds,
             result.sent,
             result.received,
-            mean_loss,
+            fmean(each.loss for each in results),
+            _means([each.worked for each in results if each.worked]),
+            _means([each.waited for each in results if each.waited]),
+            sorted(self.stragglers.present) if any(each.worked for each in results) else None,
+            _means([each.idle for each in results if each.idle]),
+            self.predicted_idle,
         )
 
     def _evaluate(self) -> None:
@@ -445,7 +466,7 @@ class TrainingLoop:
         """Prints the last lines: losses, a sample, and the files. It is collective, since all ranks generate."""
         start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
         count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
-        ids = self.trainer.language_model.generate(start.unsqueeze(0), count, temperature=0.8, top_k=None)
+        ids = self.trainer.generate(start.unsqueeze(0), count)
         if not self.first:
             return
         folder, vocabulary = self.run.folder, self.run.config.vocab_size
@@ -473,9 +494,9 @@ class TrainingLoop:
         return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
 
 
-def _means(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Returns each rank's mean over steps, to the microsecond. seconds: for each step, of each rank."""
-    return [round(fmean(of_rank), 6) for of_rank in zip(*seconds, strict=True)]
+def _means(values: Sequence[Sequence[float]]) -> list[float] | None:
+    """Returns each rank's mean over steps, to the microsecond. values: for each step, of each rank; None if empty."""
+    return [round(fmean(of_rank), 6) for of_rank in zip(*values, strict=True)] or None
 
 
 def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:

@@ -36,7 +36,10 @@ class Row:
     step. worked_seconds, waited_seconds: for each rank the mean seconds of a step for which it worked, and waited for
     other ranks; a step's seconds are known one step later, so these are means of the steps from the previous row's to
     the one before this row's. stragglers: the ranks that were stragglers then (see `tpfuse.train.stragglers`). These
-    three are None on GPUs and for a single rank. The other values are None in a row that has only a val_loss.
+    three are None on GPUs and for a single rank. pipeline_idle: for each rank the mean share of the pipeline's time, in
+    the steps since the previous row, in which it did not compute; predicted_idle: that share if passes took time by
+    their operations alone; both are None without a pipeline, and the first also on GPUs. The other values are None in a
+    row that has only a val_loss.
     """
 
     step: int
@@ -54,6 +57,8 @@ class Row:
     worked_seconds: list[float] | None = None
     waited_seconds: list[float] | None = None
     stragglers: list[int] | None = None
+    pipeline_idle: list[float] | None = None
+    predicted_idle: list[float] | None = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -108,10 +113,10 @@ def clock(seconds: float) -> str:
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, float]:
-    """Returns the values of a row that are numbers. A list of seconds becomes one number for each rank, NAME/RANK."""
+    """Returns the values of a row that are numbers; of a list there is one for each rank, NAME/RANK."""
     scalars: dict[str, float] = {}
     for name, value in values.items():
-        if isinstance(value, list) and name.endswith("_seconds"):
+        if isinstance(value, list) and name.endswith(("_seconds", "_idle")):
             scalars |= {f"{name}/{rank}": seconds for rank, seconds in enumerate(value)}
         elif isinstance(value, int | float):
             scalars[name] = value

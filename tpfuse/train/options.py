@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tpfuse.choices import Balance, GradientDtype, Implementation, Kernels, Offload, Recompute, Schedule
+from tpfuse.choices import (
+    Balance,
+    GradientDtype,
+    Implementation,
+    Kernels,
+    Offload,
+    PipelineSchedule,
+    Recompute,
+    Schedule,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Autocast = Literal["none", "bfloat16", "float16"]
@@ -77,7 +86,8 @@ class TrainOptions:
     """Train on this number of sequences in each optimizer step, counted over all ranks."""
     micro_batch: int = 0
     """Process this number of sequences in each forward pass of a rank, and accumulate gradients over the micro-batches
-    of a step. 0: all sequences of the rank at once."""
+    of a step. 0: all sequences of the rank at once; in a pipeline at least 4 x pp micro-batches, if the batch has so
+    many."""
     seed: int = 1337
     """Draw the initial weights, the batches and dropout from this seed."""
     dtype: Dtype = "float32"
@@ -147,7 +157,7 @@ class ParallelOptions:
     """Shard the matrices of each layer over this number of tensor-parallel ranks."""
     dp: int = 0
     """Divide the sequences of each batch among this number of data-parallel ranks. 0: the number of GPUs, or of ranks
-    that torchrun started, divided by tp x cp; on CPU 1."""
+    that torchrun started, divided by tp x cp x pp; on CPU 1."""
     cp: int = 1
     """Divide the tokens of each sequence among this number of context-parallel ranks."""
     cp_schedule: Schedule = "auto"
@@ -160,6 +170,18 @@ class ParallelOptions:
     cp_ulysses: int = 0
     """Let groups of this number of ranks exchange heads under schedule ulysses_ring. 0: the largest divisor of cp,
     below cp, that divides the heads of a rank."""
+    pp: int = 1
+    """Cut the layers into pipeline stages on this number of ranks. The micro-batches of --train.micro-batch pass from
+    rank to rank."""
+    pp_schedule: PipelineSchedule = "1f1b"
+    """Let pipeline ranks compute in this order: gpipe (all forward passes first), 1f1b (one forward, one backward),
+    interleaved_1f1b (several stages on each rank), zero_bubble (weight gradients fill idle time), or zbv (zero_bubble
+    with two stages on each rank, of which the first rank has the first and the last)."""
+    pp_stages_per_rank: int = 0
+    """Give each pipeline rank this number of stages. 0: 2 for interleaved_1f1b and zbv, 1 for the others."""
+    pp_layers: str = ""
+    """Give the stages these numbers of layers, in the order of the model, as in 3,5,4,4. Default: cut the layers so
+    that the most expensive stage, counted with embedding and head, needs as few operations as possible."""
     replicas: int = 1
     """Let ZeRO stage 3 shard the parameters within each of this number of groups of ranks. It must divide dp x cp. With
     as many groups as nodes, ranks gather parameters within their node only."""

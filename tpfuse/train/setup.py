@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from math import inf
 from pathlib import Path
@@ -29,7 +29,8 @@ from tpfuse.train.initial_weights import find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import nvtx_package
-from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
+from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand, TrainOptions
+from tpfuse.train.pipeline import described_layout, pipeline_order, pipeline_stages, rank_count
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
 from tpfuse.train.step_numbers import profiled_steps
@@ -61,20 +62,21 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     """Returns `options` with dp filled in for `world` ranks.
 
     world: None for the number of ranks that fits this machine (see `ParallelOptions`). Raises UserError if the world is
-    not tp x cp x dp, or if a machine with GPUs has too few of them.
+    not tp x cp x dp x pp, or if a machine with GPUs has too few of them.
     """
-    tp, cp, dp = options.parallel.tp, options.parallel.cp, options.parallel.dp
-    if tp < 1 or cp < 1 or dp < 0:
-        given = f"--parallel.tp {tp} --parallel.cp {cp} --parallel.dp {dp}"
-        raise UserError(f"{given}: expected tp and cp of at least 1 and dp of at least 0")
+    parallel = options.parallel
+    tp, cp, dp, pp = parallel.tp, parallel.cp, parallel.dp, parallel.pp
+    if tp < 1 or cp < 1 or pp < 1 or dp < 0:
+        given = f"--parallel.tp {tp} --parallel.cp {cp} --parallel.pp {pp} --parallel.dp {dp}"
+        raise UserError(f"{given}: expected tp, cp and pp of at least 1 and dp of at least 0")
     ranks = device_count() if world is None else world
-    dp = dp or max(1, ranks // (tp * cp))
-    layout = f"tp {tp} x cp {cp} x dp {dp}" if cp > 1 else f"tp {tp} x dp {dp}"
-    if world is None and ranks and tp * cp * dp > ranks:
-        raise UserError(f"{layout} needs {tp * cp * dp} GPUs, and this machine has {ranks}")
-    if world is not None and tp * cp * dp != world:
-        raise UserError(f"{layout} needs {tp * cp * dp} ranks, and there are {world}")
-    return replace(options, parallel=replace(options.parallel, dp=dp))
+    dp = dp or max(1, ranks // (tp * cp * pp))
+    layout, needed = described_layout(tp=tp, cp=cp, dp=dp, pp=pp), tp * cp * dp * pp
+    if world is None and ranks and needed > ranks:
+        raise UserError(f"{layout} needs {needed} GPUs, and this machine has {ranks}")
+    if world is not None and needed != world:
+        raise UserError(f"{layout} needs {needed} ranks, and there are {world}")
+    return replace(options, parallel=replace(parallel, dp=dp))
 
 
 def check_numbers(options: TrainCommand) -> None:
@@ -101,6 +103,7 @@ def check_numbers(options: TrainCommand) -> None:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
     profiled_steps(options.profile.steps)
     _check_schedule(options)
+    _check_pipeline(options.parallel, train)
     _check_zero(options)
     if train.autocast != "none" and train.dtype != "float32":
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
@@ -112,12 +115,37 @@ def check_numbers(options: TrainCommand) -> None:
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of each rank"
             f" (--train.batch {train.batch}, dp {dp})"
         )
+    if options.parallel.pp > 1:
+        try:
+            pipeline_order(options)
+        except ValueError as error:
+            raise UserError(
+                f"{error} (--train.batch {train.batch}, dp {dp}, --train.micro-batch {train.micro_batch})"
+            ) from None
     held = 8 * (train.batch + share * (options.model.n_positions + 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if held > memory:
         raise UserError(
             f"--train.batch {train.batch}: the token ids of one step take {held / 2**30:.0f} GiB on each rank,"
             f" and this machine has {memory / 2**30:.0f} GiB"
+        )
+
+
+def _check_pipeline(parallel: ParallelOptions, train: TrainOptions) -> None:
+    """Raises UserError for options of pipelines that do not fit together."""
+    changed = [
+        f"--parallel.{item.name.replace('_', '-')}"
+        for item in fields(ParallelOptions)
+        if item.name.startswith("pp_") and getattr(parallel, item.name) != item.default
+    ]
+    if changed and parallel.pp == 1:
+        raise UserError(f"{', '.join(changed)}: only for --parallel.pp of at least 2")
+    if parallel.pp_stages_per_rank < 0:
+        raise UserError(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: expected at least 0")
+    if train.compile and parallel.pp_schedule in ("zero_bubble", "zbv"):
+        raise UserError(
+            f"--parallel.pp-schedule {parallel.pp_schedule} splits backward passes, which --train.compile cannot:"
+            " leave one of them out"
         )
 
 
@@ -228,6 +256,10 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
         _check_context(options.parallel, config)
     except ValueError as error:
         raise UserError(str(error)) from None
+    try:
+        pipeline_stages(options, config)
+    except ValueError as error:
+        raise UserError(f"--parallel.pp {options.parallel.pp}: {error}") from None
     return config
 
 
@@ -243,6 +275,8 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
     parallel = options.parallel
     if options.train.recompute == "selective":
         raise UserError("--train.recompute selective is for the GPT: with --model.from, give full or none")
+    if parallel.pp > 1:
+        raise UserError(f"--parallel.pp {parallel.pp} is for the GPT: with --model.from, give 1")
     if parallel.cp > 1 and parallel.cp_balance != "zigzag":
         raise UserError(f"--parallel.cp-balance {parallel.cp_balance} is for the GPT: with --model.from, give zigzag")
     try:
@@ -289,7 +323,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     _check_kernels(options)
     if options.train.compile:
         check_compiler()
-    ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
+    ranks = local_ranks or rank_count(options.parallel)
     folder = _run_folder(options)
     _check_names(folder, options.data.path, options.data.val_path, options.init_from, options.model.from_)
     run = folder if options.resume else None

@@ -54,24 +54,27 @@ class Stragglers:
 
     share: 0 to find none. Of an even number of ranks, the faster of the two in the middle is the median rank: of two
     ranks it is the faster one. present: the stragglers of now. A rank remains one until it has not been slow in `STEPS`
-    successive steps.
+    successive steps. pipeline: the number of pipeline ranks. The ranks with the same stages, which follow each other,
+    are compared with each other: other stages have other work.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, share: float, pipeline: int = 1) -> None:
+        self._share, self._pipeline = share, pipeline
         self.present: set[int] = set()
-        self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=STEPS)  # (of all ranks, of the median rank)
+        # In each of the last steps the work of all ranks, and that of the median rank for each of them.
+        self._recent: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=STEPS)
         self._successive: dict[int, int] = {}  # for each rank the number of successive steps that speak for a change
 
     def add(self, worked: Sequence[float]) -> list[Straggler]:
         """Returns the ranks that have become stragglers by this step. worked: each rank's seconds of work in it."""
         if not self._share:
             return []
-        median = median_low(worked)
-        self._recent.append((worked, median))
+        size = len(worked) // self._pipeline
+        medians = [median_low(worked[rank // size * size :][:size]) for rank in range(len(worked))]
+        self._recent.append((worked, medians))
         found = []
         for rank, seconds in enumerate(worked):
-            slow = seconds > (1.0 + self._share) * median
+            slow = seconds > (1.0 + self._share) * medians[rank]
             count = self._successive.get(rank, 0) + 1 if slow != (rank in self.present) else 0
             if count == STEPS:
                 count = 0
@@ -83,4 +86,5 @@ class Stragglers:
 
     def _excess(self, rank: int) -> float:
         """Returns the share by which the rank has worked longer than the median rank in the recent steps."""
-        return sum(worked[rank] for worked, _ in self._recent) / sum(median for _, median in self._recent) - 1.0
+        work, median = (sum(seconds[rank] for seconds in of_all) for of_all in zip(*self._recent, strict=True))
+        return work / median - 1.0

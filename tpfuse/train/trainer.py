@@ -7,28 +7,35 @@ whether a rank was asked to stop. So all ranks see the same numbers and take the
 ranks how long each of them worked and waited in the previous step.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.connect import connected
-from tpfuse.comm.mesh import flat_group, rank_and_size
+from tpfuse.comm.mesh import flat_group, group_of_ends, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
+from tpfuse.models.generate import generate
+from tpfuse.models.gpt import GPT, TIED
+from tpfuse.models.key_value_cache import KeyValueCache
+from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
-from tpfuse.train.language_model import ModelConfig, blocks_of, language_model
+from tpfuse.train.language_model import GPTModel, MicroBatch, ModelConfig, blocks_of, language_model, outlined
 from tpfuse.train.options import TrainCommand
+from tpfuse.train.pipeline import micro_batch_size, pipeline_order
 from tpfuse.train.schedule import learning_rate
 from tpfuse.train.stragglers import StepClock
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
@@ -40,6 +47,7 @@ from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 _FIRST_SCALE = 2.0**16  # the first loss scale in float16; it is halved at an overflow and doubled after 2000 good steps
 _SCALE_INTERVAL = 2000
+_TEMPERATURE = 0.8  # of the texts that a run generates
 _REPLICAS = ("dp", "cp", "ring", "ulysses")  # along these dimensions of a mesh, parameters are equal and tokens differ
 
 
@@ -51,7 +59,8 @@ class StepResult:
     any rank was asked to stop. sent, received: the bytes of gradients and parameters that this rank exchanged with
     ranks that have the same parameters. skipped: whether float16 overflowed, so that no update was made. worked,
     waited: for each rank of the world the seconds for which it worked, and waited for other ranks, in the previous
-    step; empty if they are not known (see `tpfuse.train.stragglers.StepClock`).
+    step; empty if they are not known (see `tpfuse.train.stragglers.StepClock`). idle: for each rank of the world the
+    share of the pipeline's time in which it did not compute in this step; empty without a pipeline and on GPUs.
     """
 
     loss: float
@@ -63,6 +72,7 @@ class StepResult:
     skipped: bool = False
     worked: tuple[float, ...] = ()
     waited: tuple[float, ...] = ()
+    idle: tuple[float, ...] = ()
 
 
 class Trainer:
@@ -89,7 +99,9 @@ class Trainer:
         self.compute_dtype: torch.dtype = self.dtype if autocast == "none" else getattr(torch, autocast)
         self.model_group = flat_group(mesh, "tp")
         self.replica_group = flat_group(mesh, *_REPLICAS)
-        self.world_group = flat_group(mesh, *_REPLICAS, "tp")
+        self.stage_group = flat_group(mesh, *_REPLICAS, "tp")
+        self.pipeline_group = flat_group(mesh, "pp")
+        self.world_group = flat_group(mesh, "pp", *_REPLICAS, "tp")
         self.dp_rank, self.dp = rank_and_size(flat_group(mesh, "dp"))
         self.tp_rank, self.tp = rank_and_size(self.model_group)
         _, self.replicas = rank_and_size(self.replica_group)
@@ -97,9 +109,11 @@ class Trainer:
         self.clock = StepClock(device, self.world)
         self.language_model = language_model(config, options, mesh, device, self.dtype)
         self.model, self.context = self.language_model.module, self.language_model.context
-        for group in (self.model_group, self.replica_group, self.world_group, *self.context.groups):
+        groups = self.model_group, self.replica_group, self.stage_group, self.pipeline_group, self.world_group
+        for group in (*groups, *self.context.groups):
             if group is not None:
                 set_timeout(group)
+        self.runner = None if self.pipeline_group is None else self._runner(self.pipeline_group)
         if draw:
             self.language_model.draw(options.train.seed)
         self.compression: Bf16Compression | PowerSGDCompression | None = None
@@ -138,6 +152,10 @@ class Trainer:
             stage=min(zero.stage, 2),
             data_group=self.replica_group,
             world_group=self.world_group,
+            partial_group=self.stage_group,
+            uses=self._uses(),
+            tied=self._tied,
+            tied_group=self._group_of_ends(*_REPLICAS),
             gradient_dtype=zero.gradient_dtype,
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
             compression=self.compression,
@@ -168,8 +186,44 @@ class Trainer:
             units=blocks_of(self.model),
             replicas=self.options.parallel.replicas,
             reduce_dtype="parameter" if zero.reduce_dtype == "parameter" else "float32",
+            tied=self._tied,
+            tied_group=self._group_of_ends(),
         )
         return engine, ShardedAdamW(engine, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay)
+
+    def _runner(self, group: dist.ProcessGroup) -> Runner:
+        """Makes what runs the stages of this rank."""
+        model = self.language_model
+        assert isinstance(model, GPTModel)
+        stages = {stage.index: stage for stage in model.module.stages}
+
+        def compute(stage: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+            with nullcontext() if batch.targets is None else self._autocast():
+                return model.part(stages[stage], x, batch)
+
+        modules = {index: model.module.modules_of(stage) for index, stage in stages.items()}
+        return Runner(pipeline_order(self.options), compute, modules, group, self.device)
+
+    def _uses(self) -> dict[str, int]:
+        """Returns the parameters that several stages of this rank use, with the number of these stages."""
+        if self.runner is None:
+            return {}
+        runner, names = self.runner, {parameter: name for name, parameter in self.model.named_parameters()}
+        counts = Counter(names[parameter] for stage in runner.stages for parameter in runner.parameters(stage))
+        return {name: count for name, count in counts.items() if count > 1}
+
+    @property
+    def _tied(self) -> list[str]:
+        """Returns the parameters of this rank that the first and the last stage have on different ranks."""
+        if self.runner is None or self.runner.order.rank_of[0] == self.runner.order.rank_of[-1]:
+            return []
+        return [TIED] if {0, self.runner.order.stages - 1} & set(self.runner.stages) else []
+
+    def _group_of_ends(self, *names: str) -> dist.ProcessGroup | None:
+        """Returns the ranks at both ends of the pipeline, and along these dimensions; None elsewhere. Collective."""
+        if self.mesh is None or self.runner is None:
+            return None
+        return group_of_ends(self.mesh, self.runner.order.rank_of[0], self.runner.order.rank_of[-1], *names)
 
     @property
     def exchanged_by(self) -> str:
@@ -186,7 +240,7 @@ class Trainer:
 
     def micro_batches(self, windows: Windows, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Returns (ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
-        size = self.options.train.micro_batch or len(self.share)
+        size = micro_batch_size(self.options)
         cuts = range(self.share.start, self.share.stop, size)
         return [
             (
@@ -215,24 +269,30 @@ class Trainer:
         before = self.engine.traffic
         sent, received = before.sent, before.received
         batches = self.micro_batches(windows, self.step)
-        for index, (ids, targets, sequences) in enumerate(batches):
-            self.engine.start(last=index == len(batches) - 1)
-            weight = self.loss_scale / tokens
-            compiling = compiler_errors(self.step) if options.train.compile else nullcontext()
-            with span("micro_batch", f"micro-batch {index}"), compiling:
-                with span("phase", "forward"), self._autocast():
-                    loss = self.language_model.loss(ids, targets, weight, at, sequences)
-                with span("phase", "backward"):
-                    loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach() / weight
+        weight = self.loss_scale / tokens
+        compiling = compiler_errors(self.step) if options.train.compile else nullcontext()
+        if self.runner is None:
+            for index, (ids, targets, sequences) in enumerate(batches):
+                self.engine.start(last=index == len(batches) - 1)
+                with span("micro_batch", f"micro-batch {index}"), compiling:
+                    with span("phase", "forward"), self._autocast():
+                        loss = self.language_model.loss(ids, targets, weight, at, sequences)
+                    with span("phase", "backward"):
+                        loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach() / weight
+        else:
+            self.engine.start(last=True, backwards=len(batches))
+            with compiling:
+                for loss in self.runner.train(self._pipelined(batches, weight, at)):
+                    total += loss / weight
         with span("phase", "gradients"):
             self.engine.finish()
-            squared, whole, stop, worked, waited = self._agree(total, stop_wanted())
+            squared, whole, stop, worked, waited, idle = self._agree(total, stop_wanted())
         for memory in connected():
             memory.check()
         norm = squared**0.5 / self.loss_scale
         lr = learning_rate(options.optim, self.step, options.train.steps, tokens)
-        result = StepResult(whole / tokens, norm, lr, stop, worked=worked, waited=waited)
+        result = StepResult(whole / tokens, norm, lr, stop, worked=worked, waited=waited, idle=idle)
         if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
         factor = 1.0 / self.loss_scale
@@ -245,23 +305,35 @@ class Trainer:
         after = self.engine.traffic
         return replace(result, sent=after.sent - sent, received=after.received - received)
 
-    def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool, tuple[float, ...], tuple[float, ...]]:
-        """Returns the gradient's global squared norm, the global sum of the loss, whether any rank must stop, and the
-        seconds for which each rank worked, and waited, in the previous step (see `StepResult`).
+    @staticmethod
+    def _pipelined(
+        batches: list[tuple[Tensor, Tensor, Tensor]], weight: float, at: tuple[int, int] | None
+    ) -> list[MicroBatch]:
+        return [MicroBatch(ids, targets, weight, at, sequences) for ids, targets, sequences in batches]
+
+    def _agree(
+        self, total: Tensor, stop: bool
+    ) -> tuple[float, float, bool, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Returns the gradient's global squared norm, the global sum of the loss, whether any rank must stop, and what
+        `StepResult` has of each rank: worked, waited, idle.
         """
-        times = 2 * self.world if self.clock.measures else 0
+        times = 4 * self.world if self.clock.measures else 0
         vector = torch.zeros(3 + times, dtype=torch.float64, device=self.device)
         vector[0] = self.engine.squared_norm()
         if self.tp_rank == 0:
             vector[1] = total
         vector[2] = float(stop)
-        if self.clock.last is not None:  # each rank fills in its own entries, and the sum has those of all ranks
-            vector[3 + self.rank], vector[3 + self.world + self.rank] = self.clock.last
+        if times:  # each rank fills in its own entries, and the sum has those of all ranks
+            intervals = [] if self.runner is None else self.runner.intervals
+            busy = sum(interval.end - interval.start for interval in intervals)
+            own = (*(self.clock.last or (0.0, 0.0)), busy, intervals[-1].end if intervals else 0.0)
+            vector[3 + self.rank :: self.world] = torch.tensor(own, dtype=torch.float64)
         squared, loss, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
+        worked, waited, busy_s, ended = (tuple(seconds[i * self.world : (i + 1) * self.world]) for i in range(4))
         if self.clock.last is None:
-            seconds = []
-        worked, waited = tuple(seconds[: self.world]), tuple(seconds[self.world :])
-        return squared, loss, stopping > 0, worked, waited
+            worked = waited = ()
+        idle = tuple(1.0 - busy / max(ended) for busy in busy_s) if any(ended) else ()
+        return squared, loss, stopping > 0, worked, waited, idle
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         """Halves the loss scale and makes no update in float16. Raises RunError if that cannot help."""
@@ -271,8 +343,8 @@ class Trainer:
             self.step += 1
             return replace(result, skipped=True)
         at = (self.options.train.seed, self.step)
-        with self._autocast():
-            layer = find_nonfinite(self.language_model, self.engine, batches, at, self.world_group)
+        whole = self.model if self.runner is None else outlined(self.config, None, self.dtype)
+        layer = find_nonfinite(self.model, whole, self.engine, lambda: self._losses(batches, at), self.world_group)
         raise RunError(
             f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
             " update, so the last checkpoint is untouched"
@@ -296,13 +368,39 @@ class Trainer:
         """Returns the loss in nats per token over the same `batches` batches at every call, without dropout."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(batches):
-            for ids, targets, _ in self.micro_batches(windows, number):
-                with self._autocast():
-                    total += self.language_model.loss(ids, targets, 1.0)
+            for loss in self._losses(self.micro_batches(windows, number), None):
+                total += loss
         if self.tp_rank:
             total.zero_()
         tokens = batches * self.options.train.batch * self.config.n_positions
         return float(collectives.all_reduce(total, self.world_group)) / tokens
+
+    @torch.no_grad()
+    def _losses(self, batches: list[tuple[Tensor, Tensor, Tensor]], at: tuple[int, int] | None) -> Sequence[Tensor]:
+        """Returns the sums of the losses of micro-batches, which of a pipeline only the ranks of its last stage have.
+
+        at: (seed, step) of the dropout; None for none.
+        """
+        if self.runner is not None:
+            return self.runner.forward(self._pipelined(batches, 1.0, at))
+        with self._autocast():
+            return [self.language_model.loss(ids, targets, 1.0, at, sequences) for ids, targets, sequences in batches]
+
+    def generate(self, ids: Tensor, tokens: int) -> Tensor:
+        """Returns the texts `ids`, [sequences, tokens] int64, each with at most `tokens` more. All ranks call this."""
+        if self.runner is None:
+            return self.language_model.generate(ids, tokens, temperature=_TEMPERATURE, top_k=None)
+        assert isinstance(self.model, GPT)
+        return generate(self.model, ids, tokens, temperature=_TEMPERATURE, forward=self._logits)
+
+    @torch.no_grad()
+    def _logits(self, ids: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Returns the logits [sequences, vocabulary] of the last position, on all ranks of the pipeline."""
+        assert self.runner is not None
+        logits = torch.zeros(len(ids), self.config.vocab_size, dtype=self.dtype, device=self.device)
+        for output in self.runner.forward([MicroBatch(ids, cache=cache)]):
+            logits = output[:, -1].contiguous()
+        return collectives.all_reduce(logits, self.pipeline_group)
 
     def shards(self) -> dict[str, list[Shard]]:
         """Returns the shards of this rank for checkpoints.
@@ -339,7 +437,8 @@ class Trainer:
             assert self.world_group is not None
             across = gather_objects(engine.across, self.world_group, op="gathering the ranks of nodes")
             powersgd = {"rank": self.compression.rank, "stage": engine.stage, "across": across}
-        return {"dp": self.dp, "cp": self.context.size, "tp": self.tp, "powersgd": powersgd}
+        sizes = {"dp": self.dp, "cp": self.context.size, "tp": self.tp, "pp": rank_and_size(self.pipeline_group)[1]}
+        return {**sizes, "powersgd": powersgd}
 
     def load(self, saved: Checkpoint) -> bool:
         """Fills this rank's shards from a checkpoint. All ranks must call `restore` afterwards.

@@ -1,0 +1,303 @@
+"""Runs the stages of one rank of a pipeline, in the order of `tpfuse.parallel.pipeline.order`.
+
+A stage receives its input from the previous stage, computes, and sends its output to the next one; in backward it is
+the other way round. Messages to a stage on another rank go through `tpfuse.comm.messages`, where a wait has a deadline
+and an error names the rank that is missing. A stage on the same rank takes the tensor as it is.
+
+A received tensor stays in its slot until the stage's backward pass for the micro-batch is complete: autograd keeps it
+there, without a copy.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import GraphExecGroup
+
+from tpfuse.comm.channel import slot_size
+from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.messages import Message, Messages, Route, open_messages
+from tpfuse.comm.trace import span
+from tpfuse.parallel.pipeline.order import Action, Kind, Order
+from tpfuse.parallel.pipeline.timeline import Interval, slots
+
+Compute = Callable[[int, Tensor | None, Any], Tensor]
+
+
+_Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sent, and its route and message to release
+
+
+@dataclass
+class _Flight:
+    """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass.
+
+    x: the input, a leaf; None on the first stage. output: where the backward pass begins. gradient: that of the output;
+    None on the last stage. groups: what torch keeps between the two parts of a split backward pass. taken: the messages
+    that are released at the end.
+    """
+
+    x: Tensor | None
+    output: Tensor | GradientEdge
+    taken: list[tuple[int, Message]]
+    gradient: Tensor | None = None
+    groups: Any = None
+
+
+class Runner:
+    """The stages of this rank of a pipeline.
+
+    compute: returns the output of a stage, given its number, its input (None for the first stage) and the micro-batch.
+    The output of the last stage is a scalar loss; those of all others have one shape and dtype. modules: the modules of
+    each stage of this rank, whose parameters are trained. group: the ranks of the pipeline; None for one rank.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        compute: Compute,
+        modules: Mapping[int, Sequence[nn.Module]],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.order, self.group, self.device = order, group, device
+        self.rank = 0 if group is None else group.rank()
+        self.stages = order.stages_of(self.rank)
+        self.intervals: list[Interval] = []  # of the last training step, in seconds from its beginning
+        self.most_in_flight = 0  # in the last training step, counted as by `timeline.most_in_flight`
+        self._compute, self._modules = compute, modules
+        self._routes, self._forward_routes, self._backward_routes = _routes(order)
+        self._opened: dict[tuple[int, torch.dtype], Messages] = {}
+        self._messages: Messages
+        self._key: tuple[object, ...] = ()  # of the micro-batches that are computed now
+        self._shape: tuple[torch.Size, torch.dtype]
+        self._shapes: dict[tuple[object, ...], tuple[torch.Size, torch.dtype]] = {}
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._handed: dict[tuple[int, int, int], Tensor] = {}  # from a stage to another one on this rank
+
+    @property
+    def has_last(self) -> bool:
+        """Return whether this rank has the last stage, which computes the loss."""
+        return self.order.stages - 1 in self.stages
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters of a stage of this rank that require gradients."""
+        found = (p for module in self._modules[stage] for p in module.parameters() if p.requires_grad)
+        return list(dict.fromkeys(found))
+
+    def train(self, batches: Sequence[Any]) -> list[Tensor]:
+        """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.
+
+        Gradients are accumulated as by `backward`. Hooks of torch's register_post_accumulate_grad_hook run once for
+        each parameter, stage and micro-batch, also if the backward pass is split. All ranks pass the same
+        micro-batches. Raise ValueError for another number of them than the order has, and PeerTimeout if a rank is
+        missing.
+        """
+        if len(batches) != self.order.micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches: expected {self.order.micro_batches}")
+        losses: list[Tensor] = []
+        self.intervals, self.most_in_flight = [], 0
+        try:
+            self._open(batches[0])
+            began = perf_counter()
+            for action in self.order.actions[self.rank]:
+                taken = self._take(action)
+                start = perf_counter()
+                name = f"micro-batch {action.micro_batch}, stage {action.stage}"
+                with span("micro_batch", name), span("phase", action.kind.value):
+                    losses += self._run(action, batches[action.micro_batch], taken)
+                self.intervals.append(Interval(action, start - began, perf_counter() - began))
+            self._finish()
+        finally:
+            self._flights.clear()
+            self._handed.clear()
+        return losses
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Any]) -> list[Tensor]:
+        """Run forward passes; return the outputs of the last stage on its rank, in the order of the micro-batches.
+
+        batches: as many as the order has, or one. Raise as `train` does.
+        """
+        if len(batches) not in (1, self.order.micro_batches):
+            raise ValueError(f"{len(batches)} micro-batches: expected 1 or {self.order.micro_batches}")
+        outputs: dict[int, Tensor] = {}
+        try:
+            self._open(batches[0])
+            for action in self.order.forwards(self.rank):
+                if action.micro_batch >= len(batches):
+                    continue
+                taken = self._take(action)
+                y = self._compute(action.stage, None if taken is None else taken[0], batches[action.micro_batch])
+                if taken is not None and taken[1] is not None:
+                    self._messages.release(*taken[1])
+                if action.stage == self.order.stages - 1:
+                    outputs[action.micro_batch] = y
+                else:
+                    self._give(action, y)
+            self._finish()
+        finally:
+            self._handed.clear()
+        return [outputs[number] for number in sorted(outputs)]
+
+    def _run(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
+        """Compute an action; return the loss if it is the forward pass of the last stage."""
+        at = action.stage, action.micro_batch
+        if action.kind is Kind.FORWARD:
+            return self._forward(action, batch, taken)
+        flight = self._flights[at]
+        if taken is not None:
+            flight.gradient = taken[0]
+            flight.taken += [] if taken[1] is None else [taken[1]]
+        if action.kind is Kind.INPUT:
+            self._backward_input(action, flight)
+        elif action.kind is Kind.WEIGHT and flight.x is not None:
+            self._backward_weight(action, flight)
+        else:
+            gradients = None if flight.gradient is None else (flight.gradient,)
+            torch.autograd.backward([flight.output], gradients)
+            if flight.x is not None:
+                assert flight.x.grad is not None
+                self._give(action, flight.x.grad)
+        if action.ends:
+            for message in self._flights.pop(at).taken:
+                self._messages.release(*message)
+        return []
+
+    def _forward(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
+        x = None if taken is None else taken[0].detach().requires_grad_()
+        y = self._compute(action.stage, x, batch)
+        last = action.stage == self.order.stages - 1
+        if not last:
+            self._give(action, y)
+        splits = self.order.schedule in ("zero_bubble", "zbv")
+        if splits and y._is_view():
+            y = y.clone()  # torch detaches the output in place after the first part, and a view cannot be detached
+        output = y if last or splits else get_gradient_edge(y)  # an edge does not keep the memory of the output
+        messages = [] if taken is None or taken[1] is None else [taken[1]]
+        self._flights[action.stage, action.micro_batch] = _Flight(x, output, messages)
+        self.most_in_flight = max(self.most_in_flight, len(self._flights))
+        return [y.detach().clone()] if last else []
+
+    def _backward_input(self, action: Action, flight: _Flight) -> None:
+        """Compute the gradient of the stage's input and send it. The first stage has none: all is left for later."""
+        if flight.x is None:
+            return
+        assert isinstance(flight.output, Tensor)
+        gradients = None if flight.gradient is None else [flight.gradient]
+        weights = self._weights(action.stage)
+        (gradient,), flight.groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
+        assert gradient is not None
+        self._give(action, gradient)
+
+    def _backward_weight(self, action: Action, flight: _Flight) -> None:
+        """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""
+        weights = self._weights(action.stage)
+        with GraphExecGroup():  # torch takes a pass for each layer: activations are recomputed once for all of them
+            stage_backward_weight(iter(weights), flight.groups)  # type: ignore[arg-type]
+        for weight in weights:
+            if weight.grad is not None:
+                for hook in tuple((weight._post_accumulate_grad_hooks or {}).values()):
+                    hook(weight)
+
+    def _weights(self, stage: int) -> list[Tensor]:
+        """Return the leaves in which autograd accumulates the gradients of a stage's parameters."""
+        return [leaf_of(parameter) for parameter in self.parameters(stage)]
+
+    def _take(self, action: Action) -> _Taken | None:
+        """Wait for what the action needs of another stage, and return it; None if it needs nothing."""
+        stage, number = action.stage, action.micro_batch
+        if action.kind is Kind.FORWARD:
+            source, route = stage - 1, self._forward_routes.get(stage)
+        elif action.kind is Kind.WEIGHT:
+            return None
+        else:
+            source, route = stage + 1, self._backward_routes.get(stage)
+        if not 0 <= source < self.order.stages:
+            return None
+        if route is None:
+            return self._handed.pop((source, stage, number)), None
+        message = self._messages.receive(route, *self._shape)
+        return message.tensor, (route, message)
+
+    def _give(self, action: Action, x: Tensor) -> None:
+        """Send the result of an action to the stage that needs it."""
+        if self.group is not None and self._key not in self._shapes:
+            self._agree_on_shape(x)
+        forward = action.kind is Kind.FORWARD
+        target = action.stage + 1 if forward else action.stage - 1
+        route = (self._forward_routes if forward else self._backward_routes).get(target)
+        if route is None:
+            self._handed[action.stage, target, action.micro_batch] = x.detach()
+        else:
+            self._messages.send(route, x.detach().contiguous())
+
+    def _open(self, batch: Any) -> None:
+        """Open the routes for messages of such micro-batches. Collective.
+
+        The first time, only the rank of the first stage can tell the shape of the messages, after its first pass.
+        """
+        if self.group is None:
+            return
+        self._key = tuple(_described(batch))
+        if self._key in self._shapes:
+            self._choose_messages()
+        elif 0 not in self.stages:
+            self._agree_on_shape(None)
+
+    def _agree_on_shape(self, y: Tensor | None) -> None:
+        """Learn the shape and dtype of the messages from the first output of the first stage, `y` on its rank."""
+        assert self.group is not None
+        found = None if y is None else (tuple(y.shape), y.dtype)
+        shape, dtype = gather_objects(found, self.group, op="shape of the pipeline's messages")[self.order.rank_of[0]]
+        self._shapes[self._key] = torch.Size(shape), dtype
+        self._choose_messages()
+
+    def _choose_messages(self) -> None:
+        assert self.group is not None
+        self._shape = shape, dtype = self._shapes[self._key]
+        nbytes = slot_size(shape.numel() * dtype.itemsize)
+        if (nbytes, dtype) not in self._opened:
+            self._opened[nbytes, dtype] = open_messages(self.group, self.device, dtype, self._routes, nbytes)
+        self._messages = self._opened[nbytes, dtype]
+
+    def _finish(self) -> None:
+        if self.group is not None:
+            self._messages.finish()
+
+
+def leaf_of(parameter: Tensor) -> Tensor:
+    """Return the tensor in which autograd accumulates a parameter's gradient (`tpfuse.layers.parameter.offer_leaf`)."""
+    borrowed = getattr(parameter, "local_leaf", None)
+    return parameter if borrowed is None else cast(Tensor, borrowed.value)
+
+
+def _routes(order: Order) -> tuple[list[Route], dict[int, int], dict[int, int]]:
+    """Return the routes between ranks, and by stage the routes that bring its activations and its gradients."""
+    routes: list[Route] = []
+    forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
+    for stage in range(order.stages):
+        for source, by_stage, what in ((stage - 1, forward, "activations"), (stage + 1, backward, "gradients")):
+            if 0 <= source < order.stages and order.rank_of[source] != order.rank_of[stage]:
+                count = slots(order, stage, forward=by_stage is forward)
+                by_stage[stage] = len(routes)
+                routes.append(Route(f"{what} for stage {stage}", order.rank_of[source], order.rank_of[stage], count))
+    return routes, forward, backward
+
+
+def _described(batch: Any) -> Iterator[object]:
+    """Yield the shapes and dtypes of the tensors of a micro-batch."""
+    if isinstance(batch, Tensor):
+        yield batch.shape, batch.dtype
+    elif isinstance(batch, Mapping):
+        for name, value in batch.items():
+            yield from ((name, each) for each in _described(value))
+    elif isinstance(batch, tuple | list):
+        for index, value in enumerate(batch):
+            yield from ((index, each) for each in _described(value))

@@ -1,0 +1,82 @@
+"""What the options of a run mean for its pipeline: the order of a step, and the stages of the GPT."""
+
+from tpfuse.models.gpt import GPTConfig, part_costs
+from tpfuse.parallel.pipeline.cut import Stage, cut_layers, explicit_cut
+from tpfuse.parallel.pipeline.order import Order, order, stage_ranks, usual_stages
+from tpfuse.parallel.pipeline.timeline import timeline, usual_seconds
+from tpfuse.train.options import ParallelOptions, TrainCommand
+
+_ROUNDS = 4  # micro-batches for each pipeline rank, by default
+
+
+def rank_count(parallel: ParallelOptions) -> int:
+    """Returns the number of ranks of a layout that is filled in."""
+    return parallel.tp * parallel.cp * parallel.dp * parallel.pp
+
+
+def described_layout(*, tp: int, cp: int, dp: int, pp: int) -> str:
+    """Returns the numbers of ranks in words; cp and pp are left out where they are 1."""
+    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("tp", "dp"))
+
+
+def stages_per_rank(parallel: ParallelOptions) -> int:
+    """Returns the number of stages of each pipeline rank."""
+    return parallel.pp_stages_per_rank or (usual_stages(parallel.pp_schedule) if parallel.pp > 1 else 1)
+
+
+def stage_owners(parallel: ParallelOptions) -> tuple[int, ...]:
+    """Returns the pipeline rank of each stage. Raises ValueError for stages that the schedule does not have."""
+    return stage_ranks(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel))
+
+
+def micro_batch_size(options: TrainCommand) -> int:
+    """Returns the sequences of a micro-batch. options: with the layout filled in.
+
+    Unless the options say it, a rank computes all its sequences at once, or, in a pipeline, in at least four times as
+    many micro-batches as there are pipeline ranks, if the batch has so many: the bubble is then at most a fifth of the
+    step.
+    """
+    share, ranks = options.train.batch // options.parallel.dp, options.parallel.pp
+    if options.train.micro_batch or ranks == 1:
+        return options.train.micro_batch or share
+    counts = [count for count in range(1, share + 1) if share % count == 0 and _accepts(options.parallel, count)]
+    enough = [count for count in counts if count >= _ROUNDS * ranks]
+    return share // (enough[0] if enough else counts[-1] if counts else share)
+
+
+def _accepts(parallel: ParallelOptions, micro_batches: int) -> bool:
+    try:
+        order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
+    except ValueError:
+        return False
+    return True
+
+
+def pipeline_order(options: TrainCommand) -> Order:
+    """Returns the order of a step. options: with the layout filled in.
+
+    Raises ValueError for a number of micro-batches, or of stages, that the schedule refuses.
+    """
+    parallel = options.parallel
+    stage_owners(parallel)
+    micro_batches = options.train.batch // parallel.dp // micro_batch_size(options)
+    return order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
+
+
+def predicted_idle(options: TrainCommand, config: GPTConfig) -> list[float]:
+    """Returns the idle share of each pipeline rank in a step whose passes take time by their operations alone."""
+    block, _, head = part_costs(config)
+    stages = pipeline_stages(options, config)
+    costs = [len(stage.layers) * block.flops + stage.last * head.flops for stage in stages]
+    played = timeline(pipeline_order(options), lambda action: usual_seconds(action) * costs[action.stage])
+    return [played.idle_share(rank) for rank in range(options.parallel.pp)]
+
+
+def pipeline_stages(options: TrainCommand, config: GPTConfig) -> list[Stage]:
+    """Returns the stages of the GPT on all pipeline ranks. Raises ValueError for layers that cannot be cut so."""
+    count = len(stage_owners(options.parallel))
+    if options.parallel.pp_layers:
+        return explicit_cut(options.parallel.pp_layers, config.n_layer, count)
+    block, embeddings, head = part_costs(config)
+    return cut_layers([block] * config.n_layer, embeddings, head, count)
