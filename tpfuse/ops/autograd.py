@@ -79,7 +79,7 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
 def _runs(node: Node) -> bool:
     """Return whether the backward pass that is running gives `node` a gradient."""
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch raises it for a leaf whose gradient torch.autograd.grad returns
         return True
 
