@@ -139,6 +139,8 @@ def test_a_step_that_is_discarded_leaves_nothing(zero: int) -> None:
             raise InterruptedError
 
     run_step(layout, engine, reference, True, 2, 0)
+    with pytest.raises(ValueError, match="between zero_grad"):
+        engine.defer()  # gradients have arrived
     engine.discard()
     with pytest.raises(InterruptedError):
         run_step(layout, engine, reference, True, 2, 0, fail)
