@@ -91,14 +91,15 @@ def test_accumulation_keeps_whole_gradients() -> None:
 
 
 def test_tied_parameters_are_in_the_last_buckets_and_have_their_own_reducer() -> None:
-    parameters = [(name, torch.empty(64, device="meta")) for name in ("embedding", "norm", "bias")]
+    sizes = {"embedding": 128, "norm": 64, "bias": 64}
+    parameters = [(name, torch.empty(size, device="meta")) for name, size in sizes.items()]
     worlds: Mapping[Kind, int] = {"sharded": 2, "replicated": 2, "partial": 2, "tied": 4}
     layouts = plan_buckets(parameters, {"norm"}, worlds, 2**20, tied={"embedding"})
     assert [(layout.kind, layout.world) for layout in layouts] == [("partial", 2), ("replicated", 2), ("tied", 4)]
     small = plan_buckets(parameters, {"norm"}, worlds, 1, tied={"embedding"})
     assert [layout.kind for layout in small] == ["partial", "replicated", "tied"], "also if the first bucket is full"
-    assert account(layouts, 2).buffers == 3 * 64 * 4, "each of three reducers has a gradient buffer"
-    assert account(layouts, 2).moments == 2 * (32 + 32 + 16) * 4
+    assert account(layouts, 2).buffers == (64 + 64 + 128) * 4, "each of three reducers has a gradient buffer"
+    assert account(layouts, 2).moments == 2 * (32 + 32 + 128 // 4) * 4
     with pytest.raises(ValueError, match="norm is tied, and its gradients are partial sums"):
         plan_buckets(parameters, {"norm"}, worlds, 2**20, tied={"norm"})
 
