@@ -58,12 +58,12 @@ def test_signals_order_copies_on_streams(rounds: int, first: int) -> None:
     check_ring(memory, out)
 
 
-def _never(memory: CudaMemory, flags: SymmetricBuffer) -> None:
-    with memory.guard("operation"):
+def _never(memory: CudaMemory, flags: SymmetricBuffer, peer: int | None = None) -> None:
+    with memory.guard("operation", peer=peer):
         memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
 
 
-def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
+def _late(guarded: bool, peer: int | None, folder: Path) -> tuple[str, str, int | None]:
     set_settings(flight_folder=folder)
     memory, calls = _memory()
     memory.step = 3
@@ -73,7 +73,7 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
     found: tuple[str, str, int | None] = "", "", None
     if memory.rank == 0:
         if guarded:
-            _never(memory, flags)
+            _never(memory, flags, peer)
         else:
             memory.wait_signal(flags, memory.rank, 0, 1, peer=1, op="its wait")
         assert time.monotonic() - started < limit, "the host goes on, and does not wait"
@@ -107,10 +107,11 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
     return found
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, tmp_path: Path) -> None:
-    (message, op, peer), _ = pool(2).run(_late, guarded, tmp_path)
-    assert (op, peer) == ("operation" if guarded else "its wait", 1)
+@pytest.mark.parametrize(("guarded", "peer"), [(True, None), (True, 1), (False, None)])
+def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, peer: int | None, tmp_path: Path) -> None:
+    """peer: the other rank of an operation of two ranks, which the ranks do not compare."""
+    (message, op, missing), _ = pool(2).run(_late, guarded, peer, tmp_path)
+    assert (op, missing) == ("operation" if guarded else "its wait", 1)
     assert re.match(rf"{op}, step 3: rank 0 waited \d+\.\d s for rank 1; ", message), message
 
 
