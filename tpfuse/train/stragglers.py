@@ -86,5 +86,5 @@ class Stragglers:
 
     def _excess(self, rank: int) -> float:
         """Returns the share by which the rank has worked longer than the median rank in the recent steps."""
-        work, median = (sum(seconds[rank] for seconds in of_all) for of_all in zip(*self._recent, strict=True))
-        return work / median - 1.0
+        work = sum(worked[rank] for worked, _ in self._recent)
+        return work / sum(medians[rank] for _, medians in self._recent) - 1.0

@@ -160,7 +160,7 @@ class Runner:
             self._backward_weight(action, flight)
         else:
             gradients = None if flight.gradient is None else (flight.gradient,)
-            torch.autograd.backward([flight.output], gradients)
+            torch.autograd.backward(flight.output, gradients)
             if flight.x is not None:
                 assert flight.x.grad is not None
                 self._give(action, flight.x.grad)

@@ -1,0 +1,189 @@
+"""Time pipelines on CPU ranks: the idle shares of all schedules, and the step of a GPT with and without shared memory.
+
+    python -m benchmarks.bench_pipeline [--rounds 15] [bubbles step]
+
+bubbles: stages that sleep for a known time, so that noise does not matter: 40 ms for a forward pass and as much for
+each half of a backward pass. The measured idle share of each rank is compared with the formula of the schedule's
+source, where p is the number of ranks, v that of the stages of each, and m that of the micro-batches. The most
+micro-batches in flight are compared with the formulas for 1f1b and interleaved_1f1b.
+
+step: a training step of the preset that `make train` runs, on two pipeline ranks under 1f1b, by turns over shared
+memory and over Gloo (--parallel.impl collective). Losses of the first steps must be equal.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from benchmarks.bench_tensor_parallel import preset
+from benchmarks.harness import keep, percentiles
+from benchmarks.timing import seconds_per_call
+from tpfuse.backend import Implementation, implementation
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.ops.autograd import apply, wanted_gradients
+from tpfuse.parallel.pipeline.order import PipelineSchedule, order
+from tpfuse.parallel.pipeline.runner import Runner
+from tpfuse.testing.ranks import RankPool
+from tpfuse.train.hardware import keep_freed_memory
+from tpfuse.train.trainer import Trainer
+
+UNIT = 0.04  # seconds of a forward pass
+CASES: tuple[tuple[PipelineSchedule, int], ...] = (
+    ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zbv", 2),
+)  # fmt: skip
+_MICRO_BATCHES = (4, 8)
+_CALLS = 3  # steps of a turn
+
+_steps: dict[str, Callable[[], object]] = {}
+
+
+def formula(schedule: PipelineSchedule, ranks: int, stages: int, micro_batches: int) -> float | None:
+    """Return the idle share of each rank. stages: those of each rank. None where the source has no formula.
+
+    Each rank adds a forward and a backward pass to the bubble, or what remains of them if weight gradients fill it. The
+    source of zbv needs 2 p micro-batches. Its bubble is then empty but for p - 1 units in torch's order, in which the
+    first ranks begin and end alone.
+    """
+    if schedule == "zbv" and micro_batches < 2 * ranks:
+        return None
+    bubble = (1 if schedule in ("zero_bubble", "zbv") else 3) * (ranks - 1)
+    return bubble / (3 * stages * micro_batches + bubble)
+
+
+def flight(schedule: PipelineSchedule, ranks: int, stages: int, micro_batches: int) -> int | None:
+    """Return the most micro-batches of a stage that the first rank keeps; None where the source has no formula."""
+    if schedule == "1f1b":
+        return min(ranks, micro_batches)
+    if schedule == "interleaved_1f1b" and micro_batches > ranks:  # p (1 + (p - 1) / (p v)), for v stages
+        return ranks * stages + ranks - 1
+    return None
+
+
+class _Sleep(Function):
+    """x * weight, which takes a unit forward, and a unit for each gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        time.sleep(UNIT)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants = wanted_gradients(ctx)
+        time.sleep(UNIT * sum(wants))
+        return grad * weight if wants[0] else None, grad * x if wants[1] else None
+
+
+def idle_shares(schedule: PipelineSchedule, stages: int, micro_batches: int) -> tuple[float, float, int]:
+    """Return (seconds of computing, end of the last action in seconds, most micro-batches in flight) of this rank."""
+    group, played = dist.group.WORLD, order(schedule, dist.get_world_size(), stages, micro_batches)
+    layers = nn.ParameterList([torch.ones(8) for _ in range(played.stages)])
+
+    def compute(stage: int, x: Tensor | None, batch: Tensor) -> Tensor:
+        y = apply(_Sleep, batch.clone().requires_grad_() if x is None else x, layers[stage])
+        return y.sum() if stage == played.stages - 1 else y
+
+    modules = {stage: [nn.ParameterList([layers[stage]])] for stage in range(played.stages)}
+    runner = Runner(played, compute, modules, group, torch.device("cpu"))
+    batches = [torch.ones(8) for _ in range(micro_batches)]
+    for _ in range(2):  # the first step opens the routes
+        dist.barrier()
+        runner.train(batches)
+    busy = sum(interval.end - interval.start for interval in runner.intervals)
+    return busy, runner.intervals[-1].end, runner.most_in_flight
+
+
+def bubbles() -> None:
+    """Measure the idle shares, print a line for each case, and keep a row for each."""
+    line = "{:<18}{:>3}{:>3}{:>3}{:>10}{:>10}{:>9}{:>11}"
+    print(line.format("schedule", "p", "v", "m", "formula", "measured", "off by", "in flight"))
+    for ranks in (2, 4):
+        pool = RankPool(ranks, timeout=120.0)
+        for schedule, stages in CASES:
+            for micro_batches in _MICRO_BATCHES:
+                found = pool.run(idle_shares, schedule, stages, micro_batches)
+                length = max(end for _, end, _ in found)
+                measured = statistics.fmean(1 - busy / length for busy, _, _ in found)
+                expected = formula(schedule, ranks, stages, micro_batches)
+                if expected is None:
+                    continue
+                most, known = found[0][2], flight(schedule, ranks, stages, micro_batches)
+                off = measured / expected - 1
+                print(
+                    line.format(
+                        schedule, ranks, stages, micro_batches, f"{expected:.1%}", f"{measured:.1%}", f"{off:+.1%}",
+                        f"{most}" if known is None else f"{most} of {known}",
+                    )
+                )  # fmt: skip
+                keep(
+                    "pipeline",
+                    {"subject": "bubbles", "schedule": schedule, "ranks": ranks, "stages": stages}
+                    | {"micro_batches": micro_batches, "formula": round(expected, 4), "measured": round(measured, 4)}
+                    | {"in_flight": most, "in_flight_formula": known},
+                )
+        pool.close()
+
+
+def prepare() -> list[list[float]]:
+    """Make the steps of this rank, and return the first losses of each. Every rank must call it."""
+    keep_freed_memory()
+    options, config, windows = preset(1)
+    options = replace(options, parallel=replace(options.parallel, pp=2))
+    losses = []
+    for name in ("direct", "collective"):
+        trainer = Trainer(options, config, build_mesh("cpu", dp=1, tp=1, pp=2), torch.device("cpu"))
+        _steps[name] = lambda trainer=trainer: trainer.train_step(windows, lambda: False)
+        with implementation(name):
+            losses.append([trainer.train_step(windows, lambda: False).loss for _ in range(3)])
+    return losses
+
+
+def turn(name: Implementation) -> float:
+    """Return the seconds of a step. Every rank must call it."""
+    with implementation(name):
+        return seconds_per_call(_steps[name], _CALLS)
+
+
+def step(rounds: int) -> None:
+    """Measure both ways of sending, print a line for each, and keep a row."""
+    pool = RankPool(2, timeout=600.0)
+    direct, collective = pool.run(prepare)[0]
+    assert direct == collective, (direct, collective)
+    times: dict[str, list[float]] = {"direct": [], "collective": []}
+    for _ in range(rounds):
+        for name, of_name in times.items():
+            of_name.append(max(pool.run(turn, name)))
+    pool.close()
+    ratio = statistics.median(b / a for a, b in zip(times["direct"], times["collective"], strict=True))
+    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    for name, figure in figures.items():
+        print(f"{name:<12}{figure['median']:>10.2f} ms")
+    print(f"the step over Gloo takes {ratio:.2f} times as long; asked: at least 1.2")
+    row = {"subject": "step of gpt tiny, pp 2, 1f1b", "rounds": rounds, "asked": 1.2, "ratio": round(ratio, 3)}
+    keep("pipeline", row | {f"{name}_ms": figures[name] for name in figures})
+
+
+def main() -> None:
+    """Run the subjects of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subjects", nargs="*", choices=("bubbles", "step", []), help="what to time; default: both")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds of step")
+    arguments = parser.parse_args()
+    if "bubbles" in (arguments.subjects or ["bubbles"]):
+        bubbles()
+    if "step" in (arguments.subjects or ["step"]):
+        step(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
