@@ -146,10 +146,10 @@ def prepare(micro_batch: int) -> list[list[float]]:
     options = replace(options, parallel=replace(options.parallel, pp=2), train=train)
     losses = []
     for name in ("direct", "collective"):
-        trainer = Trainer(options, config, build_mesh("cpu", dp=1, tp=1, pp=2), torch.device("cpu"))
-        _steps[name, micro_batch] = lambda trainer=trainer: trainer.train_step(windows, lambda: False)
         with implementation(name):
+            trainer = Trainer(options, config, build_mesh("cpu", dp=1, tp=1, pp=2), torch.device("cpu"))
             losses.append([trainer.train_step(windows, lambda: False).loss for _ in range(3)])
+        _steps[name, micro_batch] = lambda trainer=trainer: trainer.train_step(windows, lambda: False)
     return losses
 
 
