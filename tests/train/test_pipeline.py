@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tpfuse.backend import Implementation
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.testing.training import CONFIG, Result, check_same, options_of, trained
 

@@ -292,7 +292,10 @@ def _routes(order: Order) -> tuple[list[Route], dict[int, int], dict[int, int]]:
 
 
 def _described(batch: Any) -> Iterator[object]:
-    """Yield the shapes and dtypes of the tensors of a micro-batch."""
+    """Yield what messages depend on: the shapes and dtypes of a micro-batch's tensors, and the types of other values.
+
+    With a cache, for example, each context-parallel rank computes all tokens.
+    """
     if isinstance(batch, Tensor):
         yield batch.shape, batch.dtype
     elif isinstance(batch, Mapping):
@@ -301,3 +304,5 @@ def _described(batch: Any) -> Iterator[object]:
     elif isinstance(batch, tuple | list):
         for index, value in enumerate(batch):
             yield from ((index, each) for each in _described(value))
+    else:
+        yield type(batch)
