@@ -57,6 +57,35 @@ REFUSED = {
     "train --optim.schedule step": "invalid choice 'step' for argument '--optim.schedule'",
     "train --parallel.tp 0": "--parallel.tp 0",
     "train --parallel.cp 0": "--parallel.tp 1 --parallel.cp 0",
+    "train --parallel.pp 0": "--parallel.tp 1 --parallel.cp 1 --parallel.pp 0",
+    "train --parallel.pp 3": "--parallel.pp 3: 2 layers cannot be cut into 3 pipeline stages: expected at least one",
+    "train --parallel.pp 2 --parallel.pp-schedule zbv": "2 layers cannot be cut into 4 pipeline stages",
+    "train --parallel.pp 2 --parallel.pp-schedule gpip": "invalid choice 'gpip' for argument '--parallel.pp-schedule'",
+    "train --parallel.pp 2 --parallel.pp-shedule gpipe": "did you mean --parallel.pp-schedule",
+    "train --model.n-layer 8 --parallel.pp 4 --parallel.pp-schedule interleaved_1f1b --train.batch 9"
+    " --train.micro-batch 1": "9 micro-batches of each rank in a step: schedule interleaved_1f1b on 4 ranks accepts for"
+    " example 6, 7, 8, 10, 12 or 14 (--train.batch 9, dp 1, --train.micro-batch 1)",
+    "train --parallel.pp 2 --parallel.pp-layers 1": "--parallel.pp-layers 1 has 1 stages and 1 layers: expected 2",
+    "train --parallel.pp 2 --parallel.pp-layers 2,0": "--parallel.pp-layers 2,0 has 2 stages and 2 layers",
+    "train --parallel.pp 2 --parallel.pp-layers 1,2": "1,2 has 2 stages and 3 layers: expected 2 stages",
+    "train --parallel.pp 2 --parallel.pp-layers one": "--parallel.pp-layers 'one': expected a number",
+    "train --parallel.pp-schedule zbv --parallel.pp-layers 2": (
+        "--parallel.pp-schedule, --parallel.pp-layers: only for --parallel.pp of at least 2"
+    ),
+    "train --parallel.pp-stages-per-rank 2": "--parallel.pp-stages-per-rank: only for --parallel.pp of at least 2",
+    "train --parallel.pp 2 --parallel.pp-stages-per-rank -1": "--parallel.pp-stages-per-rank -1: expected at least 0",
+    "train --parallel.pp 2 --parallel.pp-stages-per-rank 2": (
+        "--parallel.pp-stages-per-rank 2: schedule 1f1b with 2 stages on each rank: expected 1\n"
+    ),
+    "train --parallel.pp 2 --parallel.pp-schedule zbv --parallel.pp-stages-per-rank 1": (
+        "schedule zbv with 1 stages on each rank: expected 2"
+    ),
+    "train --parallel.pp 2 --parallel.pp-schedule interleaved_1f1b --parallel.pp-stages-per-rank 1": (
+        "schedule interleaved_1f1b with 1 stages on each rank: expected at least 2"
+    ),
+    "train --parallel.pp 2 --parallel.pp-schedule zero_bubble --train.compile": (
+        "--parallel.pp-schedule zero_bubble splits backward passes, which --train.compile cannot"
+    ),
     "train --zero.stage 4": "--zero.stage 4: expected 0, 1, 2 or 3",
     "train --parallel.replicas 2": "--parallel.replicas 2: expected 1 below stage 3",
     "train --parallel.replicas 3 --parallel.dp 4 --zero.stage 3": (

@@ -71,6 +71,23 @@ def test_ranks_are_compared_with_the_median_rank(share: float, worked: list[floa
     assert [found.rank for _, found in _found(Stragglers(share), worked, 2 * STEPS)] == ranks
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "worked", "found"),
+    [
+        (2, [1.0, 1.0, 2.0, 2.0], []),  # the second stage has more work
+        (2, [1.0, 1.0, 2.0, 3.0], [(3, 0.5)]),
+        (2, [1.5, 1.0, 9.0, 9.0], [(0, 0.5)]),
+        (3, [2.0, 2.0, 1.0, 1.0, 4.0, 5.0], [(5, 0.25)]),
+        (4, [1.0, 2.0, 3.0, 4.0], []),  # no other rank has the same stage
+    ],
+)
+def test_ranks_of_a_pipeline_are_compared_with_those_of_the_same_stage(
+    pipeline: int, worked: list[float], found: list[tuple[int, float]]
+) -> None:
+    expected = [(STEPS, Straggler(rank, pytest.approx(excess))) for rank, excess in found]
+    assert _found(Stragglers(0.2, pipeline), worked, 2 * STEPS) == expected
+
+
 @pytest.mark.parametrize(("kind", "world"), [("cuda", 8), ("cpu", 1)])
 def test_gpus_and_a_single_rank_are_not_measured(kind: str, world: int) -> None:
     clock = StepClock(torch.device(kind), world)

@@ -30,7 +30,7 @@ from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import nvtx_package
 from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand, TrainOptions
-from tpfuse.train.pipeline import described_layout, pipeline_order, pipeline_stages, rank_count
+from tpfuse.train.pipeline import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
 from tpfuse.train.step_numbers import profiled_steps
@@ -142,6 +142,10 @@ def _check_pipeline(parallel: ParallelOptions, train: TrainOptions) -> None:
         raise UserError(f"{', '.join(changed)}: only for --parallel.pp of at least 2")
     if parallel.pp_stages_per_rank < 0:
         raise UserError(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: expected at least 0")
+    try:
+        stage_owners(parallel)
+    except ValueError as error:
+        raise UserError(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: {error}") from None
     if train.compile and parallel.pp_schedule in ("zero_bubble", "zbv"):
         raise UserError(
             f"--parallel.pp-schedule {parallel.pp_schedule} splits backward passes, which --train.compile cannot:"
@@ -259,7 +263,8 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
     try:
         pipeline_stages(options, config)
     except ValueError as error:
-        raise UserError(f"--parallel.pp {options.parallel.pp}: {error}") from None
+        given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
+        raise UserError(f"--parallel.{given}{error}") from None
     return config
 
 

@@ -1,0 +1,86 @@
+"""What the options of a pipeline mean: the layout, the size of a micro-batch, and the predicted idle shares."""
+
+from dataclasses import replace
+
+import pytest
+
+from tpfuse.models.gpt import part_costs
+from tpfuse.testing.training import CONFIG
+from tpfuse.train.config import parse_train
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages, predicted_idle
+from tpfuse.train.setup import with_layout
+
+
+def options_of(words: str, world: int | None = None) -> TrainCommand:
+    return with_layout(parse_train(words.split()), world)
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("--parallel.pp 2 --train.batch 32", 4),  # eight micro-batches, four for each of two ranks
+        ("--parallel.pp 4 --train.batch 32", 2),
+        ("--parallel.pp 2 --parallel.dp 2 --train.batch 32", 2),
+        ("--parallel.pp 4 --train.batch 16", 1),
+        ("--parallel.pp 2 --train.batch 15", 1),  # 15 is the least divisor of at least 8
+        ("--parallel.pp 4 --train.batch 6", 1),  # there are fewer sequences than 16
+        ("--parallel.pp 2 --train.batch 100", 10),
+        ("--parallel.pp 2 --train.batch 32 --train.micro-batch 16", 16),
+        ("--parallel.pp 2 --parallel.pp-schedule interleaved_1f1b --train.batch 27", 9),  # 9 and 27 are refused
+        ("--parallel.pp 2 --parallel.pp-schedule zbv --train.batch 27", 3),
+        ("--train.batch 32", 32),
+        ("--parallel.dp 2 --train.batch 32", 16),
+    ],
+)
+def test_a_pipeline_has_by_default_at_least_four_micro_batches_for_each_rank(words: str, size: int) -> None:
+    options = options_of(words)
+    assert micro_batch_size(options) == size
+    if options.parallel.pp > 1:
+        assert pipeline_order(options).micro_batches * size * options.parallel.dp == options.train.batch
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "dp"),
+    [
+        ("--parallel.pp 2", 2, 1),
+        ("--parallel.pp 2 --parallel.tp 2", 8, 2),
+        ("--parallel.pp 2 --parallel.cp 2", None, 1),
+    ],
+)
+def test_the_other_ranks_are_data_parallel(words: str, world: int | None, dp: int) -> None:
+    assert options_of(words, world).parallel.dp == dp
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "error"),
+    [
+        ("--parallel.pp 3", 4, "tp 1 x dp 1 x pp 3 needs 3 ranks, and there are 4"),
+        ("--parallel.pp 2 --parallel.dp 1", 4, "tp 1 x dp 1 x pp 2 needs 2 ranks, and there are 4"),
+        ("--parallel.pp 4 --parallel.cp 2", 4, "tp 1 x cp 2 x dp 1 x pp 4 needs 8 ranks, and there are 4"),
+        ("--parallel.pp 0", 4, "--parallel.pp 0 --parallel.dp 0: expected tp, cp and pp of at least 1"),
+    ],
+)
+def test_a_world_of_another_size_is_refused(words: str, world: int, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        options_of(words, world)
+
+
+def test_predicted_idle_shares_are_those_of_the_papers_where_stages_are_equal() -> None:
+    """A pipeline of p ranks and m micro-batches idles for (p - 1) / (m + p - 1) of the step (arXiv:1811.06965)."""
+    config = replace(CONFIG, n_layer=4, vocab_size=1)
+    head, block = part_costs(config)[2].flops, part_costs(config)[0].flops
+    idle = predicted_idle(options_of("--parallel.pp 4 --train.batch 8 --train.micro-batch 1"), config)
+    longer = (block + head) / block  # the last stage also has the head
+    assert idle[0] == idle[1] == idle[2] and idle[3] < idle[0]
+    assert idle[0] == pytest.approx(3 / 11, abs=2 * (longer - 1))
+
+
+def test_stages_are_those_of_pp_layers() -> None:
+    config, words = replace(CONFIG, n_layer=6), "--parallel.pp 2 --parallel.pp-schedule interleaved_1f1b"
+    counts = {
+        more: [len(stage.layers) for stage in pipeline_stages(options_of(f"{words} {more}"), config)]
+        for more in ("--parallel.pp-layers 1,2,1,2", "--parallel.pp-stages-per-rank 3")
+    }
+    assert list(counts.values()) == [[1, 2, 1, 2], [1] * 6]
