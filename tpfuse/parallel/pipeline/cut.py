@@ -37,9 +37,10 @@ class Cost:
 def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, stages: int) -> list[Stage]:
     """Return the stages of which the most expensive one needs the fewest operations.
 
-    Among such cuts it is one whose largest stage has the fewest parameters, and of these the one whose early stages
-    have the most layers. before, after: the costs of what comes before the first layer and after the last one. Each
-    stage has at least one layer. Raise ValueError for fewer layers than stages.
+    Among such cuts it is one whose largest stage has the fewest parameters, and of these the one whose first stage has
+    the most layers; the stages after it are chosen from the rest by the same rule. Each stage has at least one layer.
+    before, after: the costs of what comes before the first layer and after the last one. Raise ValueError for fewer
+    layers than stages.
     """
     count = len(layers)
     if count < stages:

@@ -160,6 +160,7 @@ def _single(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tuple
     return tuple(rows)
 
 
+@functools.cache
 def _interleaved(
     schedule: PipelineSchedule, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...] | None:
