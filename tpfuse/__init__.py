@@ -33,6 +33,7 @@ _MODULES = {
     "GradientBuckets": "tpfuse.zero.gradient_buckets",
     "FullySharded": "tpfuse.zero.fully_sharded",
     "ZeroOptimizer": "tpfuse.zero.optimizer",
+    "Pipeline": "tpfuse.parallel.pipeline.pipeline",
     "recomputed": "tpfuse.parallel.recompute",
     "record_trace": "tpfuse.parallel.tracing",
     "build_mesh": "tpfuse.comm.mesh",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from tpfuse.ops.ring_attention.layout import SequenceLayout as SequenceLayout
     from tpfuse.ops.ring_attention.ring_attention import ring_attention as ring_attention
+    from tpfuse.parallel.pipeline.pipeline import Pipeline as Pipeline
     from tpfuse.parallel.recompute import recomputed as recomputed
     from tpfuse.parallel.tracing import record_trace as record_trace
     from tpfuse.zero.fully_sharded import FullySharded as FullySharded

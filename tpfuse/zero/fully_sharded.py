@@ -272,6 +272,8 @@ class FullySharded(MicroBatches):
         if self._last and self._groups:
             backwards = int(self._reducing())
             collectives.agree_on_rows(backwards, self.device, *self._groups, op="zero_grad", unit="backward passes")
+        if not self._reducing():
+            self._keep_whole(False)  # no rank has a gradient to reduce
         super().discard()
 
     def _reducing(self) -> bool:

@@ -56,6 +56,15 @@ class MicroBatches(ABC):
         self._begin_micro_batch(first=not self._accumulating, last=last, backwards=backwards)
         self._accumulating, self._last, self._summed, self._begun = True, last, False, True
 
+    def start_pipeline(self, backwards: int) -> None:
+        """Begin a whole step of a pipeline, also where `ZeroOptimizer.zero_grad()` has begun it already.
+
+        backwards: as in `start`. Raises as `start` does, and ValueError if gradients have arrived since the update.
+        """
+        if self._last:
+            self.defer()
+        self.start(last=True, backwards=backwards)
+
     def _check_parameters(self) -> None:
         """Raise ValueError unless the model has the parameters that the engine has taken, in the engine's memory."""
         parameters = _module_parameters(self.model)

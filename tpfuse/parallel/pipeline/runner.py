@@ -229,6 +229,12 @@ class Runner:
         """Send the result of an action to the stage that needs it."""
         if self.group is not None and self._key not in self._shapes:
             self._agree_on_shape(x)
+        if self.group is not None and (x.shape, x.dtype) != self._shape:
+            shape, dtype = self._shape
+            raise ValueError(
+                f"stage {action.stage} sends {list(x.shape)} {x.dtype}: expected {list(shape)} {dtype}, as the first"
+                " stage has sent for such micro-batches"
+            )
         forward = action.kind is Kind.FORWARD
         target = action.stage + 1 if forward else action.stage - 1
         route = (self._forward_routes if forward else self._backward_routes).get(target)

@@ -1,0 +1,350 @@
+"""`tpfuse.Pipeline` trains a model of one's own as one process does, and refuses what it cannot cut."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.layout import copy_whole_, local_slices, local_tensor
+from tpfuse.comm.mesh import flat_group
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.parallel.pipeline.pipeline import MicroBatch, Pipeline
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.optimizer import ZeroOptimizer
+
+VOCABULARY, WIDTH, SEQUENCES, TOKENS, BLOCKS, MICRO_BATCHES, STEPS = 13, 6, 2, 5, 7, 6, 3
+TIED, HEAD_FIRST = "tied", "head first"  # how the head and the table are one: the head may come first in the model
+
+
+class Block(nn.Module):
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        if mesh is None:
+            self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        else:
+            self.up = ColumnParallelLinear(WIDTH, 8, device_mesh=mesh)
+            self.down = RowParallelLinear(8, WIDTH, device_mesh=mesh)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A language model of torch's layers. kind: "" if the head has a matrix of its own."""
+
+    def __init__(self, kind: str = "", mesh: DeviceMesh | None = None, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        if kind == HEAD_FIRST:
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.wte = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.rand(TOKENS, WIDTH))
+        self.blocks = nn.ModuleList(Block(mesh) for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        if kind != HEAD_FIRST:
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+        if kind:
+            self.head.weight = self.wte.weight
+        self.double()
+
+    def embed(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.wte(ids) + self.positions  # type: ignore[no-any-return]
+
+    def loss(self, x: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICRO_BATCHES
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids, targets)
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(x, ids, targets)
+
+
+def model_of(kind: str = "", mesh: DeviceMesh | None = None, seed: int = 1, **options: Any) -> Model:
+    """Return a model with the weights that `seed` gives to the model in one process, or this rank's shards of them."""
+    torch.manual_seed(seed)
+    whole = Model(kind, **options)
+    if mesh is None:
+        return whole
+    model = Model(kind, mesh, **options)
+    for name, parameter in model.named_parameters():
+        copy_whole_(parameter, whole.get_parameter(name).detach())
+    return model
+
+
+def pipeline_of(model: Model, mesh: DeviceMesh | None, **options: Any) -> Pipeline:
+    return Pipeline(
+        model,
+        **{
+            "blocks": model.blocks,
+            "before": model.embed,
+            "after": model.loss,
+            "first": [model.wte, model.positions],
+            "last": [model.norm, model.head],
+            "device_mesh": mesh,
+            "micro_batches": MICRO_BATCHES,
+            **options,
+        },
+    )
+
+
+def batches_of(step: int, count: int = MICRO_BATCHES) -> list[MicroBatch]:
+    shape = 2 * count, SEQUENCES, TOKENS
+    ids = integers(step, *shape, low=0, high=VOCABULARY - 1, dtype=torch.int64)
+    return list(zip(ids[:count], ids[count:], strict=True))
+
+
+def check_close(found: Tensor, expected: Tensor, name: str = "") -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype, name
+    assert not found.numel() or (found - expected).abs().amax() <= 1e-12 * max(1.0, expected.abs().amax()), name
+
+
+def check_weights(model: nn.Module, whole: nn.Module) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        part = tuple(slice(*each) for each in local_slices(parameter))
+        check_close(local_tensor(parameter), whole.get_parameter(name).detach()[part], name)
+
+
+def one_step(whole: nn.Module, batches: list[MicroBatch]) -> list[Tensor]:
+    losses = [whole(*batch) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
+def train(
+    pp: int, schedule: str, stages_per_rank: int | None, kind: str, tp: int, layers: tuple[int, ...] | None
+) -> set[str]:
+    """Train some steps and compare with one process. Return the names of the parameters of this rank."""
+    mesh = mesh_of(1, tp, pp=pp)
+    model = model_of(kind, mesh["tp"] if tp > 1 else None)
+    if kind and pp > 1 and mesh.get_local_rank("pp"):  # the rank of the first stage has the right tied weights
+        nn.init.zeros_(model.wte.weight)
+    pipeline = pipeline_of(
+        model, mesh["pp"] if pp > 1 else None, schedule=schedule, stages_per_rank=stages_per_rank, layers=layers
+    )
+    whole = model_of(kind)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, foreach=False) for each in (model, whole)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in (0, 1) if step == 1 else (0,):  # gradients are accumulated over two steps of the pipeline
+            losses = pipeline.step(batches_of(10 * step + part))
+            expected = one_step(whole, batches_of(10 * step + part))
+            assert len(losses) == (MICRO_BATCHES if pipeline.has_last else 0)
+            for loss, other in zip(losses, expected, strict=False):
+                check_close(loss, other.detach())
+        norm = pipeline.clip_grad_norm_(0.5)
+        check_close(norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5).detach())
+        assert norm > 0.5
+        for optimizer in optimizers:
+            optimizer.step()
+        check_weights(model, whole)
+    with torch.no_grad():
+        for count in (1, MICRO_BATCHES):
+            outputs = pipeline.forward(batches_of(99)[:count])
+            assert len(outputs) == (count if pipeline.has_last else 0)
+            for output, batch in zip(outputs, batches_of(99), strict=False):
+                check_close(output, whole(*batch))
+    return {name for name, _ in model.named_parameters()}
+
+
+SCHEDULES: list[tuple[str, int | None]] = [
+    ("gpipe", None), ("1f1b", None), ("interleaved_1f1b", None), ("interleaved_1f1b", 3), ("zero_bubble", None),
+    ("zero_bubble", 2), ("zbv", None),
+]  # fmt: skip
+FIRST_TIER = [
+    (2, "1f1b", None, TIED, 1, None),
+    (2, "zbv", None, TIED, 1, None),
+    (3, "interleaved_1f1b", None, HEAD_FIRST, 1, None),
+    (2, "zero_bubble", None, "", 2, (2, 5)),
+]
+MORE = [
+    (pp, schedule, count, kind, tp, None)
+    for pp, (schedule, count), kind, tp in itertools.product((1, 2, 3), SCHEDULES, ("", TIED, HEAD_FIRST), (1, 2))
+    if (pp, tp) != (3, 2) and pp * (count or 1) <= BLOCKS
+]
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "stages_per_rank", "kind", "tp", "layers"),
+    [*FIRST_TIER, *exhaustive(*(case for case in MORE if case not in FIRST_TIER))],
+)
+def test_a_pipeline_trains_like_one_process(
+    pp: int, schedule: str, stages_per_rank: int | None, kind: str, tp: int, layers: tuple[int, ...] | None
+) -> None:
+    ranks = pool(pp * tp).run(train, pp, schedule, stages_per_rank, kind, tp, layers)
+    names = [name for rank in ranks[::tp] for name in rank]
+    whole = [name for name, _ in Model(kind).named_parameters()]
+    assert set(names) == set(whole)
+    extra = 1 if kind and pp > 1 and schedule != "zbv" else 0
+    assert len(names) == len(whole) + extra, "only a tied parameter is on two ranks"
+
+
+@pytest.mark.parametrize(
+    ("zero", "schedule", "kind"),
+    [
+        (2, "1f1b", HEAD_FIRST),
+        (3, "zbv", TIED),
+        *exhaustive((0, "zero_bubble", ""), (1, "zbv", TIED), (3, "1f1b", TIED)),
+    ],
+)
+@on_ranks(4)
+def test_an_engine_takes_the_gradients_of_a_pipeline(zero: int, schedule: str, kind: str) -> None:
+    """Data-parallel ranks have other micro-batches; `ZeroOptimizer` clips, and updates with the mean gradient."""
+    mesh = mesh_of(2, 1, pp=2)
+    model = model_of(kind, seed=1 + mesh.get_local_rank("dp"))  # the replicas begin with the weights of the first
+    pipeline = pipeline_of(model, mesh["pp"], schedule=schedule)
+    engine: GradientBuckets | FullySharded
+    if zero == 3:
+        tied_group = pipeline.tied_group(mesh)
+        engine = FullySharded(model, mesh=mesh, units=pipeline.blocks, tied=pipeline.tied, tied_group=tied_group)
+    else:
+        engine = GradientBuckets(
+            model,
+            stage=zero,
+            data_group=flat_group(mesh, "dp"),
+            partial_group=flat_group(mesh, "dp"),
+            world_group=flat_group(mesh, "pp", "dp"),
+            uses=pipeline.uses,
+            tied=pipeline.tied,
+            tied_group=pipeline.tied_group(mesh, "dp"),
+        )
+    optimizer = ZeroOptimizer(engine, lr=0.01, weight_decay=0.0)
+    whole = model_of(kind)
+    torchs = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
+    for step in range(STEPS):
+        batches = batches_of(step, 2 * MICRO_BATCHES)
+        optimizer.zero_grad()
+        pipeline.step(batches[mesh.get_local_rank("dp") :: 2], engine)
+        torchs.zero_grad()
+        one_step(whole, batches)
+        for parameter in whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
+        check_close(optimizer.clip_grad_norm_(0.3), expected.detach())
+        optimizer.step()
+        torchs.step()
+        check_weights(model, whole)
+
+
+@on_ranks(2)
+def test_frozen_stages_are_passed_through() -> None:
+    """Gradients pass through a stage of frozen parameters, and end before a first one."""
+    for frozen, split in itertools.product((slice(0, 3), slice(4, 7)), ("1f1b", "zero_bubble")):
+        model, whole = model_of(), model_of()
+        for each in (model, whole):
+            each.requires_grad_(frozen.start > 0)
+            each.blocks[frozen].requires_grad_(False)
+            each.blocks[3].requires_grad_(True)
+            each.norm.requires_grad_(True)
+        pipeline = pipeline_of(model, mesh_of(1, 1, pp=2)["pp"], schedule=split, layers=[3, 4])
+        pipeline.step(batches_of(0))
+        one_step(whole, batches_of(0))
+        for name, parameter in model.named_parameters():
+            expected = whole.get_parameter(name).grad
+            assert (parameter.grad is None) == (expected is None), name
+            if parameter.grad is not None and expected is not None:
+                check_close(parameter.grad, expected, name)
+
+
+def test_stages_have_equal_costs_and_tables_that_are_looked_up_cost_nothing() -> None:
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(1000, 4), nn.Linear(4, 20, bias=False)  # as many as two blocks
+            self.blocks = nn.ModuleList(nn.Linear(4, 10, bias=False) for _ in range(6))
+
+    model = Ends()
+    both: dict[str, Any] = {"before": print, "after": print, "first": [model.table], "device_mesh": None}
+    options = {"blocks": model.blocks, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "micro_batches": 2, **both}
+    found = Pipeline(model, **options, last=[model.head]).stages
+    assert [len(stage.layers) for stage in found] == [4, 2]
+    found = Pipeline(model, **options, last=[model.head, model.table]).stages
+    assert [len(stage.layers) for stage in found] == [5, 1]
+    found = Pipeline(model, **options, last=[model.head], layers=[1, 5]).stages
+    assert [len(stage.layers) for stage in found] == [1, 5]
+
+
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    two: dict[str, Any] = {"schedule": "interleaved_1f1b", "stages_per_rank": 4}
+    model = model_of(blocks=3)
+    outside = [*model.blocks, nn.Linear(1, 1)]
+    for options, text in [
+        (two, r"3 layers cannot be cut into 4 pipeline stages: expected at least one layer each"),
+        ({"blocks": outside}, r"blocks\[3\] \(Linear\) is not in the model"),
+        ({"first": [model.wte, model.positions, "wpe"]}, r"first\[2\] \(str\) is not in the model"),
+        ({"last": [model.head]}, "norm.weight is in no block: add it, or the module that has it, to `first` or `last`"),
+        ({"layers": [2]}, "2 has 1 stages and 2 layers: expected 1 stages of at least one layer and 3 layers together"),
+        ({"micro_batches": 0}, "0 micro-batches of each rank in a step: schedule 1f1b on 1 ranks accepts 1 or more"),
+        ({"schedule": "2f2b"}, "schedule '2f2b': expected one of gpipe, 1f1b"),
+        ({"stages_per_rank": 2}, "schedule 1f1b with 2 stages on each rank: expected 1"),
+        ({"device_mesh": "pp"}, "device_mesh is 'pp': expected a one-dimensional DeviceMesh"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            pipeline_of(model, None, **options)
+    assert len(list(model.parameters())) == len(list(Model(blocks=3).parameters())), "a refused model stays whole"
+
+
+@on_ranks(2)
+def test_pipelines_of_two_ranks_refuse() -> None:
+    mesh = mesh_of(1, 1, pp=2)
+    model = model_of()
+    model.blocks[6].up.weight = model.blocks[0].up.weight
+    with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight is in stages 0 and 1, on different ranks: only"):
+        pipeline_of(model, mesh["pp"])
+    with pytest.raises(ValueError, match=r"device_mesh has 2 dimensions .*: slice it"):
+        pipeline_of(model, mesh["pp", "dp"])
+    with pytest.raises(ValueError, match=r"7 micro-batches .* on 2 ranks accepts for example .*6, 8"):
+        pipeline_of(model_of(), mesh["pp"], schedule="interleaved_1f1b", micro_batches=7)
+    pipeline = pipeline_of(model_of(), mesh["pp"])
+    batches = batches_of(0)
+    short = tuple(x[:1] for x in batches[2])
+    for wrong, text in [
+        (batches[:5], "5 micro-batches: expected (1 or )?6"),
+        ([*batches[:5], batches[5][0]], "micro-batch 5 is a Tensor: expected a tuple of tensors"),
+        ([*batches[:5], (0, 1)], "micro-batch 5 is a tuple: expected a tuple of tensors"),
+        (
+            [*batches[:2], short, *batches[3:]],
+            r"micro-batch 2 has tensors \[1, 5\] int64, \[1, 5\] int64: expected \[2,",
+        ),
+    ]:
+        for run in (pipeline.step, pipeline.forward):
+            with pytest.raises(ValueError, match=text):
+                run(wrong)  # type: ignore[operator]
+
+
+def test_what_a_stage_returns_is_checked() -> None:
+    class Wider(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, x], -1)
+
+    class Rounded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float()
+
+    def tokens(x: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
+        return x.sum(-1)
+
+    for block, text in [(Wider(), r"\[2, 5, 12\] float64"), (Rounded(), r"\[2, 5, 6\] float32")]:
+        model = model_of(blocks=3)
+        model.blocks[1] = block
+        pipeline = pipeline_of(model, None, micro_batches=1)
+        for run in (pipeline.step, pipeline.forward):
+            with pytest.raises(ValueError, match=rf"block 1 returns {text} for \[2, 5, 6\] float64: expected the same"):
+                run(batches_of(0, 1))
+    pipeline = pipeline_of(model_of(blocks=3), None, micro_batches=1, after=tokens)
+    with pytest.raises(ValueError, match=r"`after` returns \[2, 5\] float64: expected a scalar loss"):
+        pipeline.step(batches_of(0, 1))
+    assert pipeline.forward(batches_of(0, 1))[0].shape == (2, 5)

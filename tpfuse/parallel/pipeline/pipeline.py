@@ -1,0 +1,252 @@
+"""Pipelines for models of your own whose blocks are a list.
+
+    pipeline = Pipeline(model, blocks=model.blocks, before=model.embed, after=model.loss, first=[model.wte, model.wpe],
+                        last=[model.norm, model.head], device_mesh=mesh["pp"], schedule="1f1b", micro_batches=8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    …
+    optimizer.zero_grad()
+    losses = pipeline.step(batches)    # forward and backward passes; the losses are on the rank of the last stage
+    pipeline.clip_grad_norm_(1.0)
+    optimizer.step()
+
+Every rank builds the whole model. The pipeline then frees what belongs to the stages of other ranks.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from tpfuse.comm import collectives
+from tpfuse.comm.collectives.collective import broadcast_, set_timeout
+from tpfuse.comm.layout import has_values, local_tensor
+from tpfuse.comm.mesh import group_of, group_of_ends, rank_and_size
+from tpfuse.parallel.pipeline.cut import Stage
+from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
+from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
+from tpfuse.parallel.pipeline.runner import Runner
+
+MicroBatch = tuple[Tensor, ...]
+
+
+class Engine(Protocol):
+    """What a pipeline needs of `tpfuse.zero`'s engines: `GradientBuckets` and `FullySharded`."""
+
+    def start_pipeline(self, backwards: int) -> None:
+        """Begin a step with this number of backward passes."""
+
+
+class Pipeline:
+    """The stages of this rank of a pipeline through `model`.
+
+    before: a function of the tensors of a micro-batch that returns the input x of the first block. blocks: modules of
+    the model, in their order; each takes x and returns a tensor of the same shape and dtype. after: a function of the
+    last block's output and the tensors of the micro-batch that returns a scalar loss. first, last: the modules and
+    parameters of the model that only `before`, and only `after`, use; what is in both is tied. device_mesh: the
+    one-dimensional mesh of the pipeline's ranks; None for one rank. schedule, stages_per_rank, micro_batches: as for
+    `tpfuse.parallel.pipeline.order.order`; by default there are 2 stages on each rank for interleaved_1f1b and zbv, and
+    1 for the others. layers: the number of blocks of each stage; by default the blocks are cut so that the most
+    expensive stage has as few parameters as possible, without tables of nn.Embedding in `first`.
+
+    On each rank, modules of other stages become nn.Identity, so that all other parameters keep their names. A tied
+    parameter stays on the ranks of the first and the last stage, under one name, and begins there with the values that
+    it has on the rank of the first stage. Make optimizers, engines and lists of model.parameters() after the pipeline.
+
+    order: the order of a step. stages: the stages of this rank. blocks: the blocks of this rank. tied: the names of the
+    trained parameters that this rank shares with the other end of the pipeline. uses: the names of the parameters that
+    several stages of this rank use, with the number of these stages. The last two are arguments of `GradientBuckets`.
+
+    Raises ValueError for a mesh that is not one-dimensional, a schedule that does not accept the numbers of stages or
+    micro-batches, fewer blocks than stages, parts that are not in the model, a trained parameter that is in no part,
+    and one that is shared by other stages than the first and the last.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        blocks: Iterable[nn.Module],
+        before: Callable[..., Tensor],
+        after: Callable[..., Tensor],
+        first: Iterable[Part] = (),
+        last: Iterable[Part] = (),
+        device_mesh: DeviceMesh | None,
+        schedule: PipelineSchedule = "1f1b",
+        micro_batches: int,
+        stages_per_rank: int | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        group = group_of(device_mesh)
+        rank, ranks = rank_and_size(group)
+        count = usual_stages(schedule) if stages_per_rank is None else stages_per_rank
+        rank_of = stage_ranks(schedule, ranks, count)
+        self.order = order(schedule, ranks, count, micro_batches)
+        parts = Parts(model, blocks, first, last)
+        stages = parts.cut(len(rank_of), layers)
+        parts.check_sharing(stages, rank_of)
+        self.model, self._before, self._after, self._group = model, before, after, group
+        self.stages = [stages[index] for index in self.order.stages_of(rank)]
+        shared = parts.shared() if rank_of[0] != rank_of[-1] else []
+        self._shares = bool(shared)
+        at_end = any(stage.first or stage.last for stage in self.stages)
+        self._ends = _group_of_ends(group, rank_of[-1]) if shared and at_end else None
+        parts.keep(self.stages)
+        self._blocks, self.blocks = parts.blocks, [parts.blocks[i] for stage in self.stages for i in stage.layers]
+        self.tied = [name for name in shared if at_end and model.get_parameter(name).requires_grad]
+        if group is not None:
+            set_timeout(group)
+        if self._ends is not None:
+            set_timeout(self._ends)
+            _make_equal([local_tensor(model.get_parameter(name)) for name in shared], self._ends)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        modules = {stage.index: as_modules(parts.of(stage)) for stage in self.stages}
+        self._stage_of = {stage.index: stage for stage in self.stages}
+        self._runner = Runner(self.order, self._compute, modules, group, device)
+        self.uses = self._several_uses()
+
+    @property
+    def has_last(self) -> bool:
+        """Return whether this rank has the last stage, which computes the losses."""
+        return self._runner.has_last
+
+    def step(self, batches: Sequence[MicroBatch], engine: Engine | None = None) -> list[Tensor]:
+        """Run the forward and backward passes of a step; return the losses on the rank of the last stage, [] elsewhere.
+
+        batches: the micro-batches, which are tuples of tensors, equal on all ranks of the pipeline and of equal shapes
+        and dtypes. Gradients are added to `.grad`; those of tied parameters are summed over both ends. engine:
+        `GradientBuckets` or `FullySharded`, which then takes all gradients; `step` may be called once before an update.
+        Raises ValueError for another number of micro-batches than the pipeline has, for micro-batches of other types or
+        shapes, and on the rank concerned for a block that changes the shape and for a loss that is not a scalar. Raises
+        PeerTimeout if a rank is missing.
+        """
+        self._check(batches)
+        if engine is not None:
+            engine.start_pipeline(len(batches))
+            return self._runner.train(batches)
+        tied = [self.model.get_parameter(name) for name in self.tied]
+        earlier = [parameter.grad for parameter in tied]  # of steps since zero_grad(), summed over both ends already
+        for parameter in tied:
+            parameter.grad = None
+        losses = self._runner.train(batches)
+        for parameter, gradient in zip(tied, earlier, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = local_tensor(parameter.grad)
+            local.copy_(collectives.all_reduce(local.contiguous(), self._ends))
+            if gradient is not None:
+                parameter.grad += gradient
+        return losses
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return what `after` returns for each micro-batch on the rank of the last stage, [] elsewhere; no gradients.
+
+        batches: as for `step`, or one micro-batch. The results may have any shapes. Raises as `step` does.
+        """
+        self._check(batches)
+        return self._runner.forward(batches)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients in `.grad` so that their 2-norm over all stages is at most max_norm; return the norm.
+
+        The norm, float64 [], is that before scaling, the same on all ranks. Tied parameters count once. With an engine,
+        use `ZeroOptimizer.clip_grad_norm_` instead.
+        """
+        counted_elsewhere = set(self.tied) if not any(stage.first for stage in self.stages) else set()
+        found = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        gradients = [gradient for name, gradient in found if name not in counted_elsewhere]
+        squared = torch.zeros((), dtype=torch.float64, device=self._runner.device)
+        sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        if sharded:
+            norm = get_total_norm(sharded)
+            squared += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+        squared += get_total_norm(g for g in gradients if not isinstance(g, DTensor)).double().square()
+        norm = collectives.all_reduce(squared, self._group).sqrt()
+        for _, gradient in found:
+            local_tensor(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def tied_group(self, mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:
+        """Return the argument `tied_group` of an engine; None on a rank that has no tied parameters. Collective.
+
+        mesh: the whole mesh of `tpfuse.comm.mesh.build_mesh`, of which all ranks must call this. names: its dimensions
+        along which ranks have the same parameters, such as "dp" and "cp", for `GradientBuckets`; none for
+        `FullySharded`.
+        """
+        if not self._shares:
+            return None
+        return group_of_ends(mesh, self.order.rank_of[0], self.order.rank_of[-1], *names)
+
+    def _several_uses(self) -> dict[str, int]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        stages = self._stage_of
+        counts = Counter(names[parameter] for stage in stages for parameter in self._runner.parameters(stage))
+        return {name: count for name, count in counts.items() if count > 1}
+
+    def _check(self, batches: Sequence[MicroBatch]) -> None:
+        """Raise ValueError unless the micro-batches are tuples of tensors of equal shapes and dtypes."""
+        first: list[str] = []
+        for index, batch in enumerate(batches):
+            if not isinstance(batch, tuple) or not all(isinstance(x, Tensor) for x in batch):
+                raise ValueError(f"micro-batch {index} is a {type(batch).__name__}: expected a tuple of tensors")
+            shapes = [_described(x) for x in batch]
+            first = first or shapes
+            if shapes != first:
+                raise ValueError(
+                    f"micro-batch {index} has tensors {', '.join(shapes)}: expected {', '.join(first)}, as in the first"
+                    " one"
+                )
+
+    def _compute(self, index: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Run a stage as the forward pass of the model, whose hooks run around it; `fully_shard` needs them."""
+        self.model.__dict__["forward"] = self._forward
+        try:
+            return self.model(self._stage_of[index], x, batch)  # type: ignore[no-any-return]
+        finally:
+            del self.model.__dict__["forward"]
+
+    def _forward(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        if x is None:
+            x = self._before(*batch)
+        for number in stage.layers:
+            y = self._blocks[number](x)
+            if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
+                given = _described(y) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+                raise ValueError(f"block {number} returns {given} for {_described(x)}: expected the same")
+            x = y
+        if stage.last:
+            x = self._after(x, *batch)
+            if torch.is_grad_enabled() and x.ndim:
+                raise ValueError(f"`after` returns {_described(x)}: expected a scalar loss, of shape []")
+        elif torch.is_grad_enabled() and not x.requires_grad:  # all parameters of the first stage are frozen
+            x = x.detach().requires_grad_()
+        return x
+
+
+def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGroup:
+    """Return the group of the first rank of a pipeline's group and of rank `last`, which alone call this."""
+    assert group is not None
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 2:
+        return group
+    ends: dist.ProcessGroup = dist.new_group([ranks[0], ranks[last]], use_local_synchronization=True)
+    return ends
+
+
+def _make_equal(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace the tensors by those of the group's first rank. On the meta device there is nothing to replace."""
+    for x in filter(has_values, tensors):
+        sent = x.contiguous()
+        broadcast_([sent], group)
+        x.copy_(sent)
+
+
+def _described(x: Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
