@@ -1,0 +1,115 @@
+"""The commands with a pipeline, in processes of their own: train, resume, sample, evaluate, export and profile."""
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tpfuse import cli
+from tpfuse.testing.command import Command, Commands
+from tpfuse.train.metrics import read_metrics
+
+pytestmark = pytest.mark.processes
+
+DOUBLE = "--train.dtype float64 --model.dropout 0.1 --model.n-layer 4"
+ZBV = "--parallel.pp 2 --parallel.pp-schedule zbv --train.micro-batch 2"
+TRAIN = "-m tpfuse train"
+
+
+def started(flags: list[str], out: Path, options: str, program: str = TRAIN) -> Command:
+    return Command([*program.split(), *flags, "--out", str(out), *options.split()])
+
+
+def torchrun(ranks: int) -> str:
+    return f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {TRAIN}"
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
+
+
+def test_a_pipeline_trains_resumes_and_is_used_as_a_run_of_one_rank(
+    flags: list[str], tmp_path: Path, commands: Commands
+) -> None:
+    one, piped = tmp_path / "one", tmp_path / "piped"
+    assert cli.run(["train", *flags, *DOUBLE.split(), "--out", str(one)]) == 0
+    out, err = started(flags, piped, f"{DOUBLE} {ZBV}").end()
+    assert err == ""
+    assert "ranks    tp 1 x dp 1 x pp 2 on cpu" in out
+    found = re.search(r"^pipeline zbv: 4 micro-batches of 2 sequences, stages of 1, 1, 1, 1 layers; predicted idle "
+                      r"share (\d+)%$", out, re.MULTILINE)  # fmt: skip
+    assert found and 0 < int(found[1]) < 60
+    assert re.search(r"^memory   ZeRO stage 0, counted [\d.]+ MiB a rank: parameters ", out, re.MULTILINE)
+    assert losses(piped) == pytest.approx(losses(one), rel=1e-9)
+    rows = read_metrics(piped / "metrics.jsonl")
+    for row in rows[1:]:
+        for shares in (row["pipeline_idle"], row["predicted_idle"]):
+            assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
+        assert row["stragglers"] == []
+    validated = [
+        [row["val_loss"] for row in read_metrics(run / "metrics.jsonl") if row["val_loss"]] for run in (one, piped)
+    ]
+    assert len(validated[0]) == 3 and validated[0] == pytest.approx(validated[1], rel=1e-9)
+    manifest = json.loads((piped / "step-12" / "manifest.json").read_text())
+    assert manifest["state"]["layout"]["pp"] == 2 and len(manifest["files"]) == 2
+
+    shutil.rmtree(piped / "step-12")
+    before = losses(piped)
+    out, err = Command([*TRAIN.split(), "--resume", "--out", str(piped)]).end()
+    assert err == "" and "continuing after step 10" in out
+    assert losses(piped) == pytest.approx(before, rel=1e-9)
+    for words in ("sample {} --prompt the --tokens 40 --temperature 0", "evaluate {}"):
+        texts = [commands.do(*words.format(run).split()).replace(str(run), "") for run in (one, piped)]
+        assert texts[0] == texts[1]
+    commands.do("export", piped, tmp_path / "exported")
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_a_pipeline_under_torchrun_with_other_dimensions_trains_as_one_rank(flags: list[str], tmp_path: Path) -> None:
+    layout = "--parallel.pp 2 --parallel.tp 2 --zero.stage 1 --parallel.measure-seconds 5"
+    command = started(flags, tmp_path / "piped", f"{DOUBLE} {layout}", torchrun(4))
+    assert cli.run(["train", *flags, *DOUBLE.split(), "--out", str(tmp_path / "one")]) == 0
+    out, _ = command.end()
+    assert "ranks    tp 2 x dp 1 x pp 2 on cpu" in out and "measured in" in out
+    assert losses(tmp_path / "piped") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+    shares = read_metrics(tmp_path / "piped" / "metrics.jsonl")[-1]
+    assert len(shares["pipeline_idle"]) == len(shares["predicted_idle"]) == 4
+    assert shares["predicted_idle"][0] == shares["predicted_idle"][1]
+
+
+def test_a_world_that_does_not_fit_is_one_line_under_torchrun(flags: list[str], tmp_path: Path) -> None:
+    command = started(flags, tmp_path / "run", "--parallel.pp 3 --model.n-layer 3", torchrun(2))
+    _, err = command.process.communicate(timeout=120)
+    assert "tpfuse train: error: tp 1 x dp 1 x pp 3 needs 3 ranks, and there are 2" in err
+    assert command.process.returncode and not (tmp_path / "run").exists()
+    command.wait_for_processes()
+
+
+def test_a_stopped_pipeline_saves_and_can_be_resumed(flags: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    endless = "--train.steps 1000000 --train.log-every 1 --train.eval-every 0 --train.save-every 0"
+    command = started(flags, run, f"{endless} --parallel.pp 2 --zero.stage 1")
+    command.wait_for("step 3/")
+    command.process.send_signal(signal.SIGTERM)
+    out, err = command.end()
+    assert "stopped at step" in out and err == ""
+    (saved,) = run.glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    more = f"--resume --parallel.pp 1 --parallel.tp 2 --train.steps {step + 2}"
+    _, err = Command([*TRAIN.split(), "--out", str(run), *more.split()]).end()
+    assert err == "" and read_metrics(run / "metrics.jsonl")[-1]["step"] == step + 2
+
+
+def test_a_profile_of_a_pipeline_adds_up(flags: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "profile"
+    words = "-m tpfuse profile --with trace --steps 3:6 --out".split()
+    said, _ = Command([*words, str(out), "--", "tiny", *flags, "--parallel.pp", "2"]).end()
+    document = json.loads((out / "summary.json").read_text())
+    assert len(document["ranks"]) == 2 and document["sentences"][0] in said
+    for row in document["ranks"]:
+        parts = sum(row[f"{part}_s"] for part in ("computing", "communication", "waiting", "idle"))
+        assert parts == pytest.approx(row["wall_s"], rel=0.02)
+        assert {found["operator"] for found in row["operators"]} >= {"forward", "backward", "gradients", "update"}
