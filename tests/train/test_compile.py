@@ -32,7 +32,13 @@ def _trained(layout: dict[str, Any], dropout: float, backend: str) -> Result:
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("layout", "dropout"),
-    [({}, 0.2), ({"cp": 2, "stage": 2}, 0.0), ({"dp": 2, "stage": 3}, 0.0), ({"tp": 2, "autocast": "bfloat16"}, 0.0)],
+    [
+        ({}, 0.2),
+        ({"cp": 2, "stage": 2}, 0.0),
+        ({"dp": 2, "stage": 3}, 0.0),
+        ({"tp": 2, "autocast": "bfloat16"}, 0.0),
+        ({"pp": 2}, 0.2),
+    ],
     ids=str,
 )
 def test_compiled_steps_have_the_same_losses(layout: dict[str, Any], dropout: float) -> None:
@@ -46,6 +52,7 @@ def test_compiled_steps_have_the_same_losses(layout: dict[str, Any], dropout: fl
     [
         {"dp": 2, "stage": 2},
         *exhaustive({"dp": 2}, {"dp": 2, "stage": 1}, {"tp": 2, "stage": 2}, {"dp": 2, "tp": 2, "stage": 3}),
+        *exhaustive({"pp": 2}, {"pp": 2, "pp_schedule": "gpipe", "dp": 2, "stage": 3}),
     ],
     ids=str,
 )
