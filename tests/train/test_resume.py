@@ -144,7 +144,7 @@ def remainders_resume(folder: Path, stage: int, dtype: str, resumed_at: int) -> 
         return [shard.tensor.clone() for name, (shard,) in kept.items() if name.endswith("error")]
 
     with pretended_nodes(2, 2) as group, mock.patch.object(trainer_module, "flat_group") as flat_group:
-        flat_group.side_effect = lambda mesh, *names: None if names == ("tp",) else group
+        flat_group.side_effect = lambda mesh, *names: None if names in (("tp",), ("pp",)) else group
         straight, windows = fresh(stage, dtype)
         steps(straight, windows)
         checkpoint(straight, folder)

@@ -433,10 +433,11 @@ class Trainer:
         Its entry powersgd names the other values that the matrices of PowerSGD depend on; None if it is not in use.
         """
         engine, powersgd = self.engine, None
-        if isinstance(engine, GradientBuckets) and isinstance(self.compression, PowerSGDCompression) and engine.across:
-            assert self.world_group is not None
-            across = gather_objects(engine.across, self.world_group, op="gathering the ranks of nodes")
-            powersgd = {"rank": self.compression.rank, "stage": engine.stage, "across": across}
+        compression, group = self.compression, self.world_group
+        if isinstance(engine, GradientBuckets) and isinstance(compression, PowerSGDCompression) and group is not None:
+            across = gather_objects(engine.across, group, op="gathering the ranks of nodes")
+            if any(across):  # the replicas of one stage of a pipeline may share a node, and those of another not
+                powersgd = {"rank": compression.rank, "stage": engine.stage, "across": across}
         sizes = {"dp": self.dp, "cp": self.context.size, "tp": self.tp, "pp": rank_and_size(self.pipeline_group)[1]}
         return {**sizes, "powersgd": powersgd}
 
