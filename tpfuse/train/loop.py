@@ -54,6 +54,7 @@ from tpfuse.train.pipeline import (
     pipeline_order,
     pipeline_stages,
     predicted_idle,
+    predicted_timeline,
 )
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, ulysses_ranks
@@ -226,6 +227,7 @@ class TrainingLoop:
                 reporter.close()
         if self.saved_step != self.trainer.step:
             self._save()
+        picture = self._draw_pipeline()
         seconds = perf_counter() - started
         if stopped:
             if self.first:
@@ -235,7 +237,7 @@ class TrainingLoop:
                     f" {program()} train --resume --out {self.run.folder}"
                 )
         else:
-            self._conclude(seconds)
+            self._conclude(seconds, picture)
         if self.saved_step != self.trainer.step:
             newest = "there is none" if self.saved_step is None else f"the newest is of step {self.saved_step}"
             raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")
@@ -462,8 +464,21 @@ class TrainingLoop:
             self.retry_at = trainer.step + self.retry_delay
             self.retry_delay *= 2
 
-    def _conclude(self, seconds: float) -> None:
-        """Prints the last lines: losses, a sample, and the files. It is collective, since all ranks generate."""
+    def _draw_pipeline(self) -> str:
+        """Draws the last step of the first rank's pipeline; returns the name of the file. Collective."""
+        measured, config = self.trainer.measured_timeline(), self.run.config
+        if not self.first or self.trainer.runner is None or not isinstance(config, GPTConfig):
+            return ""
+        from tpfuse.train.pipeline_picture import NAME, draw_pipeline  # matplotlib takes long to import
+
+        draw_pipeline(self.run.folder, predicted_timeline(self.options, config), measured, self.trainer.step)
+        return NAME
+
+    def _conclude(self, seconds: float, picture: str) -> None:
+        """Prints the last lines: losses, a sample, and the files. It is collective, since all ranks generate.
+
+        picture: the name of the picture of the pipeline; empty if there is none.
+        """
         start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
         count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
         ids = self.trainer.generate(start.unsqueeze(0), count)
@@ -483,8 +498,9 @@ class TrainingLoop:
             say(f"a unigram model, which knows only how often each token occurs, has a loss of {unigram:.4f}")
         say(f"trained {self.trainer.step} steps, {seconds:.0f} s")
         data = "data/, " if (folder / "data").is_dir() else ""
+        pictures = f"loss.png, {picture}" if picture else "loss.png"
         say(
-            f"files in {folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, tokenizer.json, "
+            f"files in {folder}/: metrics.jsonl, {pictures}, tensorboard/, config.toml, tokenizer.json, "
             f"{data}{self._newest()}"
         )
         prompt = " --prompt 'def '" if self.options.data.path is None else ""

@@ -3,7 +3,7 @@
 from tpfuse.models.gpt import GPTConfig, part_costs
 from tpfuse.parallel.pipeline.cut import Stage, cut_layers, explicit_cut
 from tpfuse.parallel.pipeline.order import Order, order, stage_ranks, usual_stages
-from tpfuse.parallel.pipeline.timeline import timeline, usual_seconds
+from tpfuse.parallel.pipeline.timeline import Timeline, timeline, usual_seconds
 from tpfuse.train.options import ParallelOptions, TrainCommand
 
 _ROUNDS = 4  # micro-batches for each pipeline rank, by default
@@ -64,12 +64,17 @@ def pipeline_order(options: TrainCommand) -> Order:
     return order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
 
 
-def predicted_idle(options: TrainCommand, config: GPTConfig) -> list[float]:
-    """Returns the idle share of each pipeline rank in a step whose passes take time by their operations alone."""
+def predicted_timeline(options: TrainCommand, config: GPTConfig) -> Timeline:
+    """Returns a step whose passes take time by their operations alone, in operations for each token."""
     block, _, head = part_costs(config)
     stages = pipeline_stages(options, config)
     costs = [len(stage.layers) * block.flops + stage.last * head.flops for stage in stages]
-    played = timeline(pipeline_order(options), lambda action: usual_seconds(action) * costs[action.stage])
+    return timeline(pipeline_order(options), lambda action: usual_seconds(action) * costs[action.stage])
+
+
+def predicted_idle(options: TrainCommand, config: GPTConfig) -> list[float]:
+    """Returns the idle share of each pipeline rank in the predicted step."""
+    played = predicted_timeline(options, config)
     return [played.idle_share(rank) for rank in range(options.parallel.pp)]
 
 

@@ -28,6 +28,7 @@ from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, TIED
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.parallel.pipeline.runner import Runner
+from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiler_errors
@@ -203,6 +204,25 @@ class Trainer:
 
         modules = {index: model.module.modules_of(stage) for index, stage in stages.items()}
         return Runner(pipeline_order(self.options), compute, modules, group, self.device)
+
+    def measured_timeline(self) -> Timeline | None:
+        """Returns what the ranks of this rank's pipeline computed in the last step, in s since the first one began.
+
+        None without a pipeline, before a first step, and on GPUs, where the host does not wait for computations.
+        Collective. Ranks of several hosts are compared by the hosts' clocks.
+        """
+        if self.runner is None or self.pipeline_group is None or not self.clock.measures or not self.runner.intervals:
+            return None
+        own = self.runner.began, self.runner.intervals
+        rows = gather_objects(own, self.pipeline_group, op="times of a pipeline's step")
+        first = min(began for began, _ in rows)
+        return Timeline(
+            self.runner.order,
+            tuple(
+                tuple(replace(each, start=each.start + began - first, end=each.end + began - first) for each in row)
+                for began, row in rows
+            ),
+        )
 
     def _uses(self) -> dict[str, int]:
         """Returns the parameters that several stages of this rank use, with the number of these stages."""

@@ -10,7 +10,7 @@ there, without a copy.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, cast
 
 import torch
@@ -68,6 +68,7 @@ class Runner:
         self.order, self.group, self.device = order, group, device
         self.rank = 0 if group is None else group.rank()
         self.stages = order.stages_of(self.rank)
+        self.began = 0.0  # when the last training step began on this rank, in seconds of the host's clock
         self.intervals: list[Interval] = []  # of the last training step, in seconds from its beginning
         self.most_in_flight = 0  # in the last training step, counted as by `timeline.most_in_flight`
         self._compute, self._modules = compute, modules
@@ -104,7 +105,7 @@ class Runner:
         self.intervals, self.most_in_flight = [], 0
         try:
             self._open(batches[0])
-            began = perf_counter()
+            self.began, began = time(), perf_counter()
             for action in self.order.actions[self.rank]:
                 taken = self._take(action)
                 start = perf_counter()

@@ -1,0 +1,133 @@
+"""Draws a step of a pipeline as RUN/pipeline.png: what each rank computes when, as predicted and as measured.
+
+A box is a computation, and the number in it that of the micro-batch. Where there is no box, the rank is idle.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch
+
+from tpfuse.parallel.pipeline.order import Kind, Order
+from tpfuse.parallel.pipeline.timeline import Interval, Timeline
+from tpfuse.train.messages import warn
+
+NAME = "pipeline.png"
+# From the shade of a rank's first stage to that of its last one. The kinds differ in lightness too, in all shades, so
+# that readers can tell them apart in grey. No picture has whole and split backward passes.
+SHADES = {
+    Kind.FORWARD: ("#00375C", "#0F7DC0"),
+    Kind.BACKWARD: ("#D98200", "#F6B64E"),
+    Kind.INPUT: ("#D98200", "#F6B64E"),
+    Kind.WEIGHT: ("#F0E442", "#FBF7C0"),
+}
+_INK = {Kind.FORWARD: "white", Kind.BACKWARD: "black", Kind.INPUT: "black", Kind.WEIGHT: "black"}
+_WIDTH, _DPI = 14.0, 110  # inches, and dots per inch
+_ROW, _MARGIN = 0.42, 0.95  # inches: of a row, and of what is above and below the rows of a panel
+_BAR = 0.84  # of the height of a row
+_FONT = 8.0  # points, of the numbers in boxes
+_CHARACTER = 7.5 / 1250  # of the width of a panel, roughly: a digit and a part of the space around it
+_EDGE = 6 / 1250  # of the width of a panel: narrower boxes have no edges, which would hide them
+
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on a new machine it reports that it builds its font cache
+
+
+def draw_pipeline(folder: Path, predicted: Timeline, measured: Timeline | None, step: int) -> None:
+    """Draws the picture into the folder of a run. If the disk is full, a warning is printed.
+
+    predicted: in any unit. measured: in seconds, of step `step`; None if nothing was measured.
+    """
+    try:
+        with rc_context({"text.parse_math": False}):
+            picture(predicted, measured, step).savefig(folder / NAME, bbox_inches="tight", pad_inches=0.2)
+    except OSError as error:
+        warn(f"cannot write {folder / NAME}: {error.strerror}")
+
+
+def picture(predicted: Timeline, measured: Timeline | None, step: int) -> Figure:
+    """Returns the figure of `draw_pipeline`: a panel of the predicted step and one of the measured step."""
+    order = predicted.order
+    panels = [("Predicted: passes take time by their operations alone, and messages take none", predicted)]
+    if measured is not None:
+        panels.append((f"Measured in step {step}", measured))
+    figure = Figure(figsize=(_WIDTH, 0.9 + len(panels) * (_MARGIN + _ROW * order.ranks)), dpi=_DPI)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.1)
+    figure.suptitle(_title(order), fontsize=14, fontweight="bold")
+    (column,) = figure.subplots(len(panels), 1, squeeze=False).T
+    for axes, (title, played) in zip(column, panels, strict=True):
+        _draw_panel(axes, played, title)
+    column[0].set_xlabel("% of the step")
+    scale = 100 / predicted.length
+    column[0].xaxis.set_major_formatter(lambda x, _: f"{x * scale:.0f}")
+    column[0].set_xticks([predicted.length * tenth / 10 for tenth in range(11)])
+    if measured is not None:
+        column[1].set_xlabel("ms")
+        column[1].xaxis.set_major_formatter(lambda x, _: f"{x * 1e3:g}")
+    _draw_legend(figure, order)
+    return figure
+
+
+def _title(order: Order) -> str:
+    turns = order.stages // order.ranks
+    stages = f" with {turns} stages each" if turns > 1 else ""
+    return f"{order.schedule}: {order.micro_batches} micro-batches on {order.ranks} pipeline ranks{stages}"
+
+
+def _draw_panel(axes: Axes, played: Timeline, title: str) -> None:
+    """Draws a row of boxes for each rank, the first rank above, and the idle share behind each row."""
+    order, length = played.order, played.length
+    axes.set_title(title, loc="left", fontsize=12)
+    axes.set_xlim(0, length)
+    axes.set_ylim(order.ranks - 0.5, -0.5)
+    axes.set_yticks(range(order.ranks))
+    axes.set_ylabel("pipeline rank")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    for rank, row in enumerate(played.intervals):
+        _draw_row(axes, rank, row, order.stages_of(rank), length)
+        share = f"{played.idle_share(rank):.1%} idle"
+        axes.text(1.008, rank, share, va="center", fontsize=10, transform=axes.get_yaxis_transform())
+
+
+def _draw_row(axes: Axes, rank: int, row: Sequence[Interval], stages: Sequence[int], length: float) -> None:
+    """Draws the boxes of a rank, whose stages are `stages`, with numbers where there is room."""
+    boxes = [(interval.start, interval.end - interval.start) for interval in row]
+    colours = [shade(each.action.kind, stages.index(each.action.stage), len(stages)) for each in row]
+    widths = [0.5 if width > _EDGE * length else 0.0 for _, width in boxes]
+    axes.broken_barh(boxes, (rank - _BAR / 2, _BAR), facecolors=colours, edgecolors="#404040", linewidths=widths)
+    for interval, (start, width) in zip(row, boxes, strict=True):
+        number, kind = str(interval.action.micro_batch), interval.action.kind
+        if (len(number) + 0.4) * _CHARACTER * length < width:
+            axes.text(
+                start + width / 2, rank, number, ha="center", va="center_baseline", fontsize=_FONT, color=_INK[kind]
+            )
+
+
+def shade(kind: Kind, turn: int, turns: int) -> tuple[float, float, float]:
+    """Returns the colour (red, green, blue) of a kind of computation for stage number `turn` of a rank's `turns`."""
+    dark, light = map(to_rgb, SHADES[kind])
+    part = turn / (turns - 1) if turns > 1 else 0.5
+    red, green, blue = (a + part * (b - a) for a, b in zip(dark, light, strict=True))
+    return red, green, blue
+
+
+def _draw_legend(figure: Figure, order: Order) -> None:
+    """Draws the colours that occur; where a rank has several stages, the shades of each colour side by side."""
+    found = {action.kind for actions in order.actions for action in actions}
+    kinds, turns = [kind for kind in Kind if kind in found], order.stages // order.ranks
+    handles = [tuple(Patch(color=shade(kind, turn, turns)) for turn in range(turns)) for kind in kinds]
+    labels = [kind.value for kind in kinds]
+    if turns > 1:
+        labels[-1] += "      (the later a rank's stage, the lighter)"
+    figure.legend(
+        handles, labels, ncols=len(kinds), frameon=False, loc="outside lower center",
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, handlelength=1.2 + 0.8 * turns,
+    )  # fmt: skip
