@@ -50,6 +50,18 @@ def test_an_example_runs(example: Path) -> None:
 
 
 @pytest.mark.processes
+def test_the_pipeline_prints_the_losses_of_one_process(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "pipeline.py"
+    text = example.read_text()
+    assert text.count("--nproc-per-node 2 examples/") == 1
+    (tmp_path / "pipeline.py").write_text(text.replace("--nproc-per-node 2 examples/", "--nproc-per-node 1 "))
+    printed = [_run(example).stdout, _run(tmp_path / "pipeline.py", tmp_path).stdout]
+    losses, expected = ([float(x) for x in re.findall(r"^step \d+: loss (.*)$", each, re.M)] for each in printed)
+    assert len(losses) == len(expected) == 20 and expected[-1] < 0.2 < 2.0 < expected[0]
+    assert losses == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.processes
 def test_the_explorer_prints_what_the_page_shows(tmp_path: Path) -> None:
     """The example runs without the line that the page deletes."""
     example = ROOT / "examples" / "hand_over.py"
