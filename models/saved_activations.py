@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from tpfuse.models.gpt_config import GPTConfig
+from tpfuse.parallel.pipeline.cut import Stage, whole_model
 from tpfuse.parallel.recompute import Recompute
 
 _INT64 = 8
@@ -88,13 +89,14 @@ class MicroBatch:
         return 12 * self.config.n_embd**2 // self.tp * self.size if self.autocast else 0
 
 
-def saved_bytes(batch: MicroBatch, recompute: Recompute = "none") -> int:
-    """Returns the bytes that are saved on the first rank.
+def saved_bytes(batch: MicroBatch, recompute: Recompute = "none", stage: Stage | None = None) -> int:
+    """Returns the bytes that are saved on the first rank. stage: a pipeline stage; None for the whole model.
 
     The number is exact, unless torch's kernels apply dropout to the probabilities of attention, as they do on CPUs: it
     is then exact for float32 on one rank, and approximate for other dtypes.
     """
     config, size = batch.config, batch.size
+    stage = stage or whole_model(config.n_layer)
     row = config.n_embd * size
     vocabulary = -(-config.vocab_size // batch.tp)
     masked = batch.tp > 1  # a mask of one byte per token says which ids are in this rank's shard of the vocabulary
@@ -103,12 +105,13 @@ def saved_bytes(batch: MicroBatch, recompute: Recompute = "none") -> int:
     padded = batch.triton and (size >= 4 or batch.all_rows <= _LOSS_CHUNK)
     rows = -(-vocabulary // _LOSS_ROWS) * _LOSS_ROWS if padded else vocabulary
     loss = batch.all_rows * (batch.wide + row) + rows * row
-    drop = batch.dropped * batch.dtype.itemsize
+    drop = batch.dropped * batch.dtype.itemsize if stage.first else 0  # the mask of the embeddings
     if config.dropout and batch.triton:  # the row numbers, and the keys of all sites
         drop = batch.local_rows * _INT64 + 4 * config.n_layer * _INT64
         if recompute == "none":
             drop += batch.sequences * (config.n_head // batch.tp) * _INT64  # the numbers of heads
-    return ids + drop + config.n_layer * block_bytes(batch, recompute) + norm + loss
+    blocks = drop + len(stage.layers) * block_bytes(batch, recompute)
+    return blocks + (ids if stage.first else 0) + (norm + loss if stage.last else 0)
 
 
 def block_bytes(batch: MicroBatch, recompute: Recompute) -> int:

@@ -14,6 +14,7 @@ from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.pipeline.cut import explicit_cut
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
@@ -68,6 +69,24 @@ def test_saved_bytes_on_one_rank(recompute: Recompute, dtype: torch.dtype) -> No
     for config, sequences in itertools.product(SIZES, (1, 3)):
         counted = _counted(config, sequences, dtype, recompute, tp=1, cp=1, schedule="auto")
         assert counted == saved_bytes(MicroBatch(config, sequences, config.n_positions, dtype, triton=False), recompute)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_saved_bytes_of_pipeline_stages(recompute: Recompute, dropout: float) -> None:
+    config, dtype = GPTConfig(61, 12, 32, 4, 2, dropout=dropout), torch.float32
+    ids = integers(1, 3, config.n_positions, low=0, high=config.vocab_size - 1, dtype=torch.int64)
+    x = None
+    for stage in explicit_cut("1,2,1", 4, 3):
+        model = GPT(config, dtype=dtype, recompute=recompute, stages=[stage])
+        initialize(model, 1)
+        saved = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
+        at = (1, 2) if dropout else None
+        with saved.hooks:
+            y = model(ids, ids, loss_weight=0.1, dropout_at=at, stage=stage, x_mC=x)
+        counted = saved_bytes(MicroBatch(config, 3, config.n_positions, dtype, triton=False), recompute, stage)
+        assert saved.total == counted, stage
+        x = y.detach().requires_grad_()
 
 
 @pytest.mark.parametrize(

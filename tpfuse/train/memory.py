@@ -13,16 +13,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.comm.channel import slot_size
 from tpfuse.comm.layout import local_tensor
-from tpfuse.models.gpt import GPTConfig
+from tpfuse.models.gpt import GPT, TIED, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import schedule_for
+from tpfuse.parallel.pipeline.runner import routes
+from tpfuse.parallel.pipeline.timeline import most_saved
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import ModelConfig, blocks_of, outlined
 from tpfuse.train.options import MemoryCommand, TrainCommand
+from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.setup import model_config, ulysses_ranks, with_layout
 from tpfuse.train.shape_mesh import shape_mesh
 from tpfuse.train.token_file import stated_tokenizer, token_paths
@@ -36,6 +40,9 @@ _ACTIVATIONS = {
     True: "Activations are what autograd saves of one micro-batch. Transient workspaces are not counted.",
     False: "Activations of models of transformers, and transient workspaces, are not counted.",
 }
+_IN_FLIGHT = (
+    "Activations are what autograd saves of the most micro-batches in flight. Transient workspaces are not counted."
+)
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # the vocabulary sizes of tokenizers that need no file
 
 
@@ -44,7 +51,8 @@ class Counted:
     """The memory of the first rank. accounts: its bytes by ZeRO's stage.
 
     parameters: the number of parameters of the whole model. micro_batches: the micro-batches of a step. unaccumulated:
-    the bytes that gradients would take at stages 2 and 3 if a step had one micro-batch; empty if it has one.
+    the bytes that gradients would take at stages 2 and 3 if a step had one micro-batch; empty if it has one. rank: the
+    pipeline rank that is counted.
     """
 
     options: TrainCommand
@@ -53,6 +61,7 @@ class Counted:
     micro_batches: int
     accounts: dict[int, MemoryAccount]
     unaccumulated: dict[int, int]
+    rank: int = 0
 
 
 def memory(name: str, command: MemoryCommand) -> str:
@@ -72,13 +81,16 @@ def _read(name: str) -> TrainCommand:
 
 def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand:
     """Returns `options` with the values of the command's flags and with the layout filled in."""
-    given = {"ranks": command.ranks, "tp": command.tp, "cp": command.cp, "micro-batch": command.micro_batch}
+    given = {"ranks": command.ranks, "tp": command.tp, "cp": command.cp, "pp": command.pp}
+    given["micro-batch"] = command.micro_batch
     for flag, value in (given | {"vocab-size": command.vocab_size}).items():
         if value < 0:
             raise UserError(f"--{flag} {value}: expected at least 0")
     parallel, train = options.parallel, options.train
-    parallel = replace(parallel, tp=command.tp or parallel.tp, cp=command.cp or parallel.cp)
-    ranks = command.ranks or parallel.tp * parallel.cp * max(parallel.dp, 1)
+    parallel = replace(
+        parallel, tp=command.tp or parallel.tp, cp=command.cp or parallel.cp, pp=command.pp or parallel.pp
+    )
+    ranks = command.ranks or parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
     if command.recompute != "config":
         train = replace(train, recompute=command.recompute)
     if command.micro_batch:
@@ -115,19 +127,43 @@ def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Coun
 
 
 def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, stages: Sequence[int]) -> Counted:
-    """Counts the memory of this rank of a tensor-parallel mesh. options: checked, with the layout filled in."""
-    sequences, micro_batches = _micro_batches(options)
-    activations = 0
-    if isinstance(config, GPTConfig):
-        ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
-        activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
-    whole = outlined(config, mesh, getattr(torch, options.train.dtype))
-    partial = take_partial_gradients(whole)  # once for all stages, since a model can be asked only once
-    accounts = {stage: _account(whole, partial, stage, options, micro_batches > 1, activations) for stage in stages}
+    """Counts the memory of this rank of a tensor-parallel mesh. options: checked, with the layout filled in.
+
+    Of a pipeline it counts the rank that holds the most at the first of the ZeRO stages.
+    """
+    dtype = getattr(torch, options.train.dtype)
+    _, micro_batches = _micro_batches(options)
     less = [stage for stage in stages if stage >= 2 and micro_batches > 1]
-    unaccumulated = {stage: _account(whole, partial, stage, options, False, activations).gradients for stage in less}
-    parameters = sum(p.numel() for p in whole.parameters())
-    return Counted(options, config, parameters, micro_batches, accounts, unaccumulated)
+    found: list[tuple[dict[int, MemoryAccount], dict[int, int]]] = []
+    for rank in range(options.parallel.pp):
+        part, activations, buffers = _part(mesh, options, config, rank)
+        partial = take_partial_gradients(part)  # once for all stages, since a model can be asked only once
+        accounts = {stage: _account(part, partial, stage, options, micro_batches > 1, activations) for stage in stages}
+        accounts = {stage: replace(each, buffers=each.buffers + buffers) for stage, each in accounts.items()}
+        unaccumulated = {stage: _account(part, partial, stage, options, False, 0).gradients for stage in less}
+        found.append((accounts, unaccumulated))
+    fullest = max(range(len(found)), key=lambda rank: found[rank][0][stages[0]].total)
+    parameters = sum(p.numel() for p in outlined(config, mesh, dtype).parameters())
+    return Counted(options, config, parameters, micro_batches, *found[fullest], fullest)
+
+
+def _part(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, rank: int) -> tuple[nn.Module, int, int]:
+    """Returns the model of a pipeline rank, the most bytes that it saves of micro-batches, and those of its slots."""
+    dtype, (sequences, _) = getattr(torch, options.train.dtype), _micro_batches(options)
+    if not isinstance(config, GPTConfig):
+        return outlined(config, mesh, dtype), 0, 0
+    order, stages = pipeline_order(options), pipeline_stages(options, config)
+    ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
+    batch = _micro_batch(options, config, sequences, ulysses)
+    mine = order.stages_of(rank)
+    saved = {index: saved_bytes(batch, options.train.recompute, stages[index]) for index in mine}
+    message = batch.local_rows * config.n_embd * dtype.itemsize
+    for index in mine:
+        if index and order.rank_of[index - 1] != rank:
+            saved[index] -= message  # the stage's input stays in its slot
+    slots_here = sum(route.slots for route in routes(order)[0] if route.target == rank)
+    part = GPT(config, device_mesh=mesh, stages=[stages[index] for index in mine], device="meta", dtype=dtype)
+    return part, most_saved(order, rank, saved), slots_here * slot_size(message)
 
 
 def _micro_batches(options: TrainCommand) -> tuple[int, int]:
@@ -136,7 +172,7 @@ def _micro_batches(options: TrainCommand) -> tuple[int, int]:
     share, rest = divmod(batch, dp)
     if rest or not share:
         raise UserError(f"train.batch {batch} cannot be divided among {dp} data-parallel ranks")
-    sequences = options.train.micro_batch or share
+    sequences = micro_batch_size(options)
     if share % sequences:
         raise UserError(f"micro-batches of {sequences} do not divide the {share} sequences of each rank")
     return sequences, share // sequences
@@ -174,8 +210,11 @@ def _account(
         units, world, dtype = [*blocks, rest], replicas // parallel.replicas, getattr(torch, options.train.dtype)
         return account_sharded(units, world, dtype, sent, accumulating=accumulating, activations=activations)
     worlds: dict[Kind, int] = {"sharded": replicas, "replicated": replicas, "partial": replicas * parallel.tp}
+    worlds["tied"] = 2 * replicas  # those of the first and of the last stage
+    owners = stage_owners(parallel)
     parameters = list(model.named_parameters())[::-1]
-    layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES)
+    tied = {TIED} & dict(parameters).keys() if owners[0] != owners[-1] else ()
+    layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES, tied)
     return account(layouts, min(stage, 2), accumulated, sent, accumulating=accumulating, activations=activations)
 
 
@@ -196,18 +235,23 @@ def table(name: str, counted: Counted) -> str:
     return "\n".join(
         [
             f"{name}: {counted.parameters:,} parameters, {options.train.dtype}; ranks"
-            f" {parallel.tp * parallel.cp * parallel.dp}: tp {parallel.tp} x cp {parallel.cp} x dp {parallel.dp}",
+            f" {rank_count(parallel)}: tp {parallel.tp} x cp {parallel.cp} x dp {parallel.dp}"
+            + (f" x pp {parallel.pp}" if parallel.pp > 1 else ""),
             f"micro-batches of {sequences} x {counted.config.n_positions} tokens, {counted.micro_batches} in each step;"
             f" recompute {options.train.recompute}",
             "",
             *rows,
             "",
-            "The table shows the bytes of the first rank, which holds the most. Parameters include the padding.",
-            _ACTIVATIONS[isinstance(counted.config, GPTConfig)],
+            f"The table shows the bytes of {_ranked(counted)}, which holds the most. Parameters include the padding.",
+            _ACTIVATIONS[isinstance(counted.config, GPTConfig)] if parallel.pp == 1 else _IN_FLIGHT,
             *_accumulated(counted),
             *_offloaded(options),
         ]
     )
+
+
+def _ranked(counted: Counted) -> str:
+    return "the first rank" if counted.options.parallel.pp == 1 else f"pipeline rank {counted.rank}"
 
 
 def _accumulated(counted: Counted) -> list[str]:

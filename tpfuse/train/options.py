@@ -367,11 +367,13 @@ class MemoryCommand:
     """
 
     ranks: int = 0
-    """Count for this number of ranks in total. 0: tp x cp x dp of the configuration."""
+    """Count for this number of ranks in total. 0: tp x cp x dp x pp of the configuration."""
     tp: int = 0
     """Count for this number of tensor-parallel ranks. 0: the number in the configuration."""
     cp: int = 0
     """Count for this number of context-parallel ranks. 0: the number in the configuration."""
+    pp: int = 0
+    """Count for this number of pipeline ranks. 0: the number in the configuration."""
     stage: Literal["all", "0", "1", "2", "3"] = "all"
     """Count for this stage of ZeRO. all: show one column for each stage."""
     micro_batch: int = 0

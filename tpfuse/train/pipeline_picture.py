@@ -127,7 +127,7 @@ def _draw_legend(figure: Figure, order: Order) -> None:
     labels = [kind.value for kind in kinds]
     if turns > 1:
         labels[-1] += "      (the later a rank's stage, the lighter)"
-    figure.legend(
+    figure.legend(  # type: ignore[call-overload]
         handles, labels, ncols=len(kinds), frameon=False, loc="outside lower center",
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, handlelength=1.2 + 0.8 * turns,
     )  # fmt: skip

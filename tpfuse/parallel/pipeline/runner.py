@@ -72,7 +72,7 @@ class Runner:
         self.intervals: list[Interval] = []  # of the last training step, in seconds from its beginning
         self.most_in_flight = 0  # in the last training step, counted as by `timeline.most_in_flight`
         self._compute, self._modules = compute, modules
-        self._routes, self._forward_routes, self._backward_routes = _routes(order)
+        self._routes, self._forward_routes, self._backward_routes = routes(order)
         self._opened: dict[tuple[int, torch.dtype], Messages] = {}
         self._messages: Messages
         self._key: tuple[object, ...] = ()  # of the micro-batches that are computed now
@@ -284,18 +284,18 @@ def leaf_of(parameter: Tensor) -> Tensor:
     return parameter if borrowed is None else cast(Tensor, borrowed.value)
 
 
-def _routes(order: Order) -> tuple[list[Route], dict[int, int], dict[int, int]]:
+def routes(order: Order) -> tuple[list[Route], dict[int, int], dict[int, int]]:
     """Return the routes between ranks, and by stage the routes that bring its activations and its gradients."""
-    routes: list[Route] = []
+    found: list[Route] = []
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     for stage in range(order.stages):
         for source, by_stage, what in ((stage - 1, forward, "activations"), (stage + 1, backward, "gradients")):
             if 0 <= source < order.stages and order.rank_of[source] != order.rank_of[stage]:
                 count = slots(order, stage, forward=by_stage is forward)
-                by_stage[stage] = len(routes)
-                routes.append(Route(f"{what} for stage {stage}", order.rank_of[source], order.rank_of[stage], count))
-    return routes, forward, backward
+                by_stage[stage] = len(found)
+                found.append(Route(f"{what} for stage {stage}", order.rank_of[source], order.rank_of[stage], count))
+    return found, forward, backward
 
 
 def _described(batch: Any) -> Iterator[object]:

@@ -5,7 +5,7 @@ before, and as the message that the action needs is there. Durations that are kn
 share of each rank; the durations that a step has measured give what its order makes of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
@@ -90,11 +90,16 @@ def most_in_flight(order: Order, rank: int) -> int:
 
     A micro-batch is in flight on a stage from its forward pass to the end of its backward pass, in its last part.
     """
+    return most_saved(order, rank, dict.fromkeys(order.stages_of(rank), 1))
+
+
+def most_saved(order: Order, rank: int, saved: Mapping[int, int]) -> int:
+    """Return the most bytes of activations that a rank keeps at the same time. saved: by stage, of a micro-batch."""
     now = most = 0
     for action in order.actions[rank]:
-        now += action.kind is Kind.FORWARD
+        now += saved[action.stage] * (action.kind is Kind.FORWARD)
         most = max(most, now)
-        now -= action.ends
+        now -= saved[action.stage] * action.ends
     return most
 
 
