@@ -23,7 +23,7 @@ LAYOUTS: list[Layout] = [
     {"pp": 2, "pp_layers": "1,3", "dp": 2, "stage": 2, "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6},
     {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp": 2, "stage": 3, "accumulation": 6},
-    {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "dp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
+    {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
     {"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 6, "offload": "optimizer"},
     {"pp": 3, "pp_schedule": "gpipe", "accumulation": 4, "recompute": "selective"},
 ]
