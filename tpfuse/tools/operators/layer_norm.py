@@ -77,13 +77,19 @@ class LayerNorm(Norm):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch every width with a residual and a bias, and one of GPT-2's widths also without them."""
+    """Launch every width with a residual and a bias, and one of GPT-2's widths also without them.
+
+    The shortest and the longest rows are also launched for dx alone, and for the gradients of weight and bias alone.
+    """
     for columns, with_residual in [(c, True) for c in WIDTHS] + [(768, False)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
         residual, bias = (x, weight) if with_residual else (None, None)
         _, _, mean, rstd = norm_forward(x, weight, bias, EPS, residual, centered=True)
         norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=bias is not None)
+        if columns in (WIDTHS[0], WIDTHS[-1]):
+            norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=True, with_weight=False)
+            norm_backward(x, x, weight, mean, rstd, with_bias=True, with_x=False)
 
 
 _SMALL = (

@@ -27,13 +27,16 @@ class RmsNorm(Norm):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch every width without a residual, and that of a 7B model also with one."""
+    """Launch every width without a residual, and that of a 7B model also with one, for dx or dweight alone too."""
     for columns, with_residual in [(c, False) for c in WIDTHS] + [(4096, True)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
         residual = x if with_residual else None
         *_, rstd = norm_forward(x, weight, None, EPS, residual, centered=False)
         norm_backward(x, x, weight, None, rstd, grad_summed=residual, with_bias=False)
+        if with_residual:
+            norm_backward(x, x, weight, None, rstd, grad_summed=residual, with_bias=False, with_weight=False)
+            norm_backward(x, x, weight, None, rstd, with_bias=False, with_x=False)
 
 
 _SMALL = (
