@@ -192,6 +192,29 @@ def test_a_rank_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("layout", "victim", "how"),
+    [
+        *(("--parallel.pp 4", victim, signal.SIGSTOP) for victim in (0, 1, 3)),
+        *(("--parallel.pp 4", victim, signal.SIGKILL) for victim in (0, 2, 3)),
+        ("--parallel.pp 2 --parallel.tp 2 --parallel.pp-schedule zero_bubble", 3, signal.SIGSTOP),
+        ("--parallel.pp 4 --parallel.impl collective", 1, signal.SIGSTOP),
+        ("--parallel.pp 4 --parallel.impl collective", 2, signal.SIGKILL),
+    ],
+)
+def test_a_missing_rank_of_a_pipeline_is_named(
+    endless: Start, tmp_path: Path, layout: str, victim: int, how: signal.Signals
+) -> None:
+    sizes = "--model.n-layer 4 --train.batch 8 --train.micro-batch 1"
+    command = endless(f"{layout} {sizes} --comm.timeout {patient(3.0):.1f}")
+    command.send(how, [command.ranks()[victim]])
+    _, err = command.end(1)
+    told = rf"rank {victim} \(process \d+\) (was killed by SIGKILL|did not answer)|waited \d+\.\d s for rank {victim}\b"
+    assert len(err.splitlines()) == 1 and re.search(told, err), err
+    assert "for rank" in hang(tmp_path / "run").splitlines()[0]
+
+
+@pytest.mark.processes
 def test_a_run_suspended_for_longer_than_the_deadline_continues(endless: Start, tmp_path: Path) -> None:
     """The signals are those of Ctrl-Z, and of `fg` a while later."""
     timeout = patient(3.0)
