@@ -32,7 +32,7 @@ def _luma(colour: tuple[float, float, float]) -> float:
 
 
 def test_boxes_are_the_intervals_and_idle_shares_stand_beside_them() -> None:
-    predicted = timeline(order("zbv", 3, 2, 6), lambda action: usual_seconds(action) * (1 + action.stage % 3))
+    predicted = timeline(order("zbv", 3, 2, 6), lambda action: usual_seconds(action) * (1 + action.stage**2))
     assert len({predicted.idle_share(rank) for rank in range(3)}) == 3
     measured = timeline(predicted.order, lambda action: 0.002 * usual_seconds(action), delay=0.003)
     figure = picture(predicted, measured, 7)
