@@ -5,6 +5,7 @@ stands in for the others. That rank holds the most, since it has the longest sha
 computes the tensors that autograd saves by a formula, and `tpfuse.zero.memory` counts the rest.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,9 +162,11 @@ def _part(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, r
     for index in mine:
         if index and order.rank_of[index - 1] != rank:
             saved[index] -= message  # the stage's input stays in its slot
-    slots_here = sum(route.slots for route in routes(order)[0] if route.target == rank)
+    slots = Counter({rank: 0})  # by rank; in symmetric memory all ranks allocate as many as the one with the most
+    for route in routes(order)[0]:
+        slots[route.target] += route.slots
     part = GPT(config, device_mesh=mesh, stages=[stages[index] for index in mine], device="meta", dtype=dtype)
-    return part, most_saved(order, rank, saved), slots_here * slot_size(message)
+    return part, most_saved(order, rank, saved), max(slots.values()) * slot_size(message)
 
 
 def _micro_batches(options: TrainCommand) -> tuple[int, int]:
