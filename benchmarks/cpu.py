@@ -69,6 +69,7 @@ LEFT_OUT = {
     "compile": "torch.compile alone takes minutes: `python -m benchmarks.bench_compile`",
     "existing_models": "needs transformers: `python -m benchmarks.bench_existing_models`",
     "trace": "no peer: what the marks of traces cost: `python -m benchmarks.bench_trace`",
+    "pipeline": "its own table, since a step needs several ranks: `python -m benchmarks.bench_pipeline`",
     "nanogpt": "needs a checkout of nanoGPT and a text: `python -m benchmarks.bench_nanogpt`",
 }
 _PATIENCE = 600.0  # the seconds after which a row counts as a hang
