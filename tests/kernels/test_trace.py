@@ -409,7 +409,8 @@ KERNELS = {
     "all_gather_forward_kernel", "all_to_all_forward_kernel", "reduce_scatter_forward_kernel",
     "all_reduce_one_shot_kernel", "all_reduce_two_shot_kernel", "gemm_reduce_scatter_forward_kernel",
     "await_part_kernel", "send_message_kernel", "sum_parts_kernel", "all_gather_gemm_forward_kernel",
-    "open_copies_kernel", "close_copies_kernel", "ring_attention_forward_kernel", "ring_attention_dq_kernel", "shard_sum_kernel",
+    "open_copies_kernel", "close_copies_kernel", "ring_attention_forward_kernel", "ring_attention_dq_kernel",
+    "shard_sum_kernel",
     "sharded_adamw_kernel",
 }  # fmt: skip
 
