@@ -43,8 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "testing.zero_training": {"comm", "comm.collectives", "models", "parallel", "testing", "zero"},
     "testing.staged_model": {"comm", "comm.collectives", "layers", "testing", "testing.zero_training", "zero"},
     "tools": {
-        "kernels", "backend", "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "models",
-        "train", "testing",
+        "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
+        "layers", "models", "train", "testing",
     },
     "cli": {"comm.collectives", "train", "profile", "tools"},
 }  # fmt: skip

@@ -5,6 +5,7 @@ have changed are compiled. `make compiled` writes the table that a test compares
 compiled-matrix` runs this file under other versions of Triton.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def test_every_exception_is_needed(report: Report) -> None:
     assert {gate.issue_exception(result) for result in busy} == gate.ISSUE_EXCEPTIONS.keys()
     few = [result for result in report.compilations if not result.error and gate.moves_little(result)]
     assert {gate.narrow_exception(result) for result in few} == gate.NARROW_EXCEPTIONS.keys()
+
+
+def test_every_accepted_spill_is_needed(report: Report) -> None:
+    accepted = gate.SPILLS.get(".".join(report.triton.split(".")[:2]), {})
+    spilled = [result for result in report.compilations if result.spilled]
+    most = {p: max((x.spilled for x in spilled if re.search(p, gate.named(x))), default=0) for p in accepted}
+    assert most == {pattern: size for pattern, (size, _) in accepted.items()}
 
 
 def test_the_committed_table_is_current(report: Report) -> None:

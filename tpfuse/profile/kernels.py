@@ -26,6 +26,7 @@ PROGRAMS = {
     "reduce_scatter_forward_kernel": "collectives",
     "ring_attention_dq_kernel": "ring_attention",
     "ring_attention_forward_kernel": "ring_attention",
+    "send_message_kernel": "messages",
     "shard_sum_kernel": "sharded_adamw",
     "sharded_adamw_kernel": "sharded_adamw",
     "sum_parts_kernel": "gemm_reduce_scatter, copy engines",

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.collectives.fused import FusedCollectives, most_programs, open_channel
+from tpfuse.comm.messages.base import Route
+from tpfuse.comm.messages.fused import FusedMessages
+from tpfuse.comm.messages.symmetric import name_of
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import reference
 from tpfuse.kernels.shard_sum import shard_sum
@@ -35,7 +38,11 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one rank: rows, k and n of a product, elements of a collective, tokens and heads, shard of AdamW."""
+    """The sizes of one rank.
+
+    rows, k and n are those of a product, elements those of a collective or a message, tokens, heads and head_size those
+    of attention, and shard is the elements of AdamW's shard.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     rows: int = 1000
@@ -149,6 +156,28 @@ def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
             return out
 
         rounds.append((run, expected))
+    return _Exact(rounds)
+
+
+def messages(memory: SymmetricMemory, sizes: Sizes) -> Program:
+    """Return the program of one message from each rank to the next. Their epochs come from the host and do not wrap."""
+    rank, world = memory.rank, memory.world
+    routes = [Route(f"from rank {source}", source, (source + 1) % world, slots=2) for source in range(world)]
+    source = (rank - 1) % world
+    nbytes = sizes.elements * sizes.dtype.itemsize
+    opened = memory.channel(partial(FusedMessages, routes=routes), name_of(routes), nbytes)
+    rounds = []
+    for seed in range(VARIANTS):
+        xs = _whole(seed, world, sizes.elements, memory=memory, dtype=sizes.dtype)
+
+        def run(x: Tensor = xs[rank]) -> Tensors:
+            opened.send(rank, x)
+            message = opened.receive(source, x.shape, x.dtype)
+            received = message.tensor.clone()
+            opened.release(source, message)
+            return {"received": received}
+
+        rounds.append((run, {"received": xs[source]}))
     return _Exact(rounds)
 
 
@@ -276,6 +305,7 @@ PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], Program]] = {
     "gemm_reduce_scatter": partial(gemm_reduce_scatter, engines=False),
     "gemm_reduce_scatter, copy engines": partial(gemm_reduce_scatter, engines=True),
     "collectives": collectives,
+    "messages": messages,
     "ring_attention": partial(ring_attention, ring=True),
     "ring_attention, from owners": partial(ring_attention, ring=False),
     "sharded_adamw": sharded_adamw,
