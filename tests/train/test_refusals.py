@@ -64,7 +64,7 @@ REFUSED = {
     "train --parallel.pp 2 --parallel.pp-shedule gpipe": "did you mean --parallel.pp-schedule",
     "train --model.n-layer 8 --parallel.pp 4 --parallel.pp-schedule interleaved_1f1b --train.batch 9"
     " --train.micro-batch 1": "9 micro-batches of each rank in a step: schedule interleaved_1f1b on 4 ranks accepts for"
-    " example 6, 7, 8, 10, 12 or 14 (--train.batch 9, dp 1, --train.micro-batch 1)",
+    " example 6, 7, 8, 10, 12 or 15 (--train.batch 9, dp 1, --train.micro-batch 1)",
     "train --parallel.pp 2 --parallel.pp-layers 1": "--parallel.pp-layers 1 has 1 stages and 1 layers: expected 2",
     "train --parallel.pp 2 --parallel.pp-layers 2,0": "--parallel.pp-layers 2,0 has 2 stages and 2 layers",
     "train --parallel.pp 2 --parallel.pp-layers 1,2": "1,2 has 2 stages and 3 layers: expected 2 stages",

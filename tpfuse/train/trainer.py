@@ -290,19 +290,18 @@ class Trainer:
         sent, received = before.sent, before.received
         batches = self.micro_batches(windows, self.step)
         weight = self.loss_scale / tokens
-        compiling = compiler_errors(self.step) if options.train.compile else nullcontext()
-        if self.runner is None:
-            for index, (ids, targets, sequences) in enumerate(batches):
-                self.engine.start(last=index == len(batches) - 1)
-                with span("micro_batch", f"micro-batch {index}"), compiling:
-                    with span("phase", "forward"), self._autocast():
-                        loss = self.language_model.loss(ids, targets, weight, at, sequences)
-                    with span("phase", "backward"):
-                        loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.detach() / weight
-        else:
-            self.engine.start(last=True, backwards=len(batches))
-            with compiling:
+        with compiler_errors(self.step) if options.train.compile else nullcontext():
+            if self.runner is None:
+                for index, (ids, targets, sequences) in enumerate(batches):
+                    self.engine.start(last=index == len(batches) - 1)
+                    with span("micro_batch", f"micro-batch {index}"):
+                        with span("phase", "forward"), self._autocast():
+                            loss = self.language_model.loss(ids, targets, weight, at, sequences)
+                        with span("phase", "backward"):
+                            loss.backward()  # type: ignore[no-untyped-call]
+                    total += loss.detach() / weight
+            else:
+                self.engine.start(last=True, backwards=len(batches))
                 for loss in self.runner.train(self._pipelined(batches, weight, at)):
                     total += loss / weight
         with span("phase", "gradients"):
