@@ -311,7 +311,7 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
 
 def _serve(rank: Rank) -> None:
     world = rank.join()
-    collective._PATIENCE = 0.1
+    collective.PATIENCE = 0.1
     while True:
         index, mode, folder = rank.hear()
         case = CASES[index]

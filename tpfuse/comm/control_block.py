@@ -25,18 +25,21 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from triton._C.libtriton import interpreter as atomics
 
-from tpfuse.comm import host, trace
+from tpfuse.comm import host, trace, waits
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.futex import Backoff, load_acquire, publish, store_release
 from tpfuse.comm.rendezvous import exchange
 
-_BEGUN, _EPOCH, _RESETS, _MESSAGES, _NUMBERS = 0, 1, 2, 3, 16  # indices of a rank's int64 numbers, and their count
+# Indices of a rank's int64 numbers, and their count. `tpfuse.comm.waits` has two more.
+_BEGUN, _EPOCH, _RESETS, _MESSAGES, _NUMBERS = 0, 1, 2, 3, 16
 _TEXT = 4096  # bytes of one exchange
 # The operations of all ranks in the flight record, as many messages, and the bytes of each: four numbers (`RankState`),
 # then text.
 RECORDS, _RECORD = 64, 192
 _NUMBER, _BEGUN_NS, _ENDED_NS, _DIGEST, _WORDS = 0, 1, 2, 3, 4  # indices of those numbers, and their count
 _ABORT_BYTES = 128
+# An abort word is the missing rank's number in the world + 1, or: no rank is missing; ranks run different operations.
+_NO_RANK, _DIFFERENT = -1, -2
 _FIRST_WORD = (_NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT) // 8  # index of the first record's word in a rank's state
 _STATE_BYTES = 8 * _FIRST_WORD + 2 * RECORDS * _RECORD
 
@@ -201,6 +204,8 @@ class ControlBlock:
         self.memory = mapping.memory
         self.states = [RankState(self.memory, rank) for rank in range(self.world)]
         self.local = self.states[self.rank]
+        self.own_words = self.local.words
+        waits.register(self)
         self._epoch = self._resets = 0
         self._begun, self._digests = 0, [0] * RECORDS  # copies of what `local` has of this rank's operations
         self._messages = 0  # a copy of the number of messages
@@ -300,11 +305,14 @@ class ControlBlock:
         try:
             self.compare()
         except Disagreement:
-            self.local.abort[0] = self.world + 2
+            self.local.abort[0] = _DIFFERENT
 
     def abort(self, rank: int, missing: int | None) -> None:
-        """Tells `rank` to stop waiting for `missing` (None: no particular rank). Only the first such call counts."""
-        value = np.array([self.world + 1 if missing is None else missing + 1], np.int32)
+        """Tells `rank` to stop waiting. Only the first such call counts.
+
+        missing: the number in the world of the rank that is missing; None: no particular rank.
+        """
+        value = np.array([_NO_RANK if missing is None else missing + 1], np.int32)
         atomics.atomic_cas(
             self.states[rank].abort_address, np.zeros(1, np.int32), value, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
         )
@@ -333,17 +341,42 @@ class ControlBlock:
         rank = min(range(self.world), key=lambda r: self.states[r].begun)
         return rank if self.states[rank].begun < self.local.begun else None
 
+    def look(self, peer: int | None) -> None:
+        """Says that this rank waits, at this moment, for `peer`; None: for the slowest rank, if there is one."""
+        awaited = self.slowest() if peer is None else peer
+        waits.look(None if awaited is None else self.ranks[awaited])
+
+    def last_of_chain(self, rank: int) -> int | None:
+        """Returns the rank for which `rank` waits directly or through others, by its number in the world.
+
+        That is `rank` itself if it waits for none, a rank of another group if a rank of this group waits for it, and
+        None if ranks wait for each other.
+        """
+        passed = {self.rank}
+        while rank not in passed:
+            passed.add(rank)
+            awaited = waits.awaited(self.states[rank].words, self.timeout, self.has_left(rank))
+            if awaited is None:
+                return self.ranks[rank]
+            if awaited not in self.ranks:
+                return awaited
+            rank = self.ranks.index(awaited)
+        return None
+
     def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout | Disagreement:
         """Ends every rank's waits and returns the error to raise. peer: the rank that the caller waits for."""
         abort_word = int(self.local.abort[0])
-        if abort_word == self.world + 2:
+        if abort_word == _DIFFERENT:
             try:
                 self.compare()
             except Disagreement as error:
                 return error
-        missing = abort_word - 1 if 0 < abort_word <= self.world else self.first_left()
-        if missing is None and not abort_word:
-            missing = self.slowest() if peer is None else peer
+        missing = abort_word - 1 if abort_word > 0 else None
+        if missing is None:
+            late = self.first_left()
+            if late is None and not abort_word:
+                late = self.slowest() if peer is None else peer
+            missing = None if late is None else self.last_of_chain(late)
         for rank in range(self.world):
             self.abort(rank, missing)
         begun = self._begun + self._messages
@@ -358,13 +391,16 @@ class ControlBlock:
         return self._error(op, missing, waited, self.describe(missing))
 
     def _error(self, op: str, missing: int | None, waited: float | None, detail: str) -> PeerTimeout:
-        peer = None if missing is None else self.ranks[missing]
-        return PeerTimeout(op, step=self.step, rank=self.ranks[self.rank], peer=peer, waited=waited, detail=detail)
+        waits.give_up(None if missing == self.ranks[self.rank] else missing)
+        return PeerTimeout(op, step=self.step, rank=self.ranks[self.rank], peer=missing, waited=waited, detail=detail)
 
-    def describe(self, rank: int | None) -> str:
-        """Returns what is known of a missing rank, for a message."""
-        if rank is None:
+    def describe(self, missing: int | None) -> str:
+        """Returns what is known of a missing rank, for a message. missing: its number in the world."""
+        if missing is None:
             return "no rank is late"
+        if missing not in self.ranks:
+            return "a rank of this group waits for it in another group"
+        rank = self.ranks.index(missing)
         if self.has_ended(rank):
             return f"its process ({self.pids[rank]}) has ended"
         last = self.states[rank].last_operation()
@@ -406,10 +442,13 @@ class ControlBlock:
                     if backoff.rest(state.addresses[field : field + 1], seen):
                         if heed_abort:
                             self.compare()
+                        waits.look(self.ranks[rank])
                         left = next((r for r in range(self.world) if self._left_early(r, field, value)), None)
                         if backoff.waited > self.timeout or left is not None:
                             missing = rank if left is None else left
-                            raise (self.fail if heed_abort else self._timeout)(op, missing, backoff.waited)
+                            if heed_abort:
+                                raise self.fail(op, missing, backoff.waited)
+                            raise self._timeout(op, self.ranks[missing], backoff.waited)
             load_acquire(state.addresses[field : field + 1], np.zeros(1, np.int64))
 
     def _left_early(self, rank: int, field: int, value: int) -> bool:
@@ -442,6 +481,7 @@ class ControlBlock:
             self.local.numbers[_BEGUN] = self._begun = max(state.begun for state in self.states)
             self._compared, self.disagreed, self._failure = [self._begun] * self.world, False, None
             self._epoch = self.local.numbers[_EPOCH] = 0
+            waits.forget()
             clear()
             self._reset_barrier()
         except PeerTimeout:

@@ -64,6 +64,8 @@ class StreamWatchdog:
             oldest.running = Stopwatch()
         self._control.stop_if_others_differ()
         waited = 0.0 if oldest.running is None else oldest.running.look()
+        if oldest.running is not None:
+            self._control.look(oldest.peer)
         if self._control.aborted or is_late(self._control, oldest.peer, waited):
             self._failure = self._control.fail(oldest.op, oldest.peer, waited)
             write_flight_record(self._control, self._failure)

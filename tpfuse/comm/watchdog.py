@@ -48,6 +48,7 @@ class Watchdog:
                 self._control.stop_if_others_differ()
                 op, peer, stopwatch = self._watched
                 waited = stopwatch.look()
+                self._control.look(peer)
                 if is_late(self._control, peer, waited):
                     self._control.fail(op, peer, waited)
 

@@ -22,7 +22,7 @@ from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.rendezvous import announce, write_group_record
 from tpfuse.comm.settings import settings
 
-_PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
+PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # torch 2.13 renamed these two functions; older releases have only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -113,7 +113,7 @@ def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
     try:
         store = dist.distributed_c10d._get_process_group_store(group)
         store.set(f"tpfuse gives up {number}: {group.rank()}", "")
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while others and time.monotonic() < deadline:
             time.sleep(0.02)
             others = [rank for rank in others if not store.check([f"tpfuse gives up {number}: {rank}"])]

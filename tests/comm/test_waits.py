@@ -1,0 +1,118 @@
+"""Ranks that wait for each other in a chain all name the rank at its end, also through several groups.
+
+The ranks are forked, so that a test can stop them.
+"""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.backend import Implementation, implementation
+from tpfuse.comm.collectives import collective
+from tpfuse.comm.collectives.collective import set_timeout
+from tpfuse.comm.connect import connect
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.messages import Messages, Route, open_messages
+from tpfuse.comm.settings import set_settings
+from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
+from tpfuse.testing.patience import patient
+from tpfuse.testing.tiers import exhaustive
+
+CPU = torch.device("cpu")
+BOTH_WAYS = [Route(f"{a} to {b}", a, b, 1) for low in range(3) for a, b in ((low, low + 1), (low + 1, low))]
+
+
+def _memory(group: dist.ProcessGroup, timeout: float) -> SharedMemory:
+    memory = connect(group, CPU)
+    assert isinstance(memory, SharedMemory)
+    memory.timeout = memory.control.timeout = timeout
+    return memory
+
+
+def _receive(messages: Messages, source: int, target: int) -> None:
+    route = next(index for index, route in enumerate(BOTH_WAYS) if (route.source, route.target) == (source, target))
+    messages.receive(route, (1,), torch.float32)
+
+
+def _chain(rank: Rank, name: Implementation, timeout: float, last_waits: bool) -> None:
+    """Every rank waits for the next one, and rank 0 begins first. last_waits: rank 3 waits for rank 2 then."""
+    set_settings(timeout=patient(LIMIT))
+    group = rank.join()
+    with implementation(name):
+        messages = open_messages(group, CPU, torch.float32, BOTH_WAYS, 4)
+    dist.barrier(group)
+    set_settings(timeout=timeout)
+    if name == "collective":
+        set_timeout(group)
+        collective.PATIENCE = patient(2.0)
+    else:
+        _memory(group, timeout)
+    time.sleep(rank.rank * timeout / 20)
+    rank.tell("here")
+    if rank.rank < 3:
+        _receive(messages, rank.rank + 1, rank.rank)
+    elif last_waits:
+        _receive(messages, 2, 3)
+    rank.hear()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("direct", "stopped while it waits"), ("collective", "stays away"),
+        *exhaustive(("direct", "stays away"), ("direct", "killed"), ("fused", "stays away"), ("collective", "killed"),
+                    ("fused", "stopped while it waits"), ("collective", "stopped while it waits")),
+    ],
+)  # fmt: skip
+def test_all_ranks_of_a_chain_name_its_last_rank(name: Implementation, what: str, tmp_path: Path) -> None:
+    timeout = patient(4.0)
+    with ranks(4, tmp_path, _chain, name, timeout, what != "stays away") as running:
+        running.wait_for_all()
+        if what != "stays away":
+            time.sleep(0.2)  # it has begun to wait
+            running.send(3, signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+        for rank in range(3):
+            error = running.result(rank)[1]
+            assert isinstance(error, PeerTimeout), error
+            assert (error.rank, error.peer) == (rank, 3), error
+
+
+@pytest.mark.parametrize("name", ["direct", *exhaustive("fused", "collective")])
+def test_no_rank_is_named_if_all_wait_for_each_other(name: Implementation, tmp_path: Path) -> None:
+    with ranks(4, tmp_path, _chain, name, patient(2.0), True) as running:
+        running.wait_for_all()
+        error = running.result(3)[1]
+        assert isinstance(error, PeerTimeout) and error.peer is None, error
+
+
+def _two_groups(rank: Rank, first: float, second: float) -> None:
+    """Rank 0 waits for rank 1 in one group, rank 1 waits for rank 2 in another one, and rank 2 stays away."""
+    set_settings(timeout=patient(LIMIT))
+    rank.join()
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    timeouts = first, second
+    memories = [
+        _memory(group, timeout)
+        for group, timeout in zip(groups, timeouts, strict=True)
+        if rank.rank in dist.get_process_group_ranks(group)
+    ]
+    flags = [memory.signals("never", 1) for memory in memories]
+    rank.tell("here")
+    if rank.rank < 2:
+        memories[-1].wait_signal(flags[-1], 0, 0, 1, peer=1, op="wait")
+    rank.hear()
+
+
+@pytest.mark.parametrize(("first", "second"), [(1.5, LIMIT), (3.0, 1.0)], ids=["waits", "has given up"])
+def test_a_rank_of_another_group_is_named(first: float, second: float, tmp_path: Path) -> None:
+    """Rank 1 still waits for rank 2, or has given up, when rank 0 gives up."""
+    with ranks(3, tmp_path, _two_groups, patient(first), patient(second)) as running:
+        running.wait_for_all()
+        error = running.result(0)[1]
+        assert isinstance(error, PeerTimeout), error
+        assert error.peer == 2 and "; a rank of this group waits for it in another group" in str(error)

@@ -1,0 +1,67 @@
+"""Which rank each process waits for: so the ranks of a chain name the rank at its end, for which all of them wait.
+
+In a pipeline rank 0 waits for rank 1, which waits for rank 2, which has stopped. A process that waits writes for which
+rank, and when it last looked, into its state in each of its control blocks, and again at each look. A process that is
+stopped looks no longer. So a rank whose time to wait is over follows these words to a rank that does not wait, also if
+the waits belong to different groups. What a process has given up remains there after it has ended.
+"""
+
+import time
+import weakref
+from typing import Protocol
+
+WORD, LOOKED = 4, 5  # indices of a rank's int64 numbers: the awaited rank's number in the world + 1, and the time (ns)
+_FOR_GOOD = -1  # the time of a wait that was given up
+_RECENT = 1.0  # seconds: a process that waits looks more often, unless it is stopped
+
+
+class _Block(Protocol):
+    """A control block. own_words: the int64 words of this process's state in it."""
+
+    own_words: memoryview
+
+
+_blocks: list["weakref.ref[_Block]"] = []  # the control blocks of this process
+
+
+def register(block: _Block) -> None:
+    """Writes the waits of this process into one more control block, as long as it exists."""
+    global _blocks
+    # A new list, because the thread of a watchdog may be reading the old one.
+    _blocks = [*(reference for reference in _blocks if reference() is not None), weakref.ref(block)]
+
+
+def look(rank: int | None) -> None:
+    """Writes that this process waits, at this moment, for a rank of the world. None: for no rank in particular."""
+    _write(rank, time.time_ns())
+
+
+def give_up(rank: int | None) -> None:
+    """Writes that this process has waited in vain for a rank of the world. It holds until `forget`."""
+    _write(rank, _FOR_GOOD)
+
+
+def forget() -> None:
+    """Removes what this process has written."""
+    _write(None, 0)
+
+
+def _write(rank: int | None, when: int) -> None:
+    for reference in _blocks:
+        block = reference()
+        if block is not None:
+            words = block.own_words
+            words[WORD], words[LOOKED] = 0 if rank is None else rank + 1, when
+
+
+def awaited(words: memoryview, timeout: float, left: bool) -> int | None:
+    """Returns the rank of the world for which another process waits or has waited in vain; None: it waits for none.
+
+    words: those of that process. timeout: the seconds after which ranks give up. left: whether the process has ended
+    or waits in a reset: then it does not wait for the rank at which it looked last, unless it has given up.
+    """
+    rank, looked = words[WORD] - 1, words[LOOKED]
+    if rank < 0:
+        return None
+    recent = not left and time.time_ns() - looked < min(_RECENT, timeout / 4) * 1e9
+    return rank if looked == _FOR_GOOD or recent else None
