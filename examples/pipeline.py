@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import tpfuse
 from tpfuse import Pipeline
 
 WIDTH, VOCABULARY, MICRO_BATCHES = 64, 32, 8
@@ -53,6 +54,7 @@ pipeline = Pipeline(
     schedule="1f1b",
     micro_batches=MICRO_BATCHES,
 )
+tpfuse.explain(pipeline)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's blocks
 for step in range(20):
     ids = torch.randint(VOCABULARY, (MICRO_BATCHES, 4, 16))

@@ -12,6 +12,7 @@ from tpfuse.testing.patience import patient
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PIPELINE = ROOT / "docs" / "pipeline.md"
 EXPLORER = ROOT / "docs" / "symmetric_memory.md"
 
 
@@ -57,6 +58,8 @@ def test_the_pipeline_prints_the_losses_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "pipeline.py").write_text(text.replace("--nproc-per-node 2 examples/", "--nproc-per-node 1 "))
     printed = [_run(example).stdout, _run(tmp_path / "pipeline.py", tmp_path).stdout]
     losses, expected = ([float(x) for x in re.findall(r"^step \d+: loss (.*)$", each, re.M)] for each in printed)
+    (explained,) = re.findall(r"prints before the first step:\n\n```\n(.*?)^```$", PIPELINE.read_text(), re.M | re.S)
+    assert printed[0].partition("step 0:")[0].endswith(explained)
     assert len(losses) == len(expected) == 20 and expected[-1] < 0.2 < 2.0 < expected[0]
     assert losses == pytest.approx(expected, abs=2e-4)
 

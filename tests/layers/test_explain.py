@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tpfuse
 from tpfuse.backend import Implementation, implementation
@@ -16,6 +16,11 @@ from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.pipeline.cut import Cost
+from tpfuse.parallel.pipeline.order import PipelineSchedule
+from tpfuse.parallel.pipeline.pipeline import Pipeline
+from tpfuse.parallel.pipeline.plan import PipelinePlan
+from tpfuse.parallel.pipeline.timeline import most_in_flight
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
 
@@ -105,6 +110,86 @@ def _printed() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         tpfuse.explain(_model())
     return out.getvalue()
+
+
+def _sum(x: Tensor, *batch: Tensor) -> Tensor:
+    return x.sum()
+
+
+def _pipeline(schedule: PipelineSchedule, layers: list[int] | None = None) -> Pipeline:
+    """Return a pipeline on two ranks through a table of 16 parameters, blocks of 8, 8, 16 and 32, and a head of 8."""
+    table, head = nn.Embedding(2, 8), nn.Linear(8, 1, bias=False)
+    blocks = nn.ModuleList(nn.Linear(8, width, bias=False) for width in (1, 1, 2, 4))
+    model, mesh = nn.ModuleDict({"table": table, "blocks": blocks, "head": head}), mesh_of(1, 1, pp=2)["pp"]
+    return Pipeline(
+        model, blocks=blocks, before=table, after=_sum, first=[table], last=[head], device_mesh=mesh,
+        schedule=schedule, micro_batches=4, layers=layers,
+    )  # fmt: skip
+
+
+def _explained_pipeline(
+    name: Implementation, schedule: PipelineSchedule, layers: list[int] | None = None
+) -> tuple[list[list[str]], PipelinePlan]:
+    """Return the columns of the printed lines, and the plan."""
+    with implementation(name), contextlib.redirect_stdout(io.StringIO()) as out:
+        pipeline = _pipeline(schedule, layers)
+        assert tpfuse.explain(pipeline) == []
+        return [re.split("  +", line) for line in out.getvalue().splitlines()], pipeline.plan()
+
+
+def test_a_pipeline_is_explained_by_its_stages_and_ranks() -> None:
+    """Three passes of a micro-batch take 3 * 32 on the first rank and 3 * 40 on the second, and a step takes 576.
+
+    The second rank computes without a break for 4 * 3 * 40. It waits for the first forward pass, which takes 32, and at
+    the end for the last backward pass, which takes 64.
+    """
+    (printed, plan), (nothing, other) = pool(2).run(_explained_pipeline, "auto", "1f1b", [3, 1])
+    assert nothing == [] and plan == other
+    assert plan.costs == (Cost(6 * 32, 48), Cost(6 * 40, 40))
+    assert printed == [
+        ["1f1b: 4 micro-batches on 2 pipeline ranks with 1 stage each; predicted idle share at most 33%"],
+        ["stage", "pipeline rank", "layers", "operations", "parameters"],
+        ["0", "0", "0-2", "44.4%", "54.5%"],
+        ["1", "1", "3", "55.6%", "45.5%"],
+        ["pipeline rank", "stages", "predicted idle share", "most in flight"],
+        ["0", "0", "33.3%", "2"],
+        ["1", "1", "16.7%", "1"],
+        ["messages: direct (CPU ranks of one host)"],
+    ]
+
+
+def test_several_stages_of_a_rank_and_a_chosen_implementation_are_explained() -> None:
+    printed, plan = pool(2).run(_explained_pipeline, "collective", "zbv")[0]
+    assert [row[:3] for row in printed[2:6]] == [["0", "0", "0"], ["1", "1", "1"], ["2", "1", "2"], ["3", "0", "3"]]
+    assert [row[:2] for row in printed[7:9]] == [["0", "0, 3"], ["1", "1, 2"]]
+    assert [row[3] for row in printed[7:9]] == [str(most_in_flight(plan.order, rank)) for rank in range(2)]
+    assert printed[9:] == [["messages: collective (chosen)"]]
+
+
+def test_layers_follow_the_stages_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(ColumnParallelLinear(8, 8), RowParallelLinear(8, 8))
+    pipeline = Pipeline(model, blocks=model, before=torch.clone, after=_sum, device_mesh=None, micro_batches=1)
+    assert tpfuse.explain(pipeline) == plans(model)
+    *_, messages, head, first, second = capsys.readouterr().out.splitlines()
+    assert messages == "messages: local (one rank)"
+    assert head.startswith("layer  kind") and first.startswith("0 ") and second.startswith("1 ")
+
+
+def _carriers() -> list[str]:
+    """Return what carries messages before the first step, after it, and while another implementation is chosen."""
+    blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    model, mesh = nn.Sequential(*blocks), mesh_of(1, 1, pp=2)["pp"]
+    pipeline = Pipeline(model, blocks=blocks, before=torch.clone, after=_sum, device_mesh=mesh, micro_batches=2)
+    with implementation("collective"):
+        found = [pipeline.plan().implementation]
+        pipeline.step([(torch.ones(1, 2),)] * 2)
+        found.append(pipeline.plan().implementation)
+    with implementation("direct"):
+        return [*found, pipeline.plan().implementation]
+
+
+def test_messages_are_explained_as_they_were_opened() -> None:
+    assert pool(2).run(_carriers) == [["collective"] * 3] * 2
 
 
 def test_only_the_first_rank_prints() -> None:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 
 DOUBLE = "--train.dtype float64 --model.dropout 0.1 --model.n-layer 4"
 ZBV = "--parallel.pp 2 --parallel.pp-schedule zbv --train.micro-batch 2"
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "-m tpfuse train"
 
 
@@ -25,6 +26,15 @@ def started(flags: list[str], out: Path, options: str, program: str = TRAIN) -> 
 
 def torchrun(ranks: int) -> str:
     return f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {TRAIN}"
+
+
+def test_a_run_explains_its_pipeline_as_the_page_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "pipeline.md").read_text()
+    (shown,) = re.findall(r"The first command of this page prints:\n\n```\n(.*?)^```$", page, re.M | re.S)
+    (words,) = re.findall(r"^tpfuse train (.*) --train.steps 50 (.*) --out runs/pipeline$", page, re.M)
+    readme = str(ROOT / "README.md")
+    out, _ = started([], tmp_path / "run", f"{' '.join(words)} --train.steps 1".replace("README.md", readme)).end()
+    assert shown in out
 
 
 def losses(run: Path) -> list[float]:
@@ -39,8 +49,8 @@ def test_a_pipeline_trains_resumes_and_is_used_as_a_run_of_one_rank(
     out, err = started(flags, piped, f"{DOUBLE} {ZBV}").end()
     assert err == ""
     assert "ranks    tp 1 x dp 1 x pp 2 on cpu" in out
-    found = re.search(r"^pipeline zbv: 4 micro-batches of 2 sequences, stages of 1, 1, 1, 1 layers; predicted idle "
-                      r"share (\d+)%$", out, re.MULTILINE)  # fmt: skip
+    found = re.search(r"^pipeline zbv: 4 micro-batches of 2 sequences on 2 pipeline ranks with 2 stages each; predicted"
+                      r" idle share at most (\d+)%$", out, re.MULTILINE)  # fmt: skip
     assert found and 0 < int(found[1]) < 60
     assert re.search(r"^memory   ZeRO stage 0, counted [\d.]+ MiB a rank: parameters ", out, re.MULTILINE)
     assert losses(piped) == pytest.approx(losses(one), rel=1e-9)

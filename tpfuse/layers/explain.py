@@ -40,6 +40,16 @@ class Explained(Protocol):
         """Return the layer's plan, or None if it does not communicate. The call is collective."""
 
 
+@runtime_checkable
+class ExplainedTraining(Protocol):
+    """What trains a model in a way of its own, such as `tpfuse.Pipeline`, and explains it."""
+
+    model: nn.Module
+
+    def explanation(self) -> list[str]:
+        """Return the lines that `explain` prints before those of the model's layers. The call is collective."""
+
+
 def plans(model: nn.Module) -> list[LayerPlan]:
     """Return the plan of each ColumnParallelLinear, RowParallelLinear and `Explained` layer of the model.
 
@@ -83,16 +93,22 @@ def summary(layer_plans: Sequence[LayerPlan]) -> str:
     return "; ".join(f"{count} {name} ({reason})" for (name, reason), count in counts.items())
 
 
-def explain(model: nn.Module) -> list[LayerPlan]:
+def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     """Print, on the first rank, a line for each layer of `plans` (shapes, implementation, reason); return the plans.
 
-    The call is collective, as `plans` is.
+    model: a module, or a `tpfuse.Pipeline`. The first rank prints the stages of a pipeline before the layers of its own
+    stages, which it prints if there are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
     """
-    layer_plans = plans(model)
+    if isinstance(model, ExplainedTraining):
+        lines, layer_plans = model.explanation(), plans(model.model)
+    else:
+        lines, layer_plans = [], plans(model)
     head = ("layer", "kind", "weight", "on a rank", "operator", "implementation", "reason")
     rows = [head, *(["-" if value == () else str(value) for value in vars(plan).values()] for plan in layer_plans)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if layer_plans or not lines:
         for row in rows:
-            print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+            lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print("\n".join(lines))
     return layer_plans

@@ -51,7 +51,7 @@ from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
 from tpfuse.train.pipeline import (
     described_layout,
     micro_batch_size,
-    pipeline_order,
+    pipeline_costs,
     pipeline_stages,
     predicted_idle,
     predicted_timeline,
@@ -243,7 +243,7 @@ class TrainingLoop:
             raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")
 
     def _introduce(self) -> None:
-        layers = plans(self.trainer.model)
+        layers, pipeline = plans(self.trainer.model), self._pipeline()
         if not self.first:
             return
         config, train, trainer = self.run.config, self.options.train, self.trainer
@@ -258,8 +258,8 @@ class TrainingLoop:
         say(f"text     {self._described_data()}, vocabulary {config.vocab_size}")
         layout = described_layout(tp=trainer.tp, cp=trainer.context.size, dp=trainer.dp, pp=self.options.parallel.pp)
         say(f"ranks    {layout} on {self.device.type}{threads}, {self._precision()}, {self._kernels()}")
-        if trainer.runner is not None:
-            say(f"pipeline {self._stages()}")
+        if pipeline:
+            say("pipeline " + "\n         ".join(pipeline))
         if layers and trainer.tp * trainer.context.size > 1:
             say(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
         tokens = train.batch * config.n_positions
@@ -269,16 +269,13 @@ class TrainingLoop:
         say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.info.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
         say(f"run      {self.run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
 
-    def _stages(self) -> str:
-        """Returns in words the stages of the pipeline and the order in which they compute."""
-        assert isinstance(self.run.config, GPTConfig)
-        stages, order = pipeline_stages(self.options, self.run.config), pipeline_order(self.options)
-        counts = ", ".join(str(len(stage.layers)) for stage in stages)
-        idle = max(predicted_idle(self.options, self.run.config))
-        return (
-            f"{order.schedule}: {order.micro_batches} micro-batches of {micro_batch_size(self.options)} sequences,"
-            f" stages of {counts} layers; predicted idle share {idle:.0%}"
-        )
+    def _pipeline(self) -> list[str]:
+        """Returns the lines that explain the pipeline; [] if there is none. Collective."""
+        runner, options, config = self.trainer.runner, self.options, self.run.config
+        if runner is None or not isinstance(config, GPTConfig):
+            return []
+        plan = runner.plan(pipeline_stages(options, config), pipeline_costs(options, config), self.trainer.dtype)
+        return plan.explanation(f" of {micro_batch_size(options)} sequences")
 
     def _described_data(self) -> str:
         """Returns in words how many tokens there are, and how often the run reads each."""

@@ -1,9 +1,9 @@
 """What the options of a run mean for its pipeline: the order of a step, and the stages of the GPT."""
 
 from tpfuse.models.gpt import GPTConfig, part_costs
-from tpfuse.parallel.pipeline.cut import Stage, cut_layers, explicit_cut
+from tpfuse.parallel.pipeline.cut import Cost, Stage, cut_layers, explicit_cut, stage_costs
 from tpfuse.parallel.pipeline.order import Order, order, stage_ranks, usual_stages
-from tpfuse.parallel.pipeline.timeline import Timeline, timeline, usual_seconds
+from tpfuse.parallel.pipeline.timeline import Timeline, predicted
 from tpfuse.train.options import ParallelOptions, TrainCommand
 
 _ROUNDS = 4  # micro-batches for each pipeline rank, by default
@@ -66,16 +66,19 @@ def pipeline_order(options: TrainCommand) -> Order:
 
 def predicted_timeline(options: TrainCommand, config: GPTConfig) -> Timeline:
     """Returns a step whose passes take time by their operations alone, in operations for each token."""
-    block, _, head = part_costs(config)
-    stages = pipeline_stages(options, config)
-    costs = [len(stage.layers) * block.flops + stage.last * head.flops for stage in stages]
-    return timeline(pipeline_order(options), lambda action: usual_seconds(action) * costs[action.stage])
+    return predicted(pipeline_order(options), pipeline_costs(options, config))
 
 
 def predicted_idle(options: TrainCommand, config: GPTConfig) -> list[float]:
     """Returns the idle share of each pipeline rank in the predicted step."""
     played = predicted_timeline(options, config)
     return [played.idle_share(rank) for rank in range(options.parallel.pp)]
+
+
+def pipeline_costs(options: TrainCommand, config: GPTConfig) -> list[Cost]:
+    """Returns the costs of the stages of the GPT, as they are counted for the cut. Raises as `pipeline_stages` does."""
+    block, embeddings, head = part_costs(config)
+    return stage_costs(pipeline_stages(options, config), [block] * config.n_layer, embeddings, head)
 
 
 def pipeline_stages(options: TrainCommand, config: GPTConfig) -> list[Stage]:

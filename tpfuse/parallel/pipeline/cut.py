@@ -1,7 +1,7 @@
 """Cuts the layers of a model into pipeline stages."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -47,13 +47,7 @@ def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, stages: int) -
         raise ValueError(
             f"{count} layers cannot be cut into {stages} pipeline stages: expected at least one layer each"
         )
-    sums = list(itertools.accumulate(layers, initial=Cost(0, 0)))
-
-    def cost(start: int, stop: int) -> Cost:
-        flops, parameters = sums[stop].flops - sums[start].flops, sums[stop].parameters - sums[start].parameters
-        inner = Cost(flops, parameters)
-        inner = before + inner if start == 0 else inner
-        return inner + after if stop == count else inner
+    cost = _costs_of_ranges(layers, before, after)
 
     # A cut is found from its end: best[start] is (the largest cost of the stages from layer `start` on, their starts).
     def best_cut(largest_flops: int | None) -> tuple[int, tuple[int, ...]]:
@@ -89,6 +83,25 @@ def explicit_cut(text: str, layers: int, stages: int) -> list[Stage]:
             f" and {layers} layers together"
         )
     return _staged(counts)
+
+
+def stage_costs(stages: Sequence[Stage], layers: Sequence[Cost], before: Cost, after: Cost) -> list[Cost]:
+    """Return the cost of each stage. layers, before, after: as for `cut_layers`."""
+    cost = _costs_of_ranges(layers, before, after)
+    return [cost(stage.layers.start, stage.layers.stop) for stage in stages]
+
+
+def _costs_of_ranges(layers: Sequence[Cost], before: Cost, after: Cost) -> Callable[[int, int], Cost]:
+    """Return a function that gives the cost of a stage with the layers from `start` to `stop`, without `stop`."""
+    count, sums = len(layers), list(itertools.accumulate(layers, initial=Cost(0, 0)))
+
+    def cost(start: int, stop: int) -> Cost:
+        flops, parameters = sums[stop].flops - sums[start].flops, sums[stop].parameters - sums[start].parameters
+        inner = Cost(flops, parameters)
+        inner = before + inner if start == 0 else inner
+        return inner + after if stop == count else inner
+
+    return cost
 
 
 def _staged(counts: Sequence[int]) -> list[Stage]:

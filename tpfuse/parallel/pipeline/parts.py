@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import nn
 
-from tpfuse.parallel.pipeline.cut import Cost, Stage, cut_layers, explicit_cut
+from tpfuse.parallel.pipeline.cut import Cost, Stage, cut_layers, explicit_cut, stage_costs
 
 Part = nn.Module | nn.Parameter
 
@@ -43,9 +43,16 @@ class Parts:
         """
         if layers is not None:
             return explicit_cut(",".join(map(str, layers)), len(self.blocks), stages)
+        return cut_layers(*self._costs(), stages)
+
+    def costs(self, stages: Sequence[Stage]) -> list[Cost]:
+        """Return the cost of each stage, as `cut` counts it, before `keep` frees the parameters of other stages."""
+        return stage_costs(stages, *self._costs())
+
+    def _costs(self) -> tuple[list[Cost], Cost, Cost]:
+        """Return the costs of each block, of what comes before the blocks, and of what comes after them."""
         tables = [module for part in self.first for module in _modules(part) if isinstance(module, nn.Embedding)]
-        blocks = [_cost([block]) for block in self.blocks]
-        return cut_layers(blocks, _cost(self.first, looked_up=tables), _cost(self.last), stages)
+        return [_cost([block]) for block in self.blocks], _cost(self.first, looked_up=tables), _cost(self.last)
 
     def of(self, stage: Stage) -> list[Part]:
         """Return the parts of a stage."""

@@ -30,6 +30,7 @@ from tpfuse.comm.mesh import group_of, group_of_ends, rank_and_size
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
+from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.runner import Runner
 
 MicroBatch = tuple[Tensor, ...]
@@ -89,6 +90,7 @@ class Pipeline:
         self.order = order(schedule, ranks, count, micro_batches)
         parts = Parts(model, blocks, first, last)
         stages = parts.cut(len(rank_of), layers)
+        self._all_stages, self._costs = stages, parts.costs(stages)
         parts.check_sharing(stages, rank_of)
         self.model, self._before, self._after, self._group = model, before, after, group
         self.stages = [stages[index] for index in self.order.stages_of(rank)]
@@ -183,6 +185,19 @@ class Pipeline:
         if not self._shares:
             return None
         return group_of_ends(mesh, self.order.rank_of[0], self.order.rank_of[-1], *names)
+
+    def plan(self) -> PipelinePlan:
+        """Return the stages of all ranks with their costs, and what carries messages and why. Collective.
+
+        Before the first step, what carries messages is what tensors of the dtype of this rank's first parameter take.
+        Raises ValueError as `tpfuse.comm.choice.choose_implementation` does.
+        """
+        dtype = next((parameter.dtype for parameter in self.model.parameters()), torch.get_default_dtype())
+        return self._runner.plan(self._all_stages, self._costs, dtype)
+
+    def explanation(self) -> list[str]:
+        """Return the lines that `tpfuse.explain` prints of the pipeline. Collective, and raises as `plan` does."""
+        return self.plan().explanation()
 
     def _several_uses(self) -> dict[str, int]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}

@@ -21,10 +21,13 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import GraphExecGroup
 
 from tpfuse.comm.channel import slot_size
+from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.messages import Message, Messages, Route, open_messages
 from tpfuse.comm.trace import span
+from tpfuse.parallel.pipeline.cut import Cost, Stage
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
+from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.timeline import Interval, slots
 
 Compute = Callable[[int, Tensor | None, Any], Tensor]
@@ -73,8 +76,9 @@ class Runner:
         self.most_in_flight = 0  # in the last training step, counted as by `timeline.most_in_flight`
         self._compute, self._modules = compute, modules
         self._routes, self._forward_routes, self._backward_routes = routes(order)
-        self._opened: dict[tuple[int, torch.dtype], Messages] = {}
+        self._opened: dict[tuple[int, torch.dtype], tuple[Messages, Choice]] = {}
         self._messages: Messages
+        self._choice: Choice | None = None  # by which the messages of the last step were opened
         self._key: tuple[object, ...] = ()  # of the micro-batches that are computed now
         self._shape: tuple[torch.Size, torch.dtype]
         self._shapes: dict[tuple[object, ...], tuple[torch.Size, torch.dtype]] = {}
@@ -90,6 +94,17 @@ class Runner:
         """Return the parameters of a stage of this rank that require gradients."""
         found = (p for module in self._modules[stage] for p in module.parameters() if p.requires_grad)
         return list(dict.fromkeys(found))
+
+    def plan(self, stages: Sequence[Stage], costs: Sequence[Cost], dtype: torch.dtype) -> PipelinePlan:
+        """Return the plan of the pipeline, with what carried messages last, or would carry those of `dtype`, and why.
+
+        stages, costs: of all ranks. Collective. Raise ValueError as `tpfuse.comm.choice.choose_implementation` does.
+        """
+        implementation, reason = "local", "one rank"
+        if self.group is not None:
+            choice = self._choice or choose_implementation(self.device, dtype, self.group)
+            implementation, reason = choice.implementation, choice.reason
+        return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason)
 
     def train(self, batches: Sequence[Any]) -> list[Tensor]:
         """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.
@@ -270,8 +285,9 @@ class Runner:
         self._shape = shape, dtype = self._shapes[self._key]
         nbytes = slot_size(shape.numel() * dtype.itemsize)
         if (nbytes, dtype) not in self._opened:
-            self._opened[nbytes, dtype] = open_messages(self.group, self.device, dtype, self._routes, nbytes)
-        self._messages = self._opened[nbytes, dtype]
+            messages = open_messages(self.group, self.device, dtype, self._routes, nbytes)
+            self._opened[nbytes, dtype] = messages, choose_implementation(self.device, dtype, self.group)
+        self._messages, self._choice = self._opened[nbytes, dtype]
 
     def _finish(self) -> None:
         if self.group is not None:

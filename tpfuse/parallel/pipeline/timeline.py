@@ -5,9 +5,10 @@ before, and as the message that the action needs is there. Durations that are kn
 share of each rank; the durations that a step has measured give what its order makes of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tpfuse.parallel.pipeline.cut import Cost
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
 
 _USUAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
@@ -70,6 +71,14 @@ def timeline(order: Order, seconds: Callable[[Action], float] = usual_seconds, d
                 moved = True
         assert moved or not waiting, "the order waits for itself"
     return Timeline(order, tuple(tuple(row) for row in rows))
+
+
+def predicted(order: Order, costs: Sequence[Cost]) -> Timeline:
+    """Return a step whose passes take time by their operations alone, in operations for each token.
+
+    costs: of each stage. A stage without operations counts as one operation.
+    """
+    return timeline(order, lambda action: usual_seconds(action) * max(1, costs[action.stage].flops))
 
 
 def _ready(order: Order, action: Action, ended: dict[tuple[Kind, int, int], float], delay: float) -> float | None:
