@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tpfuse.parallel.pipeline.order import order
+from tpfuse.parallel.pipeline.timeline import timeline
 from tpfuse.testing.command import Commands
 from tpfuse.testing.patience import patient
 from tpfuse.train.metrics import read_metrics
-from tpfuse.train.watch import open_server
+from tpfuse.train.pipeline_picture import NAME, draw_pipeline
+from tpfuse.train.watch import PICTURE, open_server
 
 OF_RANKS = ("Work of each rank in a step, ms", "Waiting of each rank for others in a step, ms")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -49,6 +52,24 @@ def test_the_rows_are_those_of_the_metrics(address: str, copied: Path) -> None:
     assert json.loads(_get(f"{address}/rows"))["rows"] == found["rows"]
     (copied / "metrics.jsonl").unlink()
     assert json.loads(_get(f"{address}/rows"))["rows"] == []
+
+
+def test_the_picture_of_a_pipeline_is_served(address: str, copied: Path) -> None:
+    assert PICTURE == NAME
+    picture = copied / NAME
+    assert json.loads(_get(f"{address}/rows"))["picture"] is None
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        _get(f"{address}/{NAME}")
+    assert refused.value.code == 404
+    draw_pipeline(copied, timeline(order("1f1b", 2, 1, 2)), None, 1)
+    changed = json.loads(_get(f"{address}/rows"))["picture"]
+    assert changed == str(picture.stat().st_mtime_ns)
+    with urllib.request.urlopen(f"{address}/{NAME}?{changed}", timeout=patient(5.0)) as answer:
+        assert answer.headers["Content-Type"] == "image/png"
+        assert answer.read() == picture.read_bytes()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        _get(f"{address}/{NAME}", Host=f"elsewhere.example:{address.rpartition(':')[2]}")
+    assert refused.value.code == 403
 
 
 def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
@@ -109,6 +130,16 @@ def _captions(shown: str) -> dict[str, int]:
     assert not re.search("NaN|undefined|Infinity", charts)
     figures = charts.split("<figure>")[1:]
     return {re.findall(r"<figcaption>([^<]*)<", figure)[0]: figure.count("<polyline points=") for figure in figures}
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_a_browser_shows_the_picture_of_a_pipeline(address: str, copied: Path, tmp_path: Path) -> None:
+    assert '<figure id="pipeline" hidden' in _shown(address, tmp_path / "without")
+    draw_pipeline(copied, timeline(order("1f1b", 2, 1, 2)), None, 1)
+    changed = (copied / NAME).stat().st_mtime_ns
+    shown = _shown(address, tmp_path / "with")
+    assert f'src="{NAME}?{changed}"' in shown and '<figure id="pipeline">' in shown
 
 
 @pytest.mark.processes

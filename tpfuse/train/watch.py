@@ -1,6 +1,7 @@
 """`tpfuse watch` shows the metrics of a run, while it trains or after its end, as a page in a browser of this machine.
 
-The page asks for the rows of metrics.jsonl every two seconds and draws them itself: it loads nothing else.
+The page asks for the rows of metrics.jsonl every two seconds and draws them itself. Besides them it loads pipeline.png
+if the run has this picture, and nothing else.
 """
 
 import json
@@ -16,15 +17,20 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.messages import say
 from tpfuse.train.metrics import read_metrics
 
+PICTURE = "pipeline.png"  # `tpfuse.train.pipeline_picture.NAME`, whose module imports matplotlib
 _ADDRESS = "127.0.0.1"
 
 
 def rows_of(run: Path) -> dict[str, Any]:
-    """Returns what the page draws: the run's name, its number of steps, the age of the last row in s, and all rows."""
-    path = run / "metrics.jsonl"
+    """Returns what the page draws: the run's name, its number of steps, the age of the last row in s, and all rows.
+
+    Its entry picture is the time in ns of the last change of the picture of the pipeline, as text; None without one.
+    """
+    path, picture = run / "metrics.jsonl", run / PICTURE
+    drawn = str(picture.stat().st_mtime_ns) if picture.exists() else None
     steps = read_toml(run / "config.toml").get("train", {}).get("steps", 0)
     age = time.time() - path.stat().st_mtime if path.exists() else 0.0
-    return {"run": str(run), "steps": steps, "age": max(0.0, age), "rows": read_metrics(path)}
+    return {"run": str(run), "steps": steps, "age": max(0.0, age), "rows": read_metrics(path), "picture": drawn}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -45,6 +51,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).partition("\n")[0])
             else:
                 self._answer("application/json", rows.encode())
+        elif self.path.partition("?")[0] == f"/{PICTURE}" and (self.server.run / PICTURE).is_file():
+            self._answer("image/png", (self.server.run / PICTURE).read_bytes())
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
