@@ -106,6 +106,7 @@ def test_a_stopped_pipeline_saves_and_can_be_resumed(flags: list[str], tmp_path:
     command.process.send_signal(signal.SIGTERM)
     out, err = command.end()
     assert "stopped at step" in out and err == ""
+    assert (run / "pipeline.png").read_bytes().startswith(b"\x89PNG")
     (saved,) = run.glob("step-*")
     step = int(saved.name.removeprefix("step-"))
     more = f"--resume --parallel.pp 1 --parallel.tp 2 --train.steps {step + 2}"

@@ -1,19 +1,33 @@
 """The picture of a pipeline's step shows each computation where it was, and a run writes one."""
 
+import contextlib
+import io
 import itertools
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
 from tpfuse.parallel.pipeline.order import Kind, order
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline, usual_seconds
+from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.training import new_trainer, options_of
+from tpfuse.train import hardware, pipeline_picture
+from tpfuse.train.config import parse_train
+from tpfuse.train.launch import RankInfo
+from tpfuse.train.loop import TrainingLoop
+from tpfuse.train.metrics import read_metrics
+from tpfuse.train.pipeline import pipeline_order
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture, shade
+from tpfuse.train.setup import Run, prepare_run, with_layout
+from tpfuse.train.stop import StopRequest
 
 
 def _boxes(axes: Axes) -> list[list[tuple[float, float]]]:
@@ -79,6 +93,53 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, capfd: py
     assert f"cannot write {tmp_path / 'missing' / NAME}: No such file or directory" in capfd.readouterr().err
     draw_pipeline(tmp_path, timeline(order("gpipe", 2, 1, 2)), None, 1)
     assert (tmp_path / NAME).read_bytes().startswith(b"\x89PNG")
+
+
+def _drawn(run: Run, stop_after: int) -> tuple[Timeline, Timeline | None, int] | None:
+    """Train until rank 1 is asked to stop, as by SIGTERM, after some steps of this call; return what rank 0 draws."""
+    rank, steps = dist.get_rank(), itertools.count(1)
+    mesh = mesh_of(1, 1, pp=2)
+
+    def stop() -> bool:
+        return next(steps) >= stop_after and rank == 1
+
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        mock.patch.object(hardware, "PROBE_SECONDS", 0.01),
+        mock.patch.object(pipeline_picture, "draw_pipeline", wraps=draw_pipeline) as draw,
+    ):
+        info = RankInfo(rank, 2, rank, 2, None)
+        TrainingLoop(info, run, mesh, torch.device("cpu"), cast(StopRequest, stop)).run_to_end()
+    assert draw.call_count <= 1
+    return draw.call_args.args[1:] if draw.called else None
+
+
+@pytest.mark.processes
+def test_a_stopped_run_draws_the_step_that_it_has_taken_last(flags: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def train(steps: int, stop_after: int = 99) -> tuple[Timeline, Timeline | None, int] | None:
+        words = f"--train.eval-every 0 --train.steps {steps} --parallel.pp 2 --out {out}".split()
+        options = with_layout(parse_train([*flags, *words, *(["--resume"] if out.exists() else [])]), 2)
+        drawn, other = pool(2).run(_drawn, prepare_run(options), stop_after)
+        assert other is None
+        assert drawn is None or drawn[0].order == pipeline_order(options)
+        return cast("tuple[Timeline, Timeline | None, int] | None", drawn)
+
+    for steps, stop_after, step in ((9, 2, 2), (4, 99, 4)):
+        drawn = train(steps, stop_after)
+        assert drawn is not None
+        predicted, measured, of_step = drawn
+        assert of_step == step and read_metrics(out / "metrics.jsonl")[-1]["step"] == step
+        assert measured is not None and measured.order == predicted.order
+        assert [[each.action for each in row] for row in measured.intervals] == list(map(list, predicted.order.actions))
+    picture_of_step_4 = (out / NAME).read_bytes()
+    assert picture_of_step_4.startswith(b"\x89PNG")
+    assert train(4) is None, "a run that takes no step more keeps the picture of its last one"
+    assert (out / NAME).read_bytes() == picture_of_step_4
+    (out / NAME).unlink()
+    drawn = train(4)
+    assert drawn is not None and drawn[1] is None and (out / NAME).exists()
 
 
 def _measured() -> tuple[Timeline | None, Timeline | None]:

@@ -462,12 +462,17 @@ class TrainingLoop:
             self.retry_delay *= 2
 
     def _draw_pipeline(self) -> str:
-        """Draws the last step of the first rank's pipeline; returns the name of the file. Collective."""
+        """Draws the last step of the first rank's pipeline; returns the name of the file. Collective.
+
+        A resumed run that has taken no step keeps the picture that it finds.
+        """
         measured, config = self.trainer.measured_timeline(), self.run.config
         if not self.first or self.trainer.runner is None or not isinstance(config, GPTConfig):
             return ""
         from tpfuse.train.pipeline_picture import NAME, draw_pipeline  # matplotlib takes long to import
 
+        if not self.trainer.runner.intervals and (self.run.folder / NAME).exists():
+            return NAME
         draw_pipeline(self.run.folder, predicted_timeline(self.options, config), measured, self.trainer.step)
         return NAME
 
