@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import signal
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.testing.training import (
+    CONFIG,
     Result,
     check_same,
     checkpoint,
@@ -41,6 +43,7 @@ from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 Layout = dict[str, Any]
 ONE: Layout = {}
+FOUR = replace(CONFIG, n_layer=4)
 SAVED: list[Layout] = [
     {"dp": 2},
     {"dp": 3, "stage": 1},
@@ -127,12 +130,11 @@ def test_losses_with_16_bit_gradients_are_near_those_with_32(stage: int, more: d
     assert found[0] != plain[0]
 
 
-def remainders_resume(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
-    """Compares four steps with two steps after a checkpoint of two, on two pretended nodes under PowerSGD."""
+def remainders_resume(folder: Path, before: Layout, after: Layout) -> None:
+    """Compares four steps with two steps after a checkpoint of two, on pretended nodes of two ranks under PowerSGD."""
 
-    def fresh(stage: int, dtype: str) -> tuple[Trainer, Windows]:
-        powersgd = {"compression": "powersgd", "powersgd_rank": 1}
-        trainer, windows = new_trainer(options_of(dp=4, stage=stage, dtype=dtype, **powersgd))
+    def fresh(layout: Layout) -> tuple[Trainer, Windows]:
+        trainer, windows = new_trainer(options_of(**layout, compression="powersgd", powersgd_rank=1), FOUR)
         assert "2 nodes of 2 ranks" in trainer.exchanged_by
         return trainer, windows
 
@@ -143,9 +145,8 @@ def remainders_resume(folder: Path, stage: int, dtype: str, resumed_at: int) -> 
         kept = {name: shards for name, shards in trainer.shards().items() if name.startswith("powersgd.")}
         return [shard.tensor.clone() for name, (shard,) in kept.items() if name.endswith("error")]
 
-    with pretended_nodes(2, 2) as group, mock.patch.object(trainer_module, "flat_group") as flat_group:
-        flat_group.side_effect = lambda mesh, *names: None if names in (("tp",), ("pp",)) else group
-        straight, windows = fresh(stage, dtype)
+    with pretended_nodes(*[2] * (dist.get_world_size() // 2)):
+        straight, windows = fresh(before)
         steps(straight, windows)
         checkpoint(straight, folder)
         norms, weights = steps(straight, windows), whole_weights(straight)
@@ -154,12 +155,12 @@ def remainders_resume(folder: Path, stage: int, dtype: str, resumed_at: int) -> 
         for known in (True, False):
             if not known:
                 found.state["layout"].pop("powersgd")  # as in older checkpoints
-            resumed, windows = fresh(resumed_at, dtype)
-            complete = known and resumed_at == stage
+            resumed, windows = fresh(after)
+            complete = known and before == after
             assert resumed.load(found) == complete == bool(errors(resumed))
             resumed.restore(found.state)
-            if complete and dtype == "float16":  # a run that does not scale its loss resumes with unscaled remainders
-                other, _ = fresh(stage, "bfloat16")
+            if complete and before["dtype"] == "float16":  # a run that does not scale its loss resumes unscaled
+                other, _ = fresh({**before, "dtype": "bfloat16"})
                 assert other.load(found)
                 other.restore(found.state)
                 pairs = zip(errors(other), errors(resumed), strict=True)
@@ -170,20 +171,32 @@ def remainders_resume(folder: Path, stage: int, dtype: str, resumed_at: int) -> 
             )
 
 
+D4: Layout = {"dp": 4, "dtype": "float32"}
+P2: Layout = {**D4, "pp": 2, "stage": 1, "accumulation": 3}
+
+
 @pytest.mark.parametrize(
-    ("stage", "dtype", "resumed_at"),
+    ("before", "after"),
     [
-        (1, "float32", 1),
-        *exhaustive((0, "float32", 0), (2, "bfloat16", 2), (2, "float16", 2), (1, "float64", 1), (1, "float32", 2)),
+        ({**D4, "stage": 1}, {**D4, "stage": 1}),
+        (P2, {**P2, "pp_layers": "3,1"}),
+        *exhaustive(
+            *(({**D4, "stage": 2, "dtype": dtype},) * 2 for dtype in ("bfloat16", "float16")),
+            *((layout,) * 2 for layout in ({**D4, "stage": 0}, {**D4, "stage": 1, "dtype": "float64"}, P2)),
+            ({**D4, "stage": 1}, {**D4, "stage": 2}),
+            (P2, {**P2, "pp_schedule": "interleaved_1f1b"}),
+        ),
     ],
+    ids=str,
 )
-def test_the_remainders_of_powersgd_are_in_checkpoints(tmp_path: Path, stage: int, dtype: str, resumed_at: int) -> None:
+def test_the_remainders_of_powersgd_are_in_checkpoints(tmp_path: Path, before: Layout, after: Layout) -> None:
+    world = ranks_of(options_of(**before))
     # A mesh of all ranks has the default group, whose nodes are determined only once, so the ranks must be new.
-    pool(4).close()
+    pool(world).close()
     try:
-        pool(4).run(remainders_resume, tmp_path, stage, dtype, resumed_at)
+        pool(world).run(remainders_resume, tmp_path, before, after)
     finally:
-        pool(4).close()
+        pool(world).close()
 
 
 def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:

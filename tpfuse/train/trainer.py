@@ -25,7 +25,7 @@ from tpfuse.comm.mesh import flat_group, group_of_ends, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
 from tpfuse.models.generate import generate
-from tpfuse.models.gpt import GPT, TIED
+from tpfuse.models.gpt import GPT, TIED, GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Timeline
@@ -36,7 +36,7 @@ from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
 from tpfuse.train.language_model import GPTModel, MicroBatch, ModelConfig, blocks_of, language_model, outlined
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import micro_batch_size, pipeline_order
+from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages
 from tpfuse.train.schedule import learning_rate
 from tpfuse.train.stragglers import StepClock
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
@@ -451,12 +451,16 @@ class Trainer:
 
         Its entry powersgd names the other values that the matrices of PowerSGD depend on; None if it is not in use.
         """
-        engine, powersgd = self.engine, None
-        compression, group = self.compression, self.world_group
+        powersgd: dict[str, Any] | None = None
+        engine, compression, group = self.engine, self.compression, self.world_group
         if isinstance(engine, GradientBuckets) and isinstance(compression, PowerSGDCompression) and group is not None:
             across = gather_objects(engine.across, group, op="gathering the ranks of nodes")
             if any(across):  # the replicas of one stage of a pipeline may share a node, and those of another not
                 powersgd = {"rank": compression.rank, "stage": engine.stage, "across": across}
+                if self.runner is not None:  # another cut or schedule gives a rank other matrices
+                    assert isinstance(self.config, GPTConfig)
+                    owned = zip(self.runner.order.rank_of, pipeline_stages(self.options, self.config), strict=True)
+                    powersgd["stages"] = [[owner, *stage.layers] for owner, stage in owned]
         sizes = {"dp": self.dp, "cp": self.context.size, "tp": self.tp, "pp": rank_and_size(self.pipeline_group)[1]}
         return {**sizes, "powersgd": powersgd}
 
