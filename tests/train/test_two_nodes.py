@@ -6,12 +6,19 @@ import re
 import subprocess
 import tempfile
 import uuid
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tpfuse.cli import run
-from tpfuse.testing.nodes import torchrun_on_nodes, why_not_permitted
+from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.mesh import group_of
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.nodes import run_on_nodes, torchrun_on_nodes, why_not_permitted
+from tpfuse.testing.training import CONFIG, Result, check_same, options_of, train, trained
 from tpfuse.train.metrics import read_metrics
 
 pytestmark = [pytest.mark.nodes, pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())]
@@ -34,6 +41,8 @@ ZERO = {
     "2 --zero.compression bf16": 1e-3,
     "1 --zero.compression powersgd": 3e-2,
     "3 --parallel.replicas 2": 1e-5,
+    "2 --zero.compression bf16 --parallel.pp 2": 1e-3,
+    "1 --zero.compression powersgd --parallel.pp 2": 3e-2,
 }
 
 
@@ -44,7 +53,9 @@ def test_two_nodes_train_to_the_losses_of_one_rank(flags: list[str], tmp_path: P
     command = ["tpfuse", "train", *flags, *zero, "--out", str(tmp_path / "two")]
     for node, ended in enumerate(torchrun_on_nodes(command)):
         assert ended.returncode == 0, ended.stderr
-        assert bool(re.search("^ranks .*dp 4 on cpu", ended.stdout, re.M)) == (node == 0)
+        layout = "dp 2 x pp 2" if "--parallel.pp 2" in stage else "dp 4"
+        assert bool(re.search(f"^ranks .*{layout} on cpu", ended.stdout, re.M)) == (node == 0)
+        assert ("2 nodes of 2 ranks" in ended.stdout) == (node == 0 and stage[0] != "3"), "the split that compresses"
     one, two = _on_one_rank(tuple(flags)), _losses(tmp_path / "two")
     assert len(one) == 12 and one[-1] < one[0]
     assert two == pytest.approx(one, rel=ZERO[stage])
@@ -74,3 +85,33 @@ def test_a_run_whose_time_is_up_leaves_no_process(flags: list[str], tmp_path: Pa
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             assert mark.encode() not in path.read_bytes()
+
+
+FOUR = replace(CONFIG, n_layer=4)
+
+
+def _across(layout: dict[str, Any]) -> tuple[Result, dict[str, str]]:
+    """Trains; returns the result, and the implementation that served each group of this rank."""
+    result = train(options_of(**layout), 10, config=FOUR)
+    mesh = mesh_of(layout.get("dp", 1), layout.get("tp", 1), pp=2)
+    groups = {name: group_of(mesh[name]) for name in ("pp", "dp", "tp")}
+    cpu = torch.device("cpu")
+    return result, {
+        name: choose_implementation(cpu, torch.float64, group).implementation for name, group in groups.items() if group
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *({"pp_schedule": name, "tp": 2, "accumulation": 6} for name in ("1f1b", "interleaved_1f1b", "zbv")),
+        {"dp": 2, "stage": 1, "accumulation": 3},
+    ],
+    ids=str,
+)
+def test_a_pipeline_across_nodes_trains_like_one_rank(layout: dict[str, Any]) -> None:
+    expected = trained(options_of(), 10, "auto", None, None, FOUR)[0]
+    within = "tp" if "tp" in layout else "dp"
+    for found, implementations in run_on_nodes(_across, {"pp": 2, **layout}):
+        check_same(found, expected, 1e-9)
+        assert implementations == {"pp": "collective", within: "direct"}
