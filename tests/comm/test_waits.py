@@ -90,6 +90,40 @@ def test_no_rank_is_named_if_all_wait_for_each_other(name: Implementation, tmp_p
         assert isinstance(error, PeerTimeout) and error.peer is None, error
 
 
+def _between_nodes(rank: Rank, what: str) -> None:
+    """Rank 0 waits for rank 1 without symmetric memory, and rank 1 has given up rank 2, with which it shares memory."""
+    set_settings(timeout=patient(LIMIT))
+    rank.join()
+    nodes, within = dist.new_group([0, 1]), dist.new_group([1, 2])
+    with implementation("collective"):
+        messages = open_messages(nodes, CPU, torch.float32, BOTH_WAYS[:2], 4) if rank.rank < 2 else None
+    if messages is not None:
+        collective.start_all_reduce(torch.ones(1), nodes).wait()
+    if rank.rank > 0:
+        memory = _memory(within, patient(1.0))
+        flags = memory.signals("never", 1)
+    set_settings(timeout=patient(3.0))
+    rank.tell("here")
+    if rank.rank == 1:
+        memory.wait_signal(flags, 0, 0, 1, peer=1, op="wait")
+    elif messages is not None:
+        set_timeout(nodes)
+        if what == "message":
+            _receive(messages, 1, 0)
+        else:
+            collective.start_all_reduce(torch.ones(1), nodes).wait()
+    rank.hear()
+
+
+@pytest.mark.parametrize("what", ["message", *exhaustive("collective")])
+def test_ranks_without_symmetric_memory_name_the_last_rank_of_a_chain_too(what: str, tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _between_nodes, what) as running:
+        running.wait_for_all()
+        for rank in range(2):
+            error = running.result(rank)[1]
+            assert isinstance(error, PeerTimeout) and error.peer == 2, error
+
+
 def _two_groups(rank: Rank, first: float, second: float) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 waits for rank 2 in another one, and rank 2 stays away."""
     set_settings(timeout=patient(LIMIT))

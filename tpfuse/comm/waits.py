@@ -3,12 +3,16 @@
 In a pipeline rank 0 waits for rank 1, which waits for rank 2, which has stopped. A process that waits writes for which
 rank, and when it last looked, into its state in each of its control blocks, and again at each look. A process that is
 stopped looks no longer. So a rank whose time to wait is over follows these words to a rank that does not wait, also if
-the waits belong to different groups. What a process has given up remains there after it has ended.
+the waits belong to different groups. What a process has given up remains there after it has ended, and also in the
+store of torch.distributed, for ranks without symmetric memory, such as those of another host.
 """
 
+import contextlib
 import time
 import weakref
 from typing import Protocol
+
+import torch.distributed as dist
 
 WORD, LOOKED = 4, 5  # indices of a rank's int64 numbers: the awaited rank's number in the world + 1, and the time (ns)
 _FOR_GOOD = -1  # the time of a wait that was given up
@@ -22,6 +26,8 @@ class _Block(Protocol):
 
 
 _blocks: list["weakref.ref[_Block]"] = []  # the control blocks of this process
+_in_store = False  # whether this process has written into the store
+_NO_STORE = (RuntimeError, KeyError, ValueError)  # what torch raises if the store fails, or if there is none
 
 
 def register(block: _Block) -> None:
@@ -39,11 +45,14 @@ def look(rank: int | None) -> None:
 def give_up(rank: int | None) -> None:
     """Writes that this process has waited in vain for a rank of the world. It holds until `forget`."""
     _write(rank, _FOR_GOOD)
+    _write_into_store(rank)
 
 
 def forget() -> None:
     """Removes what this process has written."""
     _write(None, 0)
+    if _in_store:
+        _write_into_store(None)
 
 
 def _write(rank: int | None, when: int) -> None:
@@ -52,6 +61,40 @@ def _write(rank: int | None, when: int) -> None:
         if block is not None:
             words = block.own_words
             words[WORD], words[LOOKED] = 0 if rank is None else rank + 1, when
+
+
+def _write_into_store(rank: int | None) -> None:
+    global _in_store
+    _in_store = rank is not None
+    with contextlib.suppress(*_NO_STORE):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_key(dist.get_rank()), "" if rank is None else str(rank))
+
+
+def _key(rank: int) -> str:
+    return f"tpfuse gives up: {rank}"
+
+
+def last_that_gave_up(rank: int, patience: float) -> int | None:
+    """Returns the rank for which `rank` has waited in vain, directly or through others, by the entries in the store.
+
+    That is `rank` itself if it does not give up within `patience` seconds, or if the store fails, and None if ranks
+    have waited for each other. All ranks are those of the world.
+    """
+    passed, deadline = set(), time.monotonic() + patience
+    with contextlib.suppress(*_NO_STORE):
+        store = dist.distributed_c10d._get_default_store()
+        passed.add(dist.get_rank())
+        while rank not in passed:
+            entry = store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
+            if entry:
+                passed.add(rank)
+                rank = int(entry)
+            elif time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(0.02)
+    return None if rank in passed else rank
 
 
 def awaited(words: memoryview, timeout: float, left: bool) -> int | None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm import trace
+from tpfuse.comm import trace, waits
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.rendezvous import announce, write_group_record
@@ -84,11 +84,13 @@ class CollectiveHandle:
             ranks = dist.get_process_group_ranks(self._group)
             silent = [ranks[rank] for rank in silent]
             detail = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent"
+            peer = waits.last_that_gave_up(silent[0], 0.0) if len(silent) == 1 else None
+            waits.give_up(peer)
             missing = PeerTimeout(
                 self._op,
                 step=-1,
                 rank=ranks[self._group.rank()],
-                peer=silent[0] if len(silent) == 1 else None,
+                peer=peer,
                 waited=waited,
                 detail=detail,
             )

@@ -4,14 +4,10 @@ Gloo tells the routes of a group apart by tags. NCCL has no tags, and delivers t
 order in which both have begun them, so that each route has a process group of its own. No test runs the part for NCCL:
 no machine with two GPUs was at hand.
 
-A rank that gives up writes into the group's store for which rank it has waited. The others follow these entries to the
-rank that is missing, which has none.
-
 A message arrives in new memory. The slots of a route only limit how many tensors a source keeps: the send of message k
 waits until message k - slots has left. After a PeerTimeout the group cannot be used again.
 """
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm import trace
+from tpfuse.comm import trace, waits
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import is_lost_peer
 from tpfuse.comm.errors import PeerTimeout
@@ -54,31 +50,11 @@ class _Transfer:
             if not is_lost_peer(error):
                 raise
             rank, waited = ranks[self._group.rank()], time.monotonic() - started
-            peer = _last_of_chain(self._group, self._peer)
-            named = None if peer is None else ranks[peer]
-            missing = PeerTimeout(self._op, step=-1, rank=rank, peer=named, waited=waited)
+            waits.give_up(ranks[self._peer])
+            peer = waits.last_that_gave_up(ranks[self._peer], collective.PATIENCE)
+            missing = PeerTimeout(self._op, step=-1, rank=rank, peer=peer, waited=waited)
             write_group_record(self._group, missing)
             raise missing from error
-
-
-def _last_of_chain(group: dist.ProcessGroup, peer: int) -> int | None:
-    """Returns the rank for which `peer`, and so this rank, has waited in vain, by its number in the group.
-
-    That is `peer` itself if it does not give up within two seconds, or if the store fails, and None if ranks have
-    waited for each other.
-    """
-    passed = {group.rank()}
-    with contextlib.suppress(RuntimeError, KeyError):
-        store = dist.distributed_c10d._get_process_group_store(group)
-        store.set(f"tpfuse gives up a message: {group.rank()}", str(peer))
-        deadline = time.monotonic() + collective.PATIENCE
-        while peer not in passed and time.monotonic() < deadline:
-            if store.check([f"tpfuse gives up a message: {peer}"]):
-                passed.add(peer)
-                peer = int(store.get(f"tpfuse gives up a message: {peer}"))
-            else:
-                time.sleep(0.02)
-    return None if peer in passed else peer
 
 
 class CollectiveMessages(Messages):
