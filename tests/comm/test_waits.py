@@ -34,13 +34,24 @@ def _memory(group: dist.ProcessGroup, timeout: float) -> SharedMemory:
     return memory
 
 
-def _receive(messages: Messages, source: int, target: int) -> None:
-    route = next(index for index, route in enumerate(BOTH_WAYS) if (route.source, route.target) == (source, target))
-    messages.receive(route, (1,), torch.float32)
+def _route(source: int, target: int) -> int:
+    return next(index for index, route in enumerate(BOTH_WAYS) if (route.source, route.target) == (source, target))
+
+
+def _wait_for(messages: Messages, rank: int, peer: int, *, sends: bool) -> None:
+    """Waits for a message of `peer` or, if it sends, until `peer` releases the only slot."""
+    if sends:
+        for _ in range(2):
+            messages.send(_route(rank, peer), torch.zeros(1))
+    else:
+        messages.receive(_route(peer, rank), (1,), torch.float32)
 
 
 def _chain(rank: Rank, name: Implementation, timeout: float, last_waits: bool) -> None:
-    """Every rank waits for the next one, and rank 0 begins first. last_waits: rank 3 waits for rank 2 then."""
+    """Every rank waits for the next one, and rank 0 begins first. last_waits: rank 3 waits for rank 2 then.
+
+    The implementation "fused" waits in a kernel when it sends.
+    """
     set_settings(timeout=patient(LIMIT))
     group = rank.join()
     with implementation(name):
@@ -54,10 +65,8 @@ def _chain(rank: Rank, name: Implementation, timeout: float, last_waits: bool) -
         _memory(group, timeout)
     time.sleep(rank.rank * timeout / 20)
     rank.tell("here")
-    if rank.rank < 3:
-        _receive(messages, rank.rank + 1, rank.rank)
-    elif last_waits:
-        _receive(messages, 2, 3)
+    if rank.rank < 3 or last_waits:
+        _wait_for(messages, rank.rank, rank.rank + 1 if rank.rank < 3 else 2, sends=name == "fused")
     rank.hear()
 
 
@@ -109,7 +118,7 @@ def _between_nodes(rank: Rank, what: str) -> None:
     elif messages is not None:
         set_timeout(nodes)
         if what == "message":
-            _receive(messages, 1, 0)
+            _wait_for(messages, 0, 1, sends=False)
         else:
             collective.start_all_reduce(torch.ones(1), nodes).wait()
     rank.hear()
