@@ -47,7 +47,7 @@ def norm_row_means_kernel(
     weight_ptr,  # [C] bf16, read
     mean_ptr,  # [M] float32, read; None for rms_norm
     rstd_ptr,  # [M] float32, read
-    row_means_ptr,  # [2, M] float32, written: mean(u x̂) and mean(u)
+    row_means_ptr,  # [2, M] float32, written: mean(u x̂) and mean(u); [1, M] for rms_norm, without mean(u)
     M,
     C,
     grad_stride,
@@ -65,9 +65,11 @@ def norm_row_means_kernel(
             grad_ptr, x_ptr, weight, mean_ptr, rstd_ptr, offs_m, offs_c, M, C, grad_stride, x_stride
         )
         along += scaled * normalized
-        level += scaled
+        if mean_ptr is not None:
+            level += scaled
     tl.store(row_means_ptr + offs_m, tl.sum(along, axis=1) / C, mask=offs_m < M)
-    tl.store(row_means_ptr + M + offs_m, tl.sum(level, axis=1) / C, mask=offs_m < M)
+    if mean_ptr is not None:
+        tl.store(row_means_ptr + M + offs_m, tl.sum(level, axis=1) / C, mask=offs_m < M)
 
 
 @triton.jit
@@ -77,7 +79,7 @@ def norm_backward_kernel(
     weight_ptr,  # [C] bf16, read
     mean_ptr,  # [M] float32, read; None for rms_norm
     rstd_ptr,  # [M] float32, read
-    row_means_ptr,  # [2, M] float32, read: mean(u x̂) and mean(u); None where a row is one block
+    row_means_ptr,  # as norm_row_means_kernel wrote it, read; None where a row is one block
     grad_summed_ptr,  # [M, C] bf16, read; or None
     dx_ptr,  # [M, C] bf16, written; None if it is not wanted
     dweight_parts_ptr,  # [programs, C] float32, written; None if it is not wanted
@@ -203,7 +205,7 @@ def norm_backward(
     }
     row_means = None
     if columns > 1 and with_x:
-        row_means = torch.empty(2, m, dtype=torch.float32, device=device)
+        row_means = torch.empty(1 if mean is None else 2, m, dtype=torch.float32, device=device)
         launch(norm_row_means_kernel, (tiles,), **common, row_means_ptr=row_means)
     dx = torch.empty(m, c, dtype=x.dtype, device=device) if with_x else None
     which = (2 if with_bias else 1) if with_weight else 0
