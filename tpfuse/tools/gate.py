@@ -40,8 +40,8 @@ NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "it is one pr
 # Version of Triton -> pattern of `named` -> (the most bytes that a kernel may spill, why they are accepted).
 _SMALL = "3.7.1 compiles the same rows without a spill; we have not searched for rows for 3.6 only"
 _FEW = "ptxas chose so few registers that one more program fits on a multiprocessor; memory limits the kernel's speed"
-# The norm_backward kernel of BLOCK_C=256 that spills computes no dx, that of rms_norm under 3.7 computes only dx, and the
-# others compute all gradients.
+# The norm_backward kernel of BLOCK_C=256 that spills computes no dx, that of rms_norm under 3.7 computes only dx, and
+# the others compute all gradients.
 SPILLS = {
     "3.6": {
         r"sm_90 (bfloat16|float16) all_gather_gemm_forward_kernel .*ACTIVATION=geglu ": (8, _SMALL),
