@@ -209,7 +209,7 @@ def test_a_missing_rank_of_a_pipeline_is_named(
     command = endless(f"{layout} {sizes} --comm.timeout {patient(3.0):.1f}")
     command.send(how, [command.ranks()[victim]])
     _, err = command.end(1)
-    told = f"waited .* for rank {victim} " if how == signal.SIGSTOP else f"rank {victim} .* was killed by SIGKILL"
+    told = rf"waited .* for rank {victim}\b" if how == signal.SIGSTOP else f"rank {victim} .* was killed by SIGKILL"
     assert len(err.splitlines()) == 1 and re.search(told, err), err
     assert "for rank" in hang(tmp_path / "run").splitlines()[0]
 
