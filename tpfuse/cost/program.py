@@ -1,0 +1,30 @@
+"""The program that trains: which kernels it has, what it overlaps, and how many bytes its numbers take.
+
+`TPFUSE` is ours. Measurements of other programs are compared with descriptions of theirs (`benchmarks.plan_accuracy`).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program.
+
+    fused_attention: whether one kernel computes attention; otherwise scores are written to memory. sequence_parallel:
+    whether tensor-parallel ranks share the tokens between their products, and gather and scatter them; otherwise they
+    all-reduce. overlap_tp: whether products overlap with this communication, chunk by chunk. overlap_dp: whether
+    gradients are reduced while the last micro-batch's backward pass computes, and parameters of ZeRO's stage 3 gathered
+    ahead. parameter_bytes, gradient_bytes: of an element. state_bytes: of an element's optimizer state, with its master.
+    """
+
+    name: str
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    overlap_tp: bool = True
+    overlap_dp: bool = True
+    parameter_bytes: int = 2
+    gradient_bytes: int = 4
+    state_bytes: int = 12
+
+
+TPFUSE = Program("tpfuse")
