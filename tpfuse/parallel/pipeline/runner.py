@@ -9,9 +9,10 @@ there, without a copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,13 @@ Compute = Callable[[int, Tensor | None, Any], Tensor]
 
 
 _Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sent, and its route and message to release
+
+
+class Passes(Protocol):
+    """What the stages of a rank tell an engine of `tpfuse.zero`, which takes their gradients."""
+
+    def last_pass(self, parameters: set[nn.Parameter]) -> AbstractContextManager[None]:
+        """Mark the last pass of a step that computes gradients of these parameters, around that pass."""
 
 
 @dataclass
@@ -71,6 +79,7 @@ class Runner:
         self.order, self.group, self.device = order, group, device
         self.rank = 0 if group is None else group.rank()
         self.stages = order.stages_of(self.rank)
+        self._last_passes = order.last_passes(self.rank)
         self.began = 0.0  # when the last training step began on this rank, in seconds of the host's clock
         self.intervals: list[Interval] = []  # of the last training step, in seconds from its beginning
         self.most_in_flight = 0  # in the last training step, counted as by `timeline.most_in_flight`
@@ -106,13 +115,13 @@ class Runner:
             implementation, reason = choice.implementation, choice.reason
         return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason)
 
-    def train(self, batches: Sequence[Any]) -> list[Tensor]:
+    def train(self, batches: Sequence[Any], engine: Passes | None = None) -> list[Tensor]:
         """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.
 
         Gradients are accumulated as by `backward`. Hooks of torch's register_post_accumulate_grad_hook run once for
         each parameter, stage and micro-batch, also if the backward pass is split. All ranks pass the same
-        micro-batches. Raise ValueError for another number of them than the order has, and PeerTimeout if a rank is
-        missing.
+        micro-batches. engine: takes the gradients, and has begun a step. Raise ValueError for another number of
+        micro-batches than the order has, and PeerTimeout if a rank is missing.
         """
         if len(batches) != self.order.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches: expected {self.order.micro_batches}")
@@ -125,7 +134,7 @@ class Runner:
                 taken = self._take(action)
                 start = perf_counter()
                 name = f"micro-batch {action.micro_batch}, stage {action.stage}"
-                with span("micro_batch", name), span("phase", action.kind.value):
+                with span("micro_batch", name), span("phase", action.kind.value), self._last_pass(action, engine):
                     losses += self._run(action, batches[action.micro_batch], taken)
                 self.intervals.append(Interval(action, start - began, perf_counter() - began))
             self._finish()
@@ -160,6 +169,15 @@ class Runner:
         finally:
             self._handed.clear()
         return [outputs[number] for number in sorted(outputs)]
+
+    def _last_pass(self, action: Action, engine: Passes | None) -> AbstractContextManager[None]:
+        """Mark the last action of a stage, for the parameters that no stage needs whose last action comes later."""
+        if engine is None or action not in self._last_passes:
+            return nullcontext()
+        later = self._last_passes[self._last_passes.index(action) + 1 :]
+        return engine.last_pass(
+            set(self.parameters(action.stage)).difference(*(self.parameters(each.stage) for each in later))
+        )
 
     def _run(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
         """Compute an action; return the loss if it is the forward pass of the last stage."""
