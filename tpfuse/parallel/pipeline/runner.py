@@ -48,13 +48,14 @@ class Passes(Protocol):
 class _Flight:
     """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass.
 
-    x: the input, a leaf; None on the first stage. output: where the backward pass begins. gradient: that of the output;
+    x: the input, a leaf; None on the first stage. output: where the backward pass begins; None after its first part.
+    gradient: that of the output;
     None on the last stage. groups: what torch keeps between the two parts of a split backward pass. taken: the messages
     that are released at the end.
     """
 
     x: Tensor | None
-    output: Tensor | GradientEdge
+    output: Tensor | GradientEdge | None
     taken: list[tuple[int, Message]]
     gradient: Tensor | None = None
     groups: Any = None
@@ -194,6 +195,7 @@ class Runner:
             self._backward_weight(action, flight)
         else:
             gradients = None if flight.gradient is None else (flight.gradient,)
+            assert flight.output is not None
             torch.autograd.backward(flight.output, gradients)
             if flight.x is not None:
                 assert flight.x.grad is not None
@@ -228,6 +230,7 @@ class Runner:
         (gradient,), flight.groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
         assert gradient is not None
         self._give(action, gradient)
+        flight.x.grad = flight.output = None  # what the second part needs is in `groups`
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
         """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""
