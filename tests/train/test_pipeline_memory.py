@@ -152,7 +152,7 @@ def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int]:
         sent.append(arguments["input_tensor"].nbytes)
         return reduce(self, **arguments)
 
-    runner._run = counted  # type: ignore[method-assign]
+    runner._run = counted  # type: ignore[method-assign, assignment]
     with mock.patch.object(CountedReduceScatter, "__call__", sending):
         trainer.train_step(windows, lambda: False)
     shards = sum(local_tensor(member.sharded).nbytes for member in engine.members)

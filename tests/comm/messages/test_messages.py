@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
-from tpfuse.comm.messages import Message, Messages, Route, open_messages
+from tpfuse.comm.choice import decide
+from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.messages.collective import CollectiveMessages
 from tpfuse.comm.messages.direct import DirectMessages
 from tpfuse.comm.messages.fused import FusedMessages
@@ -185,6 +186,15 @@ def test_wrong_calls_are_refused(name: Implementation) -> None:
     messages.release(1, other)
     with pytest.raises(ValueError, match="release of x, message 0: it was released already"):
         messages.release(0, message)
+
+
+def test_the_reason_does_not_say_that_messages_will_be_measured() -> None:
+    for device, wanted, reason in (
+        ("cuda", "auto", "the default on GPUs; messages are not measured"),
+        ("cuda", "collective", "chosen"),
+        ("cpu", "auto", "CPU ranks of one host"),
+    ):
+        assert reason_of(decide(device, torch.float32, wanted, "auto", "")) == reason  # type: ignore[arg-type]
 
 
 @on_ranks(2)

@@ -45,7 +45,7 @@ def model_of(replica: int) -> nn.Sequential:
 
 def computing(blocks: nn.Sequential, replica: int) -> nn.Sequential:
     for block in blocks:
-        block.replica = replica
+        block.replica = replica  # type: ignore[assignment]
     return blocks
 
 
@@ -96,7 +96,7 @@ def test_replicas_that_use_other_parameters_train_like_one_process(zero: int, sc
         torchs.zero_grad()
         for each in (0, 1):
             for (x,) in batches[each]:
-                (loss(computing(whole, each)(x)) / 2).backward()
+                (loss(computing(whole, each)(x)) / 2).backward()  # type: ignore[no-untyped-call]
         torchs.step()
         for name, parameter in model.named_parameters():
             expected = whole.get_parameter(name).detach()

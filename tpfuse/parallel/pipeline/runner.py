@@ -24,7 +24,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives.collective import gather_objects
-from tpfuse.comm.messages import Message, Messages, Route, open_messages
+from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
@@ -113,7 +113,7 @@ class Runner:
         implementation, reason = "local", "one rank"
         if self.group is not None:
             choice = self._choice or choose_implementation(self.device, dtype, self.group)
-            implementation, reason = choice.implementation, choice.reason
+            implementation, reason = choice.implementation, reason_of(choice)
         return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason)
 
     def train(self, batches: Sequence[Any], engine: Passes | None = None) -> list[Tensor]:
