@@ -54,12 +54,15 @@ LIMITS = {
     "tpfuse/ops/ring_attention/ring_attention.py: GATHERED_BYTES": f"{_LONG} --parallel.cp-schedule all_gather",
 }
 # The options of `tpfuse train` whose speed is a figure: one model on each GPU, the same while a trace is recorded, and
-# one model that eight GPUs share.
+# one model that eight GPUs share, as tensor-parallel ranks and as stages of a pipeline.
+_STAGES = "--model.preset gpt2-1558m --parallel.pp 8 --parallel.impl"
 TRAINED = (
     "--model.preset gpt2-124m",
     "--model.preset gpt2-124m --profile.steps 16:50 --profile.trace profiles/speed",
     "--model.preset gpt2-1558m --parallel.tp 8 --parallel.impl collective",
     "--model.preset gpt2-1558m --parallel.tp 8 --parallel.impl fused",
+    f"{_STAGES} collective",
+    f"{_STAGES} fused",
 )
 
 
@@ -125,6 +128,8 @@ def figures() -> Iterator[Figure]:
         if op not in ("broadcast", "reduce"):  # tpfuse has no kernels for these
             name = f"{op}, speed / NCCL"
             yield Figure("between GPUs", name, "", f"{_TORCHRUN} benchmarks.collectives", _Collective(op))
+    command = f"python -m benchmarks.training_speed {_STAGES} fused"
+    yield Figure("between GPUs", "messages between stages, fused, training speed / NCCL", "", command, _messages)
     for options in TRAINED:
         name = f"tokens per second, MFU: {options}"
         yield Figure("training", name, "", f"python -m benchmarks.training_speed {options}", _Training(options))
@@ -250,6 +255,18 @@ class _Training:
             f"{row['tokens_per_second']['median']:.0f}, {row['mfu']['median']:.0%} ({row['gpus']} x {_place(row)})"
             for row in {(row["machine"], row["gpus"]): row for row in rows}.values()
         ]
+
+
+def _messages(measured: Measured) -> list[str]:
+    """Return the speed of each machine's newest training run with fused messages, divided by that with NCCL's."""
+    newest = {(row["machine"], row["gpus"], " ".join(row["options"])): row for row in measured.training}
+    ratios = []
+    for (machine, gpus, options), row in newest.items():
+        peer = newest.get((machine, gpus, f"{_STAGES} collective"))
+        if options == f"{_STAGES} fused" and peer is not None:
+            ratio = row["tokens_per_second"]["median"] / peer["tokens_per_second"]["median"]
+            ratios.append(row | {"ranks": gpus, "ratio": ratio})
+    return _by_node(ratios)
 
 
 @dataclass(frozen=True)

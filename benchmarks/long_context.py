@@ -50,19 +50,19 @@ class SavedBytes:
 
     def __init__(self, without: list[Tensor]) -> None:
         self._without = {x.untyped_storage().data_ptr() for x in without}
-        self._sizes: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
         self.hooks = saved_tensors_hooks(self._pack, lambda x: x)
 
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._without:
-            self._sizes[storage.data_ptr()] = storage.nbytes()  # no storage is freed before the backward pass
+            self.sizes[storage.data_ptr()] = storage.nbytes()  # no storage is freed before the backward pass
         return x
 
     @property
     def total(self) -> int:
         """Return the number of bytes."""
-        return sum(self._sizes.values())
+        return sum(self.sizes.values())
 
 
 def train(tokens: int, cp: int, steps: int, threads: int) -> tuple[tuple[float, ...], int, float]:

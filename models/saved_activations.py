@@ -114,6 +114,21 @@ def saved_bytes(batch: MicroBatch, recompute: Recompute = "none", stage: Stage |
     return blocks + (ids if stage.first else 0) + (norm + loss if stage.last else 0)
 
 
+def gradient_bytes(batch: MicroBatch, stage: Stage) -> int:
+    """Returns the bytes of gradients that a split backward pass keeps between its parts, on the first rank.
+
+    The second part computes the gradients of weights. It needs the gradient of what each norm and each linear layer
+    returns, for each token 11 C numbers in a block on one rank: C for each norm, 3 C and C in attention, 4 C and C in
+    the MLP. That of the stage's own output is not counted, since it comes from the next stage; with dropout, that of
+    the last linear layer is another tensor. `stage` is not the first one, whose backward pass has no first part.
+    """
+    config, row, stream = batch.config, batch.config.n_embd * batch.size, batch.config.n_embd * batch.dtype.itemsize
+    block = batch.local_rows * (2 * row + 2 * stream) + batch.all_rows * (3 + 4) * row // batch.tp
+    last_norm = batch.local_rows * row if stage.last else 0
+    own_output = 0 if stage.last or config.dropout else batch.local_rows * stream
+    return len(stage.layers) * block + last_norm - own_output
+
+
 def block_bytes(batch: MicroBatch, recompute: Recompute) -> int:
     """Returns the bytes that each block saves on the first rank."""
     size, tp = batch.size, batch.tp

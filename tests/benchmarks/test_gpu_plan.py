@@ -180,6 +180,24 @@ def test_the_newest_training_run_of_a_machine_is_shown(tmp_path: Path) -> None:
     assert sum(text != UNKNOWN for text in lines.values()) == 1
 
 
+def test_fused_messages_are_compared_with_those_of_nccl(tmp_path: Path) -> None:
+    def row(tokens: float, kind: str, gpus: int = 8) -> Row:
+        options = f"--model.preset gpt2-1558m --parallel.pp 8 --parallel.impl {kind}".split()
+        return {
+            **CUDA,
+            "gpus": gpus,
+            "options": options,
+            "tokens_per_second": {"median": tokens},
+            "mfu": {"median": 0.1},
+        }
+
+    figure = "messages between stages, fused, training speed / NCCL"
+    _write(tmp_path, "training", [row(1.0, "fused"), row(3.0, "fused"), row(2.0, "collective", gpus=4)])
+    assert _lines(tmp_path)[figure] == UNKNOWN
+    _write(tmp_path, "training", [row(1.0, "fused"), row(3.0, "fused"), row(2.0, "collective")])
+    assert _lines(tmp_path)[figure] == "1.50 (8 x NVIDIA H100, 2026-12-01)"
+
+
 def test_only_tuned_families_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     row = '{families = ["%s"], bits = [16], blocks = {}, num_warps = 4, num_stages = 1, measured = "%s"}'

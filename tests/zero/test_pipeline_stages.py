@@ -126,6 +126,30 @@ def test_buckets_are_reduced_with_the_last_arrival_and_tied_ones_at_the_end() ->
     assert engine._next == len(tied)
 
 
+@on_ranks(4)
+def test_stage_3_reduces_a_unit_with_its_last_gradient() -> None:
+    layout, counts = Layout(dp=2), []
+    reference = Reference(layout, 3)
+    model = model_of(layout, reference)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("seldom", "never")):  # without a gradient a unit is complete after the last pass
+            parameter.requires_grad_(False)
+    engine = engine_of(model, layout, 3)
+    assert isinstance(engine, FullySharded)
+    first, second = [block for block in model.blocks if isinstance(block, Block)]
+
+    def watch(kind: str, _: int, batch: int) -> None:
+        if (kind, batch) == ("forward", 0):  # now the parameters are gathered; the hook is called after the engine's
+            first.up.bias.register_post_accumulate_grad_hook(lambda _: counts.append(len(engine._unreduced)))
+
+    run_step(layout, engine, reference, False, 3, 1, watch)
+    before = [3, 3]  # two blocks, and the model with what is in no block
+    assert counts == [*before, 2], "in the last pass the second block is reduced before the gradients of the first one"
+    assert not engine._unreduced
+    engine.finish()
+    assert isinstance(second.up.bias, DTensor), "the parameters are free"
+
+
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @on_ranks(2)
 def test_a_step_that_is_discarded_leaves_nothing(zero: int) -> None:

@@ -6,6 +6,7 @@ weights are compared with.
 
 import functools
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,12 @@ class Staged(nn.Module):
         for block in self.blocks[stage * BLOCKS // self.count : (stage + 1) * BLOCKS // self.count]:
             x = block(x, rows, step)
         return self.head(x) if stage == self.count - 1 else x
+
+    def parameters_of(self, stage: int) -> set[nn.Parameter]:
+        """Return the parameters of a stage; the modules hold other ones while an engine has gathered them."""
+        blocks = self.blocks[stage * BLOCKS // self.count : (stage + 1) * BLOCKS // self.count]
+        ends = [self.embed] if stage in (0, self.count - 1) else []
+        return {parameter for module in (*blocks, *ends) for parameter in module.parameters()}
 
 
 @dataclass(frozen=True)
@@ -241,12 +248,15 @@ def run_step(
     engine.start(last=True, backwards=batches)
     for kind, stage, batch in actions(stages, batches):
         key, rows = (stage, batch), rows_of[batch]
-        if kind == "forward":
-            passes.forward(key, inputs[stage][rows], rows, step)
-        elif kind == "backward":
-            passes.backward(key, gradients[stage][rows])
-        else:
-            passes.weight(key)
+        last = (kind, batch) == ("weight" if split else "backward", batches - 1)
+        later = (engine.model.parameters_of(each) for each in stages[: stages.index(stage)])
+        with engine.last_pass(engine.model.parameters_of(stage).difference(*later)) if last else nullcontext():
+            if kind == "forward":
+                passes.forward(key, inputs[stage][rows], rows, step)
+            elif kind == "backward":
+                passes.backward(key, gradients[stage][rows])
+            else:
+                passes.weight(key)
         if after is not None:
             after(kind, stage, batch)
 

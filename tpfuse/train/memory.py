@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPT, TIED, GPTConfig
-from tpfuse.models.saved_activations import MicroBatch, saved_bytes
+from tpfuse.models.saved_activations import MicroBatch, gradient_bytes, saved_bytes
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import schedule_for
 from tpfuse.parallel.pipeline.runner import routes
-from tpfuse.parallel.pipeline.timeline import most_saved
+from tpfuse.parallel.pipeline.timeline import Held, most_held
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
@@ -42,7 +42,7 @@ _ACTIVATIONS = {
     False: "Activations of models of transformers, and transient workspaces, are not counted.",
 }
 _IN_FLIGHT = (
-    "Activations are what autograd saves of the most micro-batches in flight. Transient workspaces are not counted."
+    "Activations are what the rank holds of the most micro-batches in flight. Transient workspaces are not counted."
 )
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # the vocabulary sizes of tokenizers that need no file
 
@@ -149,7 +149,7 @@ def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig
 
 
 def _part(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, rank: int) -> tuple[nn.Module, int, int]:
-    """Returns the model of a pipeline rank, the most bytes that it saves of micro-batches, and those of its slots."""
+    """Returns the model of a pipeline rank, the most bytes that it holds of micro-batches, and those of its slots."""
     dtype, (sequences, _) = getattr(torch, options.train.dtype), _micro_batches(options)
     if not isinstance(config, GPTConfig):
         return outlined(config, mesh, dtype), 0, 0
@@ -157,16 +157,16 @@ def _part(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, r
     ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
     batch = _micro_batch(options, config, sequences, ulysses)
     mine = order.stages_of(rank)
-    saved = {index: saved_bytes(batch, options.train.recompute, stages[index]) for index in mine}
     message = batch.local_rows * config.n_embd * dtype.itemsize
+    held = {index: Held(saved_bytes(batch, options.train.recompute, stages[index])) for index in mine}
     for index in mine:
-        if index and order.rank_of[index - 1] != rank:
-            saved[index] -= message  # the stage's input stays in its slot
+        if index:  # it has an input, which is a message, and computes the gradient of it
+            held[index] = Held(held[index].saved - message, gradient_bytes(batch, stages[index]))
     slots = Counter({rank: 0})  # by rank; in symmetric memory all ranks allocate as many as the one with the most
     for route in routes(order)[0]:
         slots[route.target] += route.slots
     part = GPT(config, device_mesh=mesh, stages=[stages[index] for index in mine], device="meta", dtype=dtype)
-    return part, most_saved(order, rank, saved), max(slots.values()) * slot_size(message)
+    return part, most_held(order, rank, held, message), max(slots.values()) * slot_size(message)
 
 
 def _micro_batches(options: TrainCommand) -> tuple[int, int]:
@@ -211,7 +211,8 @@ def _account(
         inside = {p for block in blocks_of(model) for p in block.parameters()}
         rest = [tuple(local_tensor(p).shape) for p in model.parameters() if p not in inside]
         units, world, dtype = [*blocks, rest], replicas // parallel.replicas, getattr(torch, options.train.dtype)
-        return account_sharded(units, world, dtype, sent, accumulating=accumulating, activations=activations)
+        more = {"accumulating": accumulating, "pipelined": parallel.pp > 1}
+        return account_sharded(units, world, dtype, sent, activations=activations, **more)
     worlds: dict[Kind, int] = {"sharded": replicas, "replicated": replicas, "partial": replicas * parallel.tp}
     worlds["tied"] = 2 * replicas  # those of the first and of the last stage
     owners = stage_owners(parallel)

@@ -302,7 +302,7 @@ class Trainer:
                     total += loss.detach() / weight
             else:
                 self.engine.start(last=True, backwards=len(batches))
-                for loss in self.runner.train(self._pipelined(batches, weight, at)):
+                for loss in self.runner.train(self._pipelined(batches, weight, at), self.engine):
                     total += loss / weight
         with span("phase", "gradients"):
             self.engine.finish()

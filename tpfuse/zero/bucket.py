@@ -1,6 +1,6 @@
 """A bucket of parameters and gradients on one rank: it collects gradients, and its reducer reduces them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -108,6 +108,11 @@ class Bucket:
             self._pending[segment] -= 1
             if not self._pending[segment]:
                 del self._pending[segment]
+
+    def end_arrivals(self, segments: Iterable[int]) -> None:
+        """Expect no more gradients of these segments in this micro-batch."""
+        for segment in segments:
+            self._pending.pop(segment, None)
 
     def fill_missing(self, value: float) -> None:
         """Take gradients that are `value` everywhere for the segments whose gradients have not all arrived."""

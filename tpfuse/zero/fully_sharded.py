@@ -14,10 +14,14 @@ This module makes `fully_shard` an engine like the buckets of the other stages (
 - Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
   reduced over the groups. Neighbouring ranks form a group, so that parameters are gathered within a node.
 - Pipelines: in a step of many forward and backward passes, parameters stay gathered from their first use to `finish()`,
-  which reduces the gradients. Otherwise every micro-batch would gather all parameters again, and reduce all gradients.
+  and gradients are reduced once. Otherwise every micro-batch would gather all parameters again, and reduce all
+  gradients. The reduction of a unit starts with the last gradient of its parameters in the last pass that computes
+  some of them (`last_pass`), while the backward pass continues. All ranks reduce the units in the same order: from the
+  last one to the first one, and then the model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -122,6 +126,9 @@ class FullySharded(MicroBatches):
         self._groups = [submesh.get_group() for submesh in (shards, across) if submesh.size() > 1]
         self._across = across.get_group() if across.size() > 1 else None
         self._pipelined, self._kept_whole = "pp" in (mesh.mesh_dim_names or ()), False
+        self._awaited: set[Any] = set()  # fully_shard's parameters whose last gradients the current pass computes
+        self._arrived: set[Any] = set()  # those that have all gradients of this step
+        self._unreduced: list[FSDPModule] = []  # the units whose reduction has not started, in a pipeline's step
         tied, self._tied_group = list(tied), tied_group
         if tied_group is not None:
             set_timeout(tied_group)
@@ -181,8 +188,8 @@ class FullySharded(MicroBatches):
             wrapped.set_custom_reduce_scatter(cast(Any, reduce))
             if self._across is not None:
                 wrapped.set_all_reduce_hook(self._sum_across)
-            if self._pipelined and half and reduced != dtype:
-                hook = torch.compiler.disable(self._widen_gradients)  # type: ignore[no-untyped-call]
+            if self._pipelined:
+                hook = torch.compiler.disable(self._watch_gradients)  # type: ignore[no-untyped-call]
                 unit.register_forward_pre_hook(hook)
             self._units.append(wrapped)
             self._freed += [wrapped] * frees
@@ -208,6 +215,8 @@ class FullySharded(MicroBatches):
         if first:
             self.clear_gradients()
         self._keep_whole(last and self._pipelined)
+        self._unreduced = [*self._units[-2::-1], self._units[-1]] if self._kept_whole else []
+        self._awaited, self._arrived = set(), set()
         self._units[-1].set_requires_gradient_sync(last and not self._pipelined)
 
     def _keep_whole(self, keep: bool) -> None:
@@ -223,7 +232,8 @@ class FullySharded(MicroBatches):
     def _complete(self, *, sums: bool) -> None:
         """Reduce the gradients of a pipeline's step. After another step the backward pass has reduced them already."""
         if self._kept_whole:
-            self._reduce_whole()
+            self._start_reductions(complete=False)
+            self._free_whole()
         for member in self._tied:
             if member.sharded.grad is None:
                 member.sharded.grad = torch.zeros_like(member.sharded)
@@ -231,27 +241,61 @@ class FullySharded(MicroBatches):
             if gradient.numel():
                 gradient.copy_(collectives.all_reduce(gradient, self._tied_group))
 
-    def _reduce_whole(self) -> None:
-        """Reduce and free as `fully_shard` does at the end of a backward pass; torch's pipelines do it in this way."""
-        root = self._units[-1]
+    @contextmanager
+    def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
+        """See `MicroBatches`."""
+        every = [parameter for group in _parameter_groups(*self._units) for parameter in group.fsdp_params]
+        # The modules have the gathered parameters, unless the unit has not computed in this step.
+        self._awaited = {p for p in every if p.sharded_param in parameters or _gathered(p) in parameters}
+        yield
+        self._arrived |= self._awaited
+        self._awaited = set()
+        self._start_reductions(complete=True)
+
+    def _take(self, parameter: Any) -> None:
+        """Take a gradient of a parameter of `fully_shard`, which has arrived in `.grad` of the gathered one."""
+        if not self._kept_whole:
+            return
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+        if parameter in self._awaited:
+            self._arrived.add(parameter)
+            self._start_reductions(complete=True)
+
+    def _start_reductions(self, *, complete: bool) -> None:
+        """Start the reduction of the next units in order. complete: stop at the first unit that lacks a gradient."""
+        while self._unreduced:
+            unit = self._unreduced[0]
+            groups = _parameter_groups(unit)
+            trained = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
+            if complete and not self._arrived.issuperset(trained):
+                return
+            self._unreduced.pop(0)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            for group in groups:
+                for parameter in group.fsdp_params:
+                    _complete_gradient(parameter)
+                group.post_backward()  # it frees no parameters: this pass may still compute with them
+            unit.set_requires_gradient_sync(False, recurse=False)
+
+    def _free_whole(self) -> None:
+        """Free the gathered parameters, as `fully_shard` does at the end of a backward pass."""
         self._keep_whole(False)
-        root.set_requires_gradient_sync(True)
         for group in _parameter_groups(*self._units):
-            for parameter in group.fsdp_params:
-                _complete_gradient(parameter)
             group.post_backward()
-        root._get_fsdp_state()._root_post_backward_final_callback()
+        self._units[-1]._get_fsdp_state()._root_post_backward_final_callback()
 
-    def _widen_gradients(self, unit: nn.Module, _: Any) -> None:
-        """Accumulate the gradients of a unit's gathered parameters in the reduction's dtype, not in a half type.
+    def _watch_gradients(self, unit: nn.Module, _: Any) -> None:
+        """Register the hook that takes the gradients of a unit's gathered parameters.
 
-        `fully_shard` does so itself at the end of a backward pass, but not in the second half of a split one.
+        It accumulates them in the reduction's dtype, not in a half type. `fully_shard` does so itself at the end of a
+        backward pass, but not in the second half of a split one.
         """
         for group in _parameter_groups(cast(FSDPModule, unit)):
             for parameter in group.fsdp_params:
                 gathered = parameter.unsharded_param
                 if gathered.requires_grad and not gathered._post_accumulate_grad_hooks:
-                    gathered.register_post_accumulate_grad_hook(_Widening(self, parameter))
+                    gathered.register_post_accumulate_grad_hook(_Taking(self, parameter))
 
     def _abandon(self, *, begun: bool) -> None:
         root = self._units[-1]
@@ -331,16 +375,14 @@ class FullySharded(MicroBatches):
 
 
 @dataclass(frozen=True, eq=False)
-class _Widening:
-    """A hook that adds the gradient of a gathered parameter, which has arrived, to the sum in the wider dtype."""
+class _Taking:
+    """A hook that tells the engine of a gradient of a gathered parameter, which has arrived."""
 
     engine: FullySharded
     parameter: Any
 
     def __call__(self, _: Tensor) -> None:
-        if self.engine._kept_whole:
-            self.parameter.accumulate_unsharded_grad_if_needed()
-            self.parameter.to_accumulated_grad_if_needed()
+        self.engine._take(self.parameter)
 
 
 def shard_dim(shape: Sequence[int], world: int) -> int:
@@ -374,12 +416,17 @@ def _complete_gradient(parameter: Any) -> None:
 
     The gradients of a unit must have one dtype, and a parameter may have taken part on another rank.
     """
-    gathered = getattr(parameter, "_unsharded_param", None)
+    gathered = _gathered(parameter)
     if gathered is not None and gathered.requires_grad:
         if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
             gathered.grad = torch.zeros_like(gathered)
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
+
+
+def _gathered(parameter: Any) -> Parameter | None:
+    """Return the gathered parameter of one of `fully_shard`; None if it has never been gathered."""
+    return getattr(parameter, "_unsharded_param", None)
 
 
 def _parameter_groups(*units: FSDPModule) -> list[Any]:

@@ -17,15 +17,17 @@ all. Gradients are summed, not averaged: the loss is already divided by the numb
 
 A parameter that the first and the last stage of a pipeline share is in a bucket of the replicas of both stages. Its
 reduction starts in `finish()`, after those of all other buckets, which all belong to ranks of one stage. These ranks
-are at the same point of the pipeline's schedule whenever they wait for each other. The ranks of both ends are not: if
-one of them waited for the other end before it has sent what its last backward pass computes, the other end might wait
-for just that, through the stages between them. Nothing is lost, because the first stage is the last to compute.
+are at the same point of the pipeline's schedule whenever they wait for each other (`last_pass`). The ranks of both ends
+are not: if one of them waited for the other end before it has sent what its last backward pass computes, the other end
+might wait for just that, through the stages between them. Nothing is lost, because the first stage is the last to
+compute.
 
 Parameters in a half type have float32 masters in the optimizer (`tpfuse.zero.flat_adamw`), and their gradients are
 accumulated and summed in float32 unless the caller asks for less. `tpfuse.zero.reducer.base` describes the reduction.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -219,6 +221,14 @@ class GradientBuckets(MicroBatches):
                 return
             bucket.start_reduce()
             self._next += 1
+
+    @contextmanager
+    def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
+        """See `MicroBatches`."""
+        yield
+        for bucket in self.buckets:
+            bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in parameters})
+        self._start_reductions(complete=True)
 
     def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
         if first:

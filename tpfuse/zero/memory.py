@@ -139,6 +139,7 @@ def account_sharded(
     reduce_dtype: Width = "float32",
     *,
     accumulating: bool = False,
+    pipelined: bool = False,
     activations: int = 0,
 ) -> MemoryAccount:
     """Return the bytes that a rank holds at stage 3 (`tpfuse.zero.fully_sharded`).
@@ -146,9 +147,10 @@ def account_sharded(
     units: the shapes of each unit's parameters, unsharded over the data-parallel ranks (this rank's tensor-parallel
     shard of them); the last unit is the model itself, with the parameters that no other unit has. world: the number of
     ranks that share them. dtype: the parameters' dtype. reduce_dtype, accumulating, activations: as in `account`.
+    pipelined: whether the rank is one of a pipeline.
 
-    The unit that computes and the next one are gathered at the same time, and the model's own parameters always. The
-    gradients of one unit are whole: as they arrive, and as they are sent.
+    The unit that computes and the next one are gathered at the same time, and the model's own parameters always; in a
+    step of a pipeline all units are. The gradients of one unit are whole: as they arrive, and as they are sent.
     """
     state = summed_dtype(dtype)
     sent = _dtype(dtype, reduce_dtype)
@@ -159,7 +161,8 @@ def account_sharded(
     if world == 1:
         gathered = 0 if dtype == state else whole
     else:
-        gathered = padded[-1] * world + sum(sorted((size * world for size in padded[:-1]), reverse=True)[:2])
+        at_once = sorted(padded[:-1], reverse=True)[: None if pipelined else 2]
+        gathered = (padded[-1] + sum(at_once)) * world
     largest = max(sizes, default=0)
     return total + MemoryAccount(
         gradients=largest * dtype.itemsize + (whole * sent.itemsize if accumulating else 0),

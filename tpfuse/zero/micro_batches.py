@@ -1,6 +1,7 @@
 """The base class of the engines of all stages: the micro-batches of a step, and the check that a model is unchanged."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -64,6 +65,16 @@ class MicroBatches(ABC):
         if self._last:
             self.defer()
         self.start(last=True, backwards=backwards)
+
+    @abstractmethod
+    def last_pass(self, parameters: set[Parameter]) -> AbstractContextManager[None]:
+        """Mark the last pass of a pipeline's step that computes gradients of these parameters, around that pass.
+
+        The gradients of a parameter that has had fewer of them than others, or none, are complete at the end of it.
+        The replicas of a rank must mark the same passes. They are then at the same point of the pipeline's schedule
+        whenever they wait for each other: if one of them waited for gradients of a later pass, that pass might wait,
+        through other ranks of the pipeline, for what the first one has not sent yet. Raises PeerTimeout.
+        """
 
     def _check_parameters(self) -> None:
         """Raise ValueError unless the model has the parameters that the engine has taken, in the engine's memory."""

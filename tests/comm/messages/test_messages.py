@@ -1,6 +1,7 @@
 """Every implementation delivers every message, in its order and unchanged. Integers differ in each message."""
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
-from tpfuse.comm.messages import Message, Messages, Route, open_messages
+from tpfuse.comm.choice import decide
+from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.messages.collective import CollectiveMessages
 from tpfuse.comm.messages.direct import DirectMessages
 from tpfuse.comm.messages.fused import FusedMessages
@@ -185,6 +187,34 @@ def test_wrong_calls_are_refused(name: Implementation) -> None:
     messages.release(1, other)
     with pytest.raises(ValueError, match="release of x, message 0: it was released already"):
         messages.release(0, message)
+
+
+def test_the_reason_does_not_say_that_messages_will_be_measured() -> None:
+    for device, wanted, reason in (
+        ("cuda", "auto", "the default on GPUs; messages are not measured"),
+        ("cuda", "collective", "chosen"),
+        ("cpu", "auto", "CPU ranks of one host"),
+    ):
+        assert reason_of(decide(device, torch.float32, wanted, "auto", "")) == reason  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_fused_messages_are_not_captured_in_a_graph() -> None:
+    group, capturing = dist.new_group(), mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+    messages = opened("fused", [Route("x", 0, 1, 1)], 8, group)
+    assert isinstance(messages, FusedMessages)
+    on_gpu = mock.patch.object(messages._memory, "device", torch.device("cuda"))
+    source = dist.get_rank() == 0
+    with (
+        capturing,
+        on_gpu,
+        pytest.raises(RuntimeError, match=f"^{'send' if source else 'receive'} x.*: messages cannot"),
+    ):
+        messages.send(0, torch.ones(2)) if source else messages.receive(0, (2,), torch.float32)
+    if source:
+        messages.send(0, torch.ones(2))
+    else:
+        assert messages.receive(0, (2,), torch.float32).number == 0, "the refused message is not counted"
 
 
 @on_ranks(2)

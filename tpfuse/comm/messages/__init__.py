@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.messages.base import Message as Message
 from tpfuse.comm.messages.base import Messages as Messages
@@ -52,6 +52,13 @@ def open_messages(
         return CollectiveMessages(group, device, routes, nbytes)
     kind = _SYMMETRIC[choice.implementation]
     return choice.memory.channel(partial(kind, routes=routes), f"{choice.implementation} {name_of(routes)}", nbytes)
+
+
+def reason_of(choice: Choice) -> str:
+    """Returns why messages are carried as `choice` says. Products are measured under `auto`, and messages are not."""
+    if choice.provisional and choice.implementation == "collective":
+        return "the default on GPUs; messages are not measured"
+    return choice.reason
 
 
 def _agree(routes: list[Route], nbytes: int, group: dist.ProcessGroup) -> None:

@@ -93,6 +93,11 @@ class Order:
         """Return the stages of a rank, in the order of the model."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
+    def last_passes(self, rank: int) -> list[Action]:
+        """Return the last action of each stage of a rank in a step, in their order."""
+        last = {action.stage: index for index, action in enumerate(self.actions[rank]) if action.ends}
+        return [self.actions[rank][index] for index in sorted(last.values())]
+
     def forwards(self, rank: int) -> list[Action]:
         """Return the forward passes of a rank, which are what it does if there is no backward pass."""
         return [action for action in self.actions[rank] if action.kind is Kind.FORWARD]

@@ -31,12 +31,12 @@ from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
 from tpfuse.parallel.pipeline.plan import PipelinePlan
-from tpfuse.parallel.pipeline.runner import Runner
+from tpfuse.parallel.pipeline.runner import Passes, Runner
 
 MicroBatch = tuple[Tensor, ...]
 
 
-class Engine(Protocol):
+class Engine(Passes, Protocol):
     """What a pipeline needs of `tpfuse.zero`'s engines: `GradientBuckets` and `FullySharded`."""
 
     def start_pipeline(self, backwards: int) -> None:
@@ -130,7 +130,7 @@ class Pipeline:
         self._check(batches)
         if engine is not None:
             engine.start_pipeline(len(batches))
-            return self._runner.train(batches)
+            return self._runner.train(batches, engine)
         tied = [self.model.get_parameter(name) for name in self.tied]
         earlier = [parameter.grad for parameter in tied]  # of steps since zero_grad(), summed over both ends already
         for parameter in tied:

@@ -9,9 +9,10 @@ there, without a copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives.collective import gather_objects
-from tpfuse.comm.messages import Message, Messages, Route, open_messages
+from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
@@ -36,17 +37,25 @@ Compute = Callable[[int, Tensor | None, Any], Tensor]
 _Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sent, and its route and message to release
 
 
+class Passes(Protocol):
+    """What the stages of a rank tell an engine of `tpfuse.zero`, which takes their gradients."""
+
+    def last_pass(self, parameters: set[nn.Parameter]) -> AbstractContextManager[None]:
+        """Mark the last pass of a step that computes gradients of these parameters, around that pass."""
+
+
 @dataclass
 class _Flight:
     """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass.
 
-    x: the input, a leaf; None on the first stage. output: where the backward pass begins. gradient: that of the output;
+    x: the input, a leaf; None on the first stage. output: where the backward pass begins; None after its first part.
+    gradient: that of the output;
     None on the last stage. groups: what torch keeps between the two parts of a split backward pass. taken: the messages
     that are released at the end.
     """
 
     x: Tensor | None
-    output: Tensor | GradientEdge
+    output: Tensor | GradientEdge | None
     taken: list[tuple[int, Message]]
     gradient: Tensor | None = None
     groups: Any = None
@@ -71,6 +80,7 @@ class Runner:
         self.order, self.group, self.device = order, group, device
         self.rank = 0 if group is None else group.rank()
         self.stages = order.stages_of(self.rank)
+        self._last_passes = order.last_passes(self.rank)
         self.began = 0.0  # when the last training step began on this rank, in seconds of the host's clock
         self.intervals: list[Interval] = []  # of the last training step, in seconds from its beginning
         self.most_in_flight = 0  # in the last training step, counted as by `timeline.most_in_flight`
@@ -103,16 +113,16 @@ class Runner:
         implementation, reason = "local", "one rank"
         if self.group is not None:
             choice = self._choice or choose_implementation(self.device, dtype, self.group)
-            implementation, reason = choice.implementation, choice.reason
+            implementation, reason = choice.implementation, reason_of(choice)
         return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason)
 
-    def train(self, batches: Sequence[Any]) -> list[Tensor]:
+    def train(self, batches: Sequence[Any], engine: Passes | None = None) -> list[Tensor]:
         """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.
 
         Gradients are accumulated as by `backward`. Hooks of torch's register_post_accumulate_grad_hook run once for
         each parameter, stage and micro-batch, also if the backward pass is split. All ranks pass the same
-        micro-batches. Raise ValueError for another number of them than the order has, and PeerTimeout if a rank is
-        missing.
+        micro-batches. engine: takes the gradients, and has begun a step. Raise ValueError for another number of
+        micro-batches than the order has, and PeerTimeout if a rank is missing.
         """
         if len(batches) != self.order.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches: expected {self.order.micro_batches}")
@@ -125,7 +135,7 @@ class Runner:
                 taken = self._take(action)
                 start = perf_counter()
                 name = f"micro-batch {action.micro_batch}, stage {action.stage}"
-                with span("micro_batch", name), span("phase", action.kind.value):
+                with span("micro_batch", name), span("phase", action.kind.value), self._last_pass(action, engine):
                     losses += self._run(action, batches[action.micro_batch], taken)
                 self.intervals.append(Interval(action, start - began, perf_counter() - began))
             self._finish()
@@ -161,6 +171,15 @@ class Runner:
             self._handed.clear()
         return [outputs[number] for number in sorted(outputs)]
 
+    def _last_pass(self, action: Action, engine: Passes | None) -> AbstractContextManager[None]:
+        """Mark the last action of a stage, for the parameters that no stage needs whose last action comes later."""
+        if engine is None or action not in self._last_passes:
+            return nullcontext()
+        later = self._last_passes[self._last_passes.index(action) + 1 :]
+        return engine.last_pass(
+            set(self.parameters(action.stage)).difference(*(self.parameters(each.stage) for each in later))
+        )
+
     def _run(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
         """Compute an action; return the loss if it is the forward pass of the last stage."""
         at = action.stage, action.micro_batch
@@ -176,6 +195,7 @@ class Runner:
             self._backward_weight(action, flight)
         else:
             gradients = None if flight.gradient is None else (flight.gradient,)
+            assert flight.output is not None
             torch.autograd.backward(flight.output, gradients)
             if flight.x is not None:
                 assert flight.x.grad is not None
@@ -210,6 +230,7 @@ class Runner:
         (gradient,), flight.groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
         assert gradient is not None
         self._give(action, gradient)
+        flight.x.grad = flight.output = None  # what the second part needs is in `groups`
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
         """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""

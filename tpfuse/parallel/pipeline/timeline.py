@@ -99,16 +99,53 @@ def most_in_flight(order: Order, rank: int) -> int:
 
     A micro-batch is in flight on a stage from its forward pass to the end of its backward pass, in its last part.
     """
-    return most_saved(order, rank, dict.fromkeys(order.stages_of(rank), 1))
-
-
-def most_saved(order: Order, rank: int, saved: Mapping[int, int]) -> int:
-    """Return the most bytes of activations that a rank keeps at the same time. saved: by stage, of a micro-batch."""
     now = most = 0
     for action in order.actions[rank]:
-        now += saved[action.stage] * (action.kind is Kind.FORWARD)
+        now += action.kind is Kind.FORWARD
         most = max(most, now)
-        now -= saved[action.stage] * action.ends
+        now -= action.ends
+    return most
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bytes that a stage holds of a micro-batch in flight, without tensors that pass between stages.
+
+    saved: what autograd saves, from the forward pass to the end. gradients: what the second part of a split backward
+    pass needs of the first part, and in addition to `saved`.
+    """
+
+    saved: int
+    gradients: int = 0
+
+
+def most_held(order: Order, rank: int, held: Mapping[int, Held], passed: int) -> int:
+    """Return the most bytes that a rank holds at the same time of the micro-batches in flight.
+
+    held: by stage. passed: the bytes of a tensor that passes between two stages. One that comes from another rank is in
+    a slot, and not counted. One that comes from a stage of the same rank is held to the end of the stage that takes it.
+    If the schedule splits backward passes, a stage also holds its output until it has computed the gradient of its
+    input: the runner gives torch the tensor.
+    """
+    splits = any(action.kind is Kind.INPUT for action in order.actions[rank])
+    bytes_inside = most = 0
+    holders: dict[tuple[bool, int, int], set[int]] = {}  # by (whether it is a gradient, source, micro-batch): stages
+    for action in order.actions[rank]:
+        stage, number, forward = action.stage, action.micro_batch, action.kind is Kind.FORWARD
+        ends_first_part = action.kind is Kind.INPUT and stage > 0  # of the first stage there is no first part
+        bytes_inside += held[stage].saved * forward + held[stage].gradients * ends_first_part
+        if forward and splits and stage < order.stages - 1:
+            holders.setdefault((False, stage, number), set()).add(stage)
+        target = stage + 1 if forward else stage - 1
+        if target in held and (forward or ends_first_part or action.kind is Kind.BACKWARD):
+            holders.setdefault((not forward, stage, number), set()).add(target)
+        if ends_first_part or action.ends:
+            holders.get((False, stage, number), set()).discard(stage)
+        if action.ends:
+            bytes_inside -= held[stage].saved + held[stage].gradients * (action.kind is Kind.WEIGHT and stage > 0)
+            for taken in ((False, stage - 1, number), (True, stage + 1, number)):
+                holders.get(taken, set()).discard(stage)
+        most = max(most, bytes_inside + passed * sum(map(bool, holders.values())))
     return most
 
 

@@ -1,0 +1,104 @@
+"""Data-parallel replicas of a pipeline may use different parameters: no rank waits for a gradient that never comes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.comm.mesh import flat_group
+from tpfuse.parallel.pipeline.pipeline import Pipeline
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import on_ranks
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.optimizer import ZeroOptimizer
+
+BLOCKS, WIDTH, MICRO_BATCHES = 16, 6, 4
+
+
+class Block(nn.Module):
+    """user: the replica that uses the parameter `seldom`. replica: the one that computes now."""
+
+    replica: int
+
+    def __init__(self, user: int) -> None:
+        super().__init__()
+        self.user, self.linear, self.seldom = user, nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        return x * self.seldom if self.replica == self.user else x
+
+
+def model_of(replica: int) -> nn.Sequential:
+    """Return the blocks of four stages, of which two replicas use `seldom` in turn.
+
+    The last two blocks of a stage, whose gradients arrive first, are complete first on replica 0 in stages 0 and 2, and
+    on replica 1 in the others. The first two blocks are complete first on the other replica.
+    """
+    torch.manual_seed(1)
+    blocks = nn.Sequential(*(Block((index // 4 + (index % 4 < 2)) % 2) for index in range(BLOCKS))).double()
+    return computing(blocks, replica)
+
+
+def computing(blocks: nn.Sequential, replica: int) -> nn.Sequential:
+    for block in blocks:
+        block.replica = replica  # type: ignore[assignment]
+    return blocks
+
+
+def loss(x: Tensor, *_: Tensor) -> Tensor:
+    return x.sin().sum()
+
+
+@pytest.mark.parametrize(
+    ("zero", "schedule"),
+    [(2, "interleaved_1f1b"), (3, "zbv"), *exhaustive((3, "interleaved_1f1b"), (2, "zbv"), (2, "zero_bubble"))],
+)
+@on_ranks(4)
+def test_replicas_that_use_other_parameters_train_like_one_process(zero: int, schedule: str) -> None:
+    mesh = mesh_of(2, 1, pp=2)
+    replica = mesh.get_local_rank("dp")
+    model, whole = model_of(replica), model_of(0)
+    pipeline = Pipeline(
+        model,
+        blocks=model,
+        before=lambda x: x,
+        after=loss,
+        device_mesh=mesh["pp"],
+        schedule=schedule,  # type: ignore[arg-type]
+        micro_batches=MICRO_BATCHES,
+        stages_per_rank=2,
+    )
+    engine: GradientBuckets | FullySharded
+    if zero == 3:
+        engine = FullySharded(model, mesh=mesh, units=pipeline.blocks)
+    else:
+        data, world = flat_group(mesh, "dp"), flat_group(mesh, "pp", "dp")
+        engine = GradientBuckets(
+            model, stage=zero, data_group=data, partial_group=data, world_group=world, bucket_bytes=4
+        )
+        assert len(engine.buckets) == 3 * BLOCKS // 2, (
+            "each stage has more buckets than the reducer has buffers, so ranks wait"
+        )
+    optimizer = ZeroOptimizer(engine, lr=0.01, weight_decay=0.0)
+    torchs = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
+    for step in range(2):
+        batches = [
+            [(normal(100 * step + 10 * each + number, 2, WIDTH).double(),) for number in range(MICRO_BATCHES)]
+            for each in (0, 1)
+        ]
+        optimizer.zero_grad()
+        pipeline.step(batches[replica], engine)
+        optimizer.step()
+        torchs.zero_grad()
+        for each in (0, 1):
+            for (x,) in batches[each]:
+                (loss(computing(whole, each)(x)) / 2).backward()  # type: ignore[no-untyped-call]
+        torchs.step()
+        for name, parameter in model.named_parameters():
+            expected = whole.get_parameter(name).detach()
+            part = tuple(slice(*each) for each in local_slices(parameter))
+            assert (local_tensor(parameter) - expected[part]).abs().amax() <= 1e-12, name
