@@ -17,7 +17,7 @@ from tpfuse.testing.command import Commands
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.testing.training import CONFIG, new_trainer, options_of
-from tpfuse.train.language_model import MicroBatch
+from tpfuse.train.batches import MicroBatch
 from tpfuse.train.memory import _account, _part
 from tpfuse.train.options import TrainCommand
 from tpfuse.zero.gradient_buckets import GradientBuckets
