@@ -96,7 +96,7 @@ class DecoderStages:
         self._pass = _Pass()
         self._children: dict[int, dict[str, nn.Module]] = {}
         for stage in stages:
-            here = list(skipped)
+            here: list[nn.Module] = list(skipped)
             for index in stage.layers:
                 enters, leaves = index == stage.layers[0] and not stage.first, index == stage.layers[-1]
                 here[index] = _StageLayer(layers[index], self._pass, enters, leaves and not stage.last, length)

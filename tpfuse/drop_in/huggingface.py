@@ -162,7 +162,7 @@ def replace_forward(model: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.
 
     @wraps(model.forward)
     def forward(input_ids: Tensor, **_: Any) -> Any:
-        return CausalLMOutput(logits=logits(input_ids).unsqueeze(1))  # type: ignore[arg-type]
+        return CausalLMOutput(logits=logits(input_ids).unsqueeze(1))
 
     model.forward = forward
     return model

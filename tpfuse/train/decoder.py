@@ -28,6 +28,7 @@ from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_
 from tpfuse.parallel.context import ONE_RANK, ContextParallel
 from tpfuse.parallel.initialize import seed_of
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
+from tpfuse.parallel.pipeline.parts import as_modules
 from tpfuse.parallel.stored import StoredTensor
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.options import TrainCommand
@@ -128,10 +129,8 @@ class DecoderConfig:
     def _part_costs(self) -> tuple[list[Cost], Cost, Cost]:
         model = self.empty(torch.float32)
         parts = decoder_parts(model).of(model)
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in parts.blocks]
-        before, after = ({p for part in ends for p in part.parameters()} for ends in (parts.first, parts.last))
-        first, last = (sum(parameter.numel() for parameter in parameters) for parameters in (before, after))
-        attention = self.attention_flops()
+        first, last = (_count(nn.ModuleList(as_modules(ends))) for ends in (parts.first, parts.last))
+        sizes, attention = [_count(block) for block in parts.blocks], self.attention_flops()
         return [Cost(6 * size + attention, size) for size in sizes], Cost(0, first), Cost(6 * last, last)
 
     def attention_flops(self) -> int:
@@ -323,9 +322,12 @@ def _dropouts(settings: dict[str, Any]) -> Iterator[Any]:
 
 def _flops_per_token(config: DecoderConfig, model: Any) -> int:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    looked_up = sum(table.numel() for table in tables if table is not model.get_output_embeddings().weight)
-    products = sum(parameter.numel() for parameter in model.parameters()) - looked_up
-    return 6 * products + config.n_layer * config.attention_flops()
+    looked_up: int = sum(table.numel() for table in tables if table is not model.get_output_embeddings().weight)
+    return 6 * (_count(model) - looked_up) + config.n_layer * config.attention_flops()
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _padded(ids: Tensor, length: int, stage: Stage) -> dict[str, Tensor]:

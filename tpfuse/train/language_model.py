@@ -128,7 +128,8 @@ class GPTModel:
             device=device,
             dtype=dtype,
         )
-        self.context, self.stages = self.module.context, self.module.stages
+        self.context = self.module.context
+        self.stages: Sequence[Stage] = self.module.stages
         self._forward: Any = self.module  # in training
 
     def draw(self, seed: int) -> None:
