@@ -11,6 +11,7 @@ from tpfuse.backend import implementation
 from tpfuse.choices import PipelineSchedule
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
+from tpfuse.models.gpt import TIED
 from tpfuse.parallel.pipeline.order import Action, Kind
 from tpfuse.parallel.pipeline.timeline import most_in_flight
 from tpfuse.testing.command import Commands
@@ -81,7 +82,7 @@ def _check(pp: int, **more: Any) -> None:
         assert buffers == slots
         assert {name: tuple(parameter.shape) for name, parameter in part.named_parameters()} == shapes
         partial = take_partial_gradients(part)
-        assert _account(part, partial, options.zero.stage, options, True, 0) == buckets
+        assert _account(part, partial, [TIED], options.zero.stage, options, True, 0) == buckets
 
 
 @pytest.mark.parametrize("pp", [2, *exhaustive(4)])
