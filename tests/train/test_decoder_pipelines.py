@@ -1,8 +1,10 @@
 """A pipeline trains, resumes, evaluates and generates with models of transformers as one rank does."""
 
+import copy
 import functools
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 from tpfuse.backend import implementation
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
-from tpfuse.drop_in.decoder_stages import decoder_parts
+from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.testing.decoders import FAMILIES, decoder, exact
 from tpfuse.testing.ranks import pool
@@ -234,6 +236,27 @@ def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     check_same(resumed, (whole[0][2:], whole[1][2:], whole[2]))
 
 
+def _seeds(config: DecoderConfig, options: TrainCommand) -> list[int]:
+    """Returns the seeds of the passes of a step."""
+    trainer, windows = new_trainer(options, config)
+    assert trainer.runner is not None
+    compute, seeds = trainer.runner._compute, []
+
+    def seeded(*arguments: Any) -> torch.Tensor:
+        y = compute(*arguments)
+        seeds.append(torch.initial_seed())
+        return y
+
+    trainer.runner._compute = seeded
+    trainer.train_step(windows, lambda: False)
+    return seeds
+
+
+def test_stages_and_micro_batches_draw_different_masks() -> None:
+    seeds = pool(2).run(_seeds, _config("gpt2", resid_pdrop=0.2), _options((1, 1, 1, 2), "zbv"))
+    assert len({seed for rank in seeds for seed in rank}) == sum(map(len, seeds)) == 4 * 4
+
+
 def _nonfinite(config: DecoderConfig, options: TrainCommand, name: str) -> str:
     trainer, windows = new_trainer(options, config)
     with torch.no_grad():
@@ -274,7 +297,8 @@ def _held(config: DecoderConfig, options: TrainCommand) -> tuple[dict[str, tuple
     [("gemma3", "1f1b", 1), *exhaustive(("gpt2", "zbv", 1), ("llama", "zero_bubble", 2), ("phi3", "1f1b", 2))],
 )
 def test_ranks_hold_their_own_stages_and_what_is_counted(family: str, schedule: str, dp: int) -> None:
-    config, options = _config(family, vocab_size=997), _options((1, 1, dp, 4), schedule, stage=1)
+    config = replace(_config(family, vocab_size=997), n_positions=63)  # messages that do not fit the smallest slot
+    options = _options((1, 1, dp, 4), schedule, stage=1, micro_batch=3)
     for index, (shapes, slots, buckets, sizes) in enumerate(pool(4 * dp).run(_held, config, options)):
         rank = index // dp
         part, activations, counted = _part(None, options, config, rank)
@@ -322,3 +346,51 @@ def test_models_that_a_pipeline_cannot_cut_are_refused() -> None:
         ValueError, match="a pipeline cuts models with one decoder whose attention tpfuse knows: found 2"
     ):
         decoder_parts(nn.ModuleList([decoder("llama"), decoder("gpt2")]))
+
+
+class _Layer(nn.Module):
+    """A layer as in transformers 4: it returns a tuple, and the decoder reads an attribute of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention_type = kind
+        self.self_attn = nn.Module()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.self_attn.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, hidden_states: torch.Tensor, mask: float) -> tuple[torch.Tensor, None]:
+        return hidden_states + mask * self.self_attn.get_submodule("q_proj")(hidden_states), None
+
+
+class _Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
+        self.layers = nn.ModuleList(_Layer(kind) for kind in ("full", "sliding", "full"))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(ids) * 2.0
+        masks = {"full": hidden.shape[1], "sliding": 0.5}
+        for layer in self.layers:
+            hidden = layer(hidden_states=hidden, mask=masks[layer.attention_type])[0]
+        return self.norm(hidden).view(-1, *hidden.shape[-2:])  # type: ignore[no-any-return]
+
+
+def test_decoders_whose_layers_return_tuples_and_have_attributes_are_cut() -> None:
+    torch.manual_seed(0)
+    whole, ids = _Decoder(), torch.arange(6).view(2, 3)
+    x = None
+    for stage in (
+        Stage(0, range(1), True, False),
+        Stage(1, range(1, 2), False, False),
+        Stage(2, range(2, 3), False, True),
+    ):
+        model = copy.deepcopy(whole)
+        stages = DecoderStages(model, [stage])
+        names = [name for name, _ in model.named_parameters()]
+        assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {str(stage.index)}
+        assert ("embed_tokens.weight" in names, "norm.weight" in names) == (stage.first, stage.last)
+        with stages.only(stage, x, (2, 3)) as running:
+            y = model(ids)
+            x = y if stage.last else running.output
+    assert torch.equal(x, whole(ids))

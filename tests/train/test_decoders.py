@@ -259,6 +259,8 @@ def test_a_run_is_evaluated_sampled_exported_and_resumed_without_its_folder(
     assert commands.do(*sample, "--seed", "1") == commands.do(*sample, "--seed", "1") != commands.do(*sample)
     assert "the prompt has 80 tokens: expected fewer than" in commands.fail("sample", tuned, "--prompt", "a" * 80)
     copied = shutil.copytree(tuned, tmp_path / "run")
+    refused = commands.fail("train", "--resume", "--out", copied, "--parallel.pp", "3")
+    assert "--parallel.pp 3: 2 layers cannot be cut into 3 pipeline stages" in refused
     assert run(["train", "--resume", "--out", str(copied), "--train.steps", "5"]) == 0
     assert (copied / "step-5").is_dir()
     assert "the run's model is a llama of transformers" in commands.fail(

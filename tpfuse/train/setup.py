@@ -244,7 +244,10 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
     """
     model = options.model
     if model.from_ is not None:
-        return _decoder_config(options, model.from_, run)
+        decoder = _decoder_config(options, model.from_, run)
+        if options.parallel.pp > 1:
+            _check_cut(options, decoder)
+        return decoder
     config = GPTConfig(
         vocab_size,
         model.n_positions,
@@ -297,8 +300,6 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
         raise
     except ValueError as error:
         raise UserError(f"--model.from {folder}: {error}") from None
-    if parallel.pp > 1:
-        _check_cut(options, config)
     return config
 
 
