@@ -37,24 +37,10 @@ from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Schedule, ShardedBatch
-from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
+from tpfuse.parallel.pipeline.cut import Stage, whole_model
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
 TIED = "transformer.wte.weight"  # the parameter that a pipeline's first and last stage share
-
-
-def part_costs(config: GPTConfig) -> tuple[Cost, Cost, Cost]:
-    """Returns the costs of a block, of the embeddings, and of the last norm with the head, in a training step.
-
-    A parameter of a product takes 6 operations for each token, and attention 12 T C (PaLM, arXiv:2204.02311, appendix
-    B). The head has the parameters of the embedding once more, which are on the rank of the first stage too.
-    """
-    width, biases = config.n_embd, int(config.bias)
-    products = 12 * width * width
-    block = Cost(6 * products + 12 * config.n_positions * width, products + width * (2 + 11 * biases))
-    table = config.vocab_size * width
-    head = Cost(6 * table, table + width * (1 + biases))
-    return block, Cost(0, table + config.n_positions * width), head
 
 
 class Transformer(nn.Module):
@@ -151,8 +137,8 @@ class GPT(nn.Module):
         They are 6 for each parameter except those of the position table, and 12 n_layer T C for attention (PaLM,
         arXiv:2204.02311, appendix B).
         """
-        block, _, head = part_costs(self.config)
-        return self.config.n_layer * block.flops + head.flops
+        blocks, _, head = self.config.part_costs()
+        return sum(block.flops for block in blocks) + head.flops
 
     @property
     def blocks(self) -> list[Block]:

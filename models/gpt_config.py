@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tpfuse.parallel.pipeline.cut import Cost
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -28,3 +30,17 @@ class GPTConfig:
         if self.n_head % tp:
             fitting = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
             raise ValueError(f"tp {tp} does not divide n_head {self.n_head}: it can be one of {fitting}")
+
+    def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
+        """Returns the costs of each block, of the embeddings, and of the last norm with the head, in a training step.
+
+        A parameter of a product takes 6 operations for each token, and attention 12 T C (PaLM, arXiv:2204.02311,
+        appendix B). The head has the parameters of the embedding once more, which are on the rank of the first stage
+        too.
+        """
+        width, biases = self.n_embd, int(self.bias)
+        products = 12 * width * width
+        block = Cost(6 * products + 12 * self.n_positions * width, products + width * (2 + 11 * biases))
+        table = self.vocab_size * width
+        head = Cost(6 * table, table + width * (1 + biases))
+        return [block] * self.n_layer, Cost(0, table + self.n_positions * width), head

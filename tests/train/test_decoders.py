@@ -1,6 +1,7 @@
 """`tpfuse train --model.from` trains models of transformers in every layout, and other commands use its runs."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tpfuse.cli import run
 from tpfuse.comm.layout import local_tensor
-from tpfuse.testing.command import Commands
+from tpfuse.testing.command import Command, Commands
 from tpfuse.testing.decoders import decoder, exact
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
@@ -185,6 +186,11 @@ def test_the_memory_command_counts_a_model_of_transformers(llama: Path, tmp_path
     assert f"{count:,} parameters, float32; ranks 2: tp 2 x cp 1 x dp 1" in said
     assert "Activations of models of transformers, and transient workspaces, are not counted." in said
     assert "--vocab-size 9 is for the GPT" in commands.fail("memory", file, "--vocab-size", "9")
+    cut = commands.do("memory", file, "--tp", "2", "--pp", "2", "--stage", "1")
+    assert f"{count:,} parameters, float32; ranks 4: tp 2 x cp 1 x dp 1 x pp 2" in cut
+    assert "the bytes of pipeline rank 1, which holds the most" in cut, "the head needs norms besides"
+    sizes = [int(re.search(r"^parameters .* ([\d,]+)$", text, re.M)[1].replace(",", "")) for text in (said, cut)]
+    assert 0.5 < sizes[1] / sizes[0] < 0.6
 
 
 def _folder(folder: Path, family: str, text: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
@@ -253,6 +259,8 @@ def test_a_run_is_evaluated_sampled_exported_and_resumed_without_its_folder(
     assert commands.do(*sample, "--seed", "1") == commands.do(*sample, "--seed", "1") != commands.do(*sample)
     assert "the prompt has 80 tokens: expected fewer than" in commands.fail("sample", tuned, "--prompt", "a" * 80)
     copied = shutil.copytree(tuned, tmp_path / "run")
+    refused = commands.fail("train", "--resume", "--out", copied, "--parallel.pp", "3")
+    assert "--parallel.pp 3: 2 layers cannot be cut into 3 pipeline stages" in refused
     assert run(["train", "--resume", "--out", str(copied), "--train.steps", "5"]) == 0
     assert (copied / "step-5").is_dir()
     assert "the run's model is a llama of transformers" in commands.fail(
@@ -267,6 +275,47 @@ def test_samples_end_at_the_token_that_config_json_names(tuned: Path, commands: 
     seed = next(seed for seed, tokens in enumerate(drawn) if end in tokens)
     said = commands.do("sample", tuned, "--prompt", "the ", "--tokens", "50", "--temperature", "50", "--seed", seed)
     assert said == tokenizer.decode(drawn[seed][: drawn[seed].index(end)]) + "\n"
+
+
+@pytest.mark.processes
+def test_a_pipeline_is_used_as_a_run_of_one_rank(tmp_path: Path, text: Path, commands: Commands) -> None:
+    source = _folder(tmp_path / "model", "gpt2", text, torch.float64, num_hidden_layers=4)
+    flags = ["--model.from", str(source), *TRAINING, "--data.path", str(text), "--train.dtype", "float64"]
+    one, piped = tmp_path / "one", tmp_path / "piped"
+    alone = commands.do("train", *flags, "--out", one)
+    zbv = "--parallel.pp 2 --parallel.pp-schedule zbv --train.micro-batch 1 --train.save-every 2"
+    program = ["-m", "tpfuse", "train"]
+    said, err = Command([*program, *flags, "--out", str(piped), *zbv.split()]).end()
+    assert err == ""
+    assert "pipeline zbv: 4 micro-batches of 1 sequences on 2 pipeline ranks with 2 stages each" in said
+    assert re.search(r"^memory   ZeRO stage 0, counted .* buffers .*, without activations$", said, re.M)
+    assert (piped / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+    sample = r"^sample\n------\n(.*)\n------$"
+    assert re.search(sample, said, re.M | re.S)[1] == re.search(sample, alone, re.M | re.S)[1]  # type: ignore[index]
+    rows = [read_metrics(run / "metrics.jsonl") for run in (one, piped)]
+    for name in ("loss", "val_loss"):
+        before, after = ([row[name] for row in each if row[name] is not None] for each in rows)
+        assert len(before) >= 2 and after == pytest.approx(before, rel=1e-9)
+    for shares in (rows[1][-1]["pipeline_idle"], rows[1][-1]["predicted_idle"]):
+        assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
+    shutil.rmtree(piped / "step-4")
+    shutil.rmtree(source)
+    more = "--parallel.pp 2 --parallel.pp-schedule 1f1b --parallel.pp-layers 3,1 --zero.stage 1"
+    said, err = Command([*program, "--resume", "--out", str(piped), *more.split()]).end()
+    assert err == "" and "continuing after step 2" in said
+    losses = [[row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["step"] == 4] for run in (one, piped)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    for words in ("sample {} --prompt the --tokens 20 --temperature 0", "evaluate {}"):
+        texts = [commands.do(*words.format(run).split()).replace(str(run), "") for run in (one, piped)]
+        assert texts[0] == texts[1]
+    weights = []
+    for run_folder in (one, piped):
+        exported = tmp_path / f"exported {run_folder.name}"
+        commands.do("export", run_folder, exported)
+        weights.append(load_file(exported / "model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-9, atol=1e-11, msg=name)
 
 
 def _trained(folder: Path, out: Path, text: Path, *flags: str) -> dict[str, Tensor]:
@@ -285,6 +334,7 @@ def _trained(folder: Path, out: Path, text: Path, *flags: str) -> dict[str, Tens
         pytest.param("phi3", ["--parallel.tp", "2"], marks=pytest.mark.processes),
         pytest.param("llama_tied", ["--parallel.tp", "2", "--zero.stage", "3"], marks=pytest.mark.processes),
         pytest.param("neox", ["--parallel.cp", "2", "--parallel.dp", "2"], marks=pytest.mark.processes),
+        pytest.param("llama_tied", ["--parallel.pp", "2", "--zero.stage", "3"], marks=pytest.mark.processes),
     ],
 )
 def test_an_export_has_the_names_and_the_bits_of_the_source(
@@ -321,7 +371,8 @@ def test_a_folder_without_weights_gives_random_ones(tmp_path: Path, text: Path, 
         ("--parallel.tp 5", "model.layers.0.self_attn: 12 heads cannot be divided among 5 ranks"),
         ("--train.recompute selective", "--train.recompute selective is for the GPT"),
         ("--parallel.cp 2 --parallel.cp-balance striped", "--parallel.cp-balance striped is for the GPT"),
-        ("--parallel.pp 2", "--parallel.pp 2 is for the GPT: with --model.from, give 1"),
+        ("--parallel.pp 3", "--parallel.pp 3: 2 layers cannot be cut into 3 pipeline stages"),
+        ("--parallel.pp 2 --parallel.pp-layers 1,2", "--parallel.pp-layers 1,2 has 2 stages and 3 layers"),
         ("--parallel.cp 5 --parallel.cp-schedule ulysses", "5 ranks cannot divide 12 heads"),
         ("--data.tokenizer gpt2", "the model has 101 tokens, the text's tokenizer 50257"),
     ],

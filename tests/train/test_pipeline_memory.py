@@ -14,6 +14,7 @@ from tpfuse.backend import implementation
 from tpfuse.choices import PipelineSchedule
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
+from tpfuse.models.gpt import TIED
 from tpfuse.parallel.pipeline.order import Action, Kind
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import most_in_flight
@@ -21,7 +22,8 @@ from tpfuse.testing.command import Commands
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.testing.training import CONFIG, new_trainer, options_of, ranks_of
-from tpfuse.train.language_model import MicroBatch, blocks_of
+from tpfuse.train.batches import MicroBatch
+from tpfuse.train.language_model import blocks_of
 from tpfuse.train.memory import _account, _part
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.shape_mesh import shape_mesh
@@ -98,7 +100,7 @@ def _check(pp: int, **more: Any) -> None:
             part, activations, buffers = _part(mesh, options, DEEP, index // each)
             assert {name: tuple(local_tensor(p).shape) for name, p in part.named_parameters()} == shapes
             partial = take_partial_gradients(part)
-            assert _account(part, partial, options.zero.stage, options, True, 0) == buckets
+            assert _account(part, partial, [TIED], options.zero.stage, options, True, 0) == buckets
         assert activations == most
         assert buffers == slots
 
@@ -168,7 +170,7 @@ def test_ranks_at_stage_3_hold_what_is_counted(schedule: PipelineSchedule, dp: i
     for rank in range(2):
         with shape_mesh(tp) as mesh:
             part, _, _ = _part(mesh, options, DEEP, rank)
-            account = _account(part, take_partial_gradients(part), 3, options, True, 0)
+            account = _account(part, take_partial_gradients(part), [TIED], 3, options, True, 0)
             blocks = [sum(local_tensor(p).nbytes for p in block.parameters()) for block in blocks_of(part)]
             rest = sum(local_tensor(p).nbytes for p in part.parameters()) - sum(blocks)
         shards, gathered, whole, sums, sent = found[rank * dp * tp * cp]

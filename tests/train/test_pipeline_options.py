@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from tpfuse.models.gpt import part_costs
 from tpfuse.testing.training import CONFIG
 from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
@@ -70,9 +69,9 @@ def test_a_world_of_another_size_is_refused(words: str, world: int, error: str) 
 def test_predicted_idle_shares_are_those_of_the_papers_where_stages_are_equal() -> None:
     """A pipeline of p ranks and m micro-batches idles for (p - 1) / (m + p - 1) of the step (arXiv:1811.06965)."""
     config = replace(CONFIG, n_layer=4, vocab_size=1)
-    head, block = part_costs(config)[2].flops, part_costs(config)[0].flops
+    blocks, _, head = config.part_costs()
     idle = predicted_idle(options_of("--parallel.pp 4 --train.batch 8 --train.micro-batch 1"), config)
-    longer = (block + head) / block  # the last stage also has the head
+    longer = (blocks[-1] + head).flops / blocks[-1].flops  # the last stage also has the head
     assert idle[0] == idle[1] == idle[2] and idle[3] < idle[0]
     assert idle[0] == pytest.approx(3 / 11, abs=2 * (longer - 1))
 

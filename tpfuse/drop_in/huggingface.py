@@ -45,10 +45,11 @@ no weights of another shape than in the file.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -63,11 +64,13 @@ from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
 from tpfuse.drop_in.converted import ConvertedColumnLinear, original_of, set_attributes
+from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
 from tpfuse.ops.collectives import all_reduce
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.parallel.context import ContextParallel, ShardedBatch
+from tpfuse.parallel.pipeline.cut import Stage
 
 ATTENTION = "tpfuse_ring"
 _THEIR_IGNORE = -100
@@ -150,6 +153,21 @@ def causal_model(settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
         raise ValueError(f"transformers cannot make the model: {' '.join(str(error).split())[:200]}") from error
 
 
+def replace_forward(model: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return the model, whose forward is from now on `logits`, so that `generate` works without its parameters.
+
+    logits: returns [batch, vocabulary], those of the last token, for ids [batch, tokens].
+    """
+    from transformers.modeling_outputs import CausalLMOutput
+
+    @wraps(model.forward)
+    def forward(input_ids: Tensor, **_: Any) -> Any:
+        return CausalLMOutput(logits=logits(input_ids).unsqueeze(1))
+
+    model.forward = forward
+    return model
+
+
 def quiet() -> None:
     """Silence the warnings and the progress bars of transformers in this process: commands print what users need."""
     from transformers.utils import logging
@@ -171,6 +189,18 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION, _mask)
     for name, style in _STYLES.items():
         ParallelInterface.register(name, style)  # type: ignore[arg-type]
+
+
+def cut(model: nn.Module, stages: Sequence[Stage]) -> DecoderStages:
+    """Keep of a model, which `adapt` has been given, what `stages` need, those of this rank of a pipeline, in place.
+
+    The model is then called as a module, with the arguments stage and stage_input (`ParallelForward`). Raise ValueError
+    for a model that a pipeline cannot cut.
+    """
+    forward = model.__dict__["forward"]
+    assert isinstance(forward, ParallelForward)
+    forward.stages = DecoderStages(model, stages)
+    return forward.stages
 
 
 def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
@@ -245,8 +275,12 @@ class _AttentionChoice:
 class ParallelForward:
     """The forward of a converted model (see the module). It is an attribute of the model, and is copied with it.
 
-    head: the projection to the vocabulary, whose output stays sharded for the loss. context: None for one rank.
+    head: the projection to the vocabulary, whose output stays sharded for the loss. context: None for one rank. stages:
+    those of this rank, if the model has been cut: the arguments stage and stage_input then choose one of them and give
+    its input, and all but the last stage return the input of the next one.
     """
+
+    stages: DecoderStages | None = None
 
     def __init__(
         self,
@@ -279,6 +313,7 @@ class ParallelForward:
     def _run(self, kwargs: dict[str, Any], context: ContextParallel | None) -> Any:
         with_loss = kwargs.get("labels") is not None
         of_shards = with_loss and self.model.loss_function is causal_loss
+        stage, x = kwargs.pop("stage", None), kwargs.pop("stage_input", None)
         running, keep, shape = _Pass(self.head if of_shards else None), 0, torch.Size()
         if context is not None:
             if with_loss and not of_shards:
@@ -289,9 +324,14 @@ class ParallelForward:
         token = _running.set(running)
         try:
             with _keeping_shards(running.head):
-                out = self.__wrapped__(**kwargs, return_dict=True)
+                if stage is None:
+                    out = self.__wrapped__(**kwargs, return_dict=True)
+                else:
+                    out = self._run_stage(kwargs, stage, x)
         finally:
             _running.reset(token)
+        if isinstance(out, Tensor):
+            return out
         if of_shards and self.model.training and (running.head is not None or running.tokens is not None):
             out = type(out)(**{name: value for name, value in out.items() if name != "logits"})
         elif running.head is not None:
@@ -301,6 +341,15 @@ class ParallelForward:
         if wanted is None:
             wanted = getattr(self.model.config, "return_dict", True)
         return out if wanted else out.to_tuple()
+
+    def _run_stage(self, kwargs: dict[str, Any], stage: Stage, x: Tensor | None) -> Any:
+        """Return the output of a stage: a tensor, or, of the last stage, what the model's own forward returns."""
+        assert self.stages is not None
+        with self.stages.only(stage, x, _given(kwargs).shape[:2]) as running:
+            if stage.last:
+                return self.__wrapped__(**kwargs, return_dict=True)
+            self.stages.decoder(**kwargs, return_dict=True)
+            return running.output
 
     def _shard(
         self, kwargs: dict[str, Any], head: ConvertedColumnLinear | None, context: ContextParallel

@@ -57,10 +57,10 @@ _MLP = (
     (("fc1",), ("fc2",)),
     (("dense_h_to_4h",), ("dense_4h_to_h",)),
 )
-_LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-_TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
+LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _LENGTHS = ("position_ids", "cache_position")  # GPT-2 of transformers 4 gives its attention the latter alone
-_HEADS = ("lm_head", "embed_out")
+HEADS = ("lm_head", "embed_out")
 _NO_DECODER = "found no list of layers with an attention that tpfuse knows"
 
 
@@ -92,13 +92,13 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     Raise ValueError if `model` has no decoder, or if its heads cannot be divided among the ranks.
     """
     plan, length = Recognised(), SequenceLength()
-    decoders = list(_decoders(model))
-    if not decoders:
+    found = list(decoders(model))
+    if not found:
         raise ValueError(f'plan "auto": {_NO_DECODER}; give a plan {{"pattern": style, …}}')
-    for name, base, layers in decoders:
+    for name, base, layers in found:
         _plan_decoder(plan, name, base, layers, ranks, length if sequence_parallel else None)
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in _HEADS:
+        if name.rpartition(".")[2] in HEADS:
             try:
                 if isinstance(_base(module), nn.Linear):
                     _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
@@ -114,7 +114,7 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     return plan
 
 
-def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name of a decoder, the decoder, name of its list of layers) of all decoders in a model."""
     for name, module in model.named_modules():
         for child, layers in module.named_children():
@@ -126,7 +126,7 @@ def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the layers of a model's decoder. Raise ValueError if it has none with an attention that is known."""
-    for _, decoder, layers in _decoders(model):
+    for _, decoder, layers in decoders(model):
         found = getattr(decoder, layers)
         assert isinstance(found, nn.ModuleList)
         return found
@@ -147,7 +147,7 @@ def _plan_decoder(
 ) -> None:
     """Add the styles of a decoder. length: given if activations between layers are shards of the sequence."""
     children = dict(base.named_children())
-    embedding = next((child for child in _TOKEN_EMBEDDINGS if child in children), None)
+    embedding = next((child for child in TOKEN_EMBEDDINGS if child in children), None)
     if embedding is not None:
         path, module = _join(name, embedding), children[embedding]
         if isinstance(module, nn.Embedding):
@@ -157,10 +157,10 @@ def _plan_decoder(
             plan.kept[path] = f"it is a {type(module).__module__}.{type(module).__name__}: expected an nn.Embedding"
     stack: Any = children[layers]
     if length is not None:
-        norm = next((child for child in _LAST_NORMS if child in children), None)
+        norm = next((child for child in LAST_NORMS if child in children), None)
         if norm is None:
             raise ValueError(
-                f"sequence_parallel: {name or 'the model'} has no last norm, one of {', '.join(_LAST_NORMS)}"
+                f"sequence_parallel: {name or 'the model'} has no last norm, one of {', '.join(LAST_NORMS)}"
             )
         plan.add(
             _join(name, layers, "0"),

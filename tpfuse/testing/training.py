@@ -16,7 +16,7 @@ from torch import Tensor
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
-from tpfuse.models.gpt import TIED, GPTConfig
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
@@ -76,8 +76,8 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     if trainer.pipeline_group is None:
         return weights
     parts = gather_objects(weights, trainer.pipeline_group, op="weights of all stages")
-    if TIED in parts[0] and TIED in parts[-1]:
-        assert torch.equal(parts[0][TIED], parts[-1][TIED])
+    for name in parts[0].keys() & parts[-1].keys():  # tied parameters
+        assert torch.equal(parts[0][name], parts[-1][name])
     return {name: weight for part in parts for name, weight in part.items()}
 
 

@@ -1,15 +1,33 @@
 """Batches that depend on (seed, step) alone, so that every layout draws the same windows and takes its own slice."""
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.train.tokenizer import TokenSequence
 
 _CHUNK = 1 << 20  # tokens that are counted at once: np.bincount converts each token to 8 bytes
+
+
+class MicroBatch(NamedTuple):
+    """What each stage of a model is given: the arguments of `LanguageModel.loss`, or without targets ids for logits.
+
+    cache: of the GPT's keys and values, for logits. length: the number of ids in each row before padding, for logits;
+    None for all.
+    """
+
+    ids: Tensor
+    targets: Tensor | None = None
+    weight: float | None = None
+    at: tuple[int, int] | None = None
+    sequences: Tensor | None = None
+    cache: KeyValueCache | None = None
+    length: int | None = None
 
 
 def window_starts(

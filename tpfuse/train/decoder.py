@@ -6,26 +6,33 @@ model on a rank with `tpfuse.parallelize`. Its parameters have the names and the
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import Slices, copy_whole_
-from tpfuse.comm.mesh import context_mesh, tensor_mesh
-from tpfuse.drop_in.huggingface import adapt, causal_model, check_context, configuration, quiet
+from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
+from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
+from tpfuse.drop_in.huggingface import adapt, causal_model, check_context, configuration, cut, quiet, replace_forward
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
 from tpfuse.drop_in.structure import decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_weights
 from tpfuse.parallel.context import ONE_RANK, ContextParallel
 from tpfuse.parallel.initialize import seed_of
+from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
+from tpfuse.parallel.pipeline.parts import as_modules
 from tpfuse.parallel.stored import StoredTensor
+from tpfuse.train.batches import MicroBatch
 from tpfuse.train.options import TrainCommand
+from tpfuse.train.pipeline import own_stages
 from tpfuse.train.shape_mesh import shape_mesh
 
 _USUAL_LENGTH = 1024  # tokens of a training sequence, unless the model's context is shorter or the user says otherwise
@@ -100,10 +107,42 @@ class DecoderConfig:
         model: nn.Module = empty_model(causal_model, self.settings, dtype)
         return model
 
-    def outlined(self, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
-        """Returns this rank's shards on the meta device. mesh: tensor-parallel, or None. Raises ValueError."""
+    def outlined(self, mesh: DeviceMesh | None, dtype: torch.dtype, stages: Sequence[Stage] | None = None) -> nn.Module:
+        """Returns this rank's shards on the meta device. mesh: tensor-parallel, or None. Raises ValueError.
+
+        stages: the pipeline stages of a rank, None for the whole model.
+        """
         model = self.empty(dtype)
-        return model if mesh is None else outlined_shards(model, mesh)
+        shards = model if mesh is None else outlined_shards(model, mesh)
+        if stages is not None:
+            DecoderStages(shards, stages)
+        return shards
+
+    def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
+        """Returns the costs of each layer, of the embeddings, and of the last norm with the head, in a training step.
+
+        They are counted as for the GPT. Raises ValueError for a model that a pipeline cannot cut.
+        """
+        return self._part_costs
+
+    @cached_property
+    def _part_costs(self) -> tuple[list[Cost], Cost, Cost]:
+        model = self.empty(torch.float32)
+        parts = decoder_parts(model).of(model)
+        first, last = (_count(nn.ModuleList(as_modules(ends))) for ends in (parts.first, parts.last))
+        sizes, attention = [_count(block) for block in parts.blocks], self.attention_flops()
+        return [Cost(6 * size + attention, size) for size in sizes], Cost(0, first), Cost(6 * last, last)
+
+    def attention_flops(self) -> int:
+        """Returns the operations of a layer's attention for each token in a training step, as counted for the GPT."""
+        size = getattr(configuration(self.settings), "head_dim", None) or self.n_embd // self.n_head
+        return int(12 * self.n_positions * self.n_head * size)
+
+    @cached_property
+    def tied(self) -> list[str]:
+        """Returns the names of the parameters that a pipeline's first and last stage share."""
+        model = self.empty(torch.float32)
+        return decoder_parts(model).of(model).shared()
 
     def check(self, tp: int = 1) -> None:
         """Raises ValueError for a model that tpfuse cannot train on `tp` tensor-parallel ranks."""
@@ -144,6 +183,7 @@ class DecoderModel:
         self.config, self.device = config, device
         model: Any = config.empty(dtype)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._flops = _flops_per_token(config, model)
         schedule = options.parallel.cp_schedule
         self.context = ContextParallel(context_mesh(mesh), schedule)
         self.device_mesh = tensor_mesh(mesh)
@@ -151,6 +191,11 @@ class DecoderModel:
             parallelize(model, mesh, context_parallel=schedule if self.context.groups else "auto")
         else:
             adapt(model, self.context, None)
+        self.stages: Sequence[Stage] = [whole_model(config.n_layer)]
+        self._cut: DecoderStages | None = None
+        if options.parallel.pp > 1:
+            self.stages = own_stages(options, config, rank_and_size(flat_group(mesh, "pp"))[0])
+            self._cut = cut(model, self.stages)
         load_weights(model, {}, device)
         if options.train.recompute == "full":
             # Release 5.23 of transformers has renamed the method.
@@ -182,17 +227,38 @@ class DecoderModel:
         at: tuple[int, int] | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """Returns the loss; see the protocol. Dropout masks follow from (seed, step, first sequence) and the layout."""
+        """Returns the loss; see the protocol."""
+        return self.part(self.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
+
+    def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Returns the output of a stage; see the protocol.
+
+        Dropout masks follow from (seed, step, first sequence, stage) and the layout.
+        """
+        ids, targets, weight, at, sequences, _, length = batch
         training = at is not None
         self.module.train(training)
-        self.module.training = True  # with labels, the model in eval mode would return whole logits
         if at is not None and self._drops:
-            torch.manual_seed(seed_of(*at, 0 if sequences is None else int(sequences[0])))
-        forward = self._forward if training else self.module
-        out = forward(input_ids=ids, labels=targets, shift_labels=targets, num_items_in_batch=1, use_cache=False)
+            first = 0 if sequences is None else int(sequences[0])
+            torch.manual_seed(seed_of(*at, first, *[stage.index] * (stage.index > 0)))
+        more: dict[str, Any] = {} if self._cut is None else {"stage": stage, "stage_input": x}
+        if targets is None:
+            more |= _padded(ids, length or ids.shape[1], stage)
+        elif stage.last:
+            self.module.training = True  # with labels, the model in eval mode would return whole logits
+            more |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
+        out = (self._forward if training else self.module)(input_ids=ids, use_cache=False, **more)
+        if not stage.last:
+            return out  # type: ignore[no-any-return]
+        if targets is None:
+            return out.logits  # type: ignore[no-any-return]
         loss: Tensor = out.loss * weight
         ranks = self.context.size  # each of them returns the whole loss, with the gradients of its own tokens
         return loss if ranks == 1 else loss - (1 - 1 / ranks) * loss.detach()
+
+    def modules_of(self, stage: Stage) -> list[nn.Module]:
+        """Returns the modules of a stage; see the protocol."""
+        return [self.module] if self._cut is None else self._cut.modules_of(stage)
 
     def generate(
         self,
@@ -204,12 +270,23 @@ class DecoderModel:
         top_p: float | None = None,
         ends: tuple[int, ...] = (),
         seed: int = 0,
+        logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
         """Returns the prompts with their continuations, by the `generate` of transformers; see the protocol.
 
-        They end where the model's context is full; the prompts must be shorter than that.
+        They end where the model's context is full; the prompts must be shorter than that. With `logits` there is no
+        key/value cache: every token computes the whole text again, padded to its last length.
         """
+        tokens = min(tokens, self.config.longest - ids.shape[1])
         model: Any = self.module.eval()
+        if logits is not None:
+            longest, compute = ids.shape[1] + tokens, logits
+
+            def of_last(ids: Tensor) -> Tensor:
+                padded = F.pad(ids, (0, longest - ids.shape[1]))
+                return compute(MicroBatch(padded, length=ids.shape[1]))
+
+            model = replace_forward(self.config.empty(torch.float32), of_last)
         drawing: dict[str, Any] = {"do_sample": False}
         if temperature:
             drawing = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
@@ -219,7 +296,8 @@ class DecoderModel:
             out: Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=min(tokens, self.config.longest - ids.shape[1]),
+                max_new_tokens=tokens,
+                use_cache=logits is None,
                 eos_token_id=list(ends) or None,
                 pad_token_id=ends[0] if ends else 0,
                 **drawing,
@@ -228,14 +306,7 @@ class DecoderModel:
 
     def flops_per_token(self) -> int:
         """Returns the floating-point operations of a training step for each token, counted as for the GPT."""
-        config, model = self.config, self.module
-        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        looked_up = sum(table.numel() for table in tables if table is not head.weight)
-        products = sum(parameter.numel() for parameter in model.parameters()) - looked_up
-        theirs = configuration(config.settings)
-        size = getattr(theirs, "head_dim", None) or config.n_embd // config.n_head
-        return int(6 * products + 12 * config.n_layer * config.n_positions * config.n_head * size)
+        return self._flops
 
     def stored(
         self, name: str, tensor: Tensor, slices: Slices, shape: tuple[int, ...]
@@ -247,3 +318,23 @@ class DecoderModel:
 
 def _dropouts(settings: dict[str, Any]) -> Iterator[Any]:
     return (value for name, value in settings.items() if name.endswith(("dropout", "pdrop")))
+
+
+def _flops_per_token(config: DecoderConfig, model: Any) -> int:
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up: int = sum(table.numel() for table in tables if table is not model.get_output_embeddings().weight)
+    return 6 * (_count(model) - looked_up) + config.n_layer * config.attention_flops()
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _padded(ids: Tensor, length: int, stage: Stage) -> dict[str, Tensor]:
+    """Returns the arguments for the logits of the last of `length` tokens, which padding follows.
+
+    Positions do not exceed those of the text, on which the frequencies of some rotary embeddings depend.
+    """
+    numbers = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    last = {"logits_to_keep": numbers[0, length - 1 : length]} if stage.last else {}
+    return {"attention_mask": (numbers < length).long(), "position_ids": numbers.clamp(max=length - 1)} | last

@@ -1,8 +1,8 @@
 """The models that `tpfuse train` trains: the GPT of tpfuse, and decoders of transformers (`tpfuse.train.decoder`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,15 @@ from tpfuse.comm.layout import Slices
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.models.generate import generate
-from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.models.key_value_cache import KeyValueCache
+from tpfuse.models.gpt import GPT, TIED, GPTConfig
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
+from tpfuse.train.batches import MicroBatch
 from tpfuse.train.compiled import compiled
 from tpfuse.train.decoder import DecoderConfig, DecoderModel
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import pipeline_stages, stage_owners
+from tpfuse.train.pipeline import own_stages
 from tpfuse.train.untrusted import check
 
 ModelConfig = GPTConfig | DecoderConfig
@@ -30,12 +30,13 @@ class LanguageModel(Protocol):
     """A language model on one rank, or on many that share its layers, its sequences, or both.
 
     config: its description. context: the ranks that share each sequence. device_mesh: the tensor-parallel mesh, None
-    for one rank.
+    for one rank. stages: the pipeline stages of this rank, which alone it has.
     """
 
     config: Any
     context: ContextParallel
     device_mesh: DeviceMesh | None
+    stages: Sequence[Stage]
 
     @property
     def module(self) -> nn.Module:
@@ -62,6 +63,15 @@ class LanguageModel(Protocol):
         numbers of these sequences in the whole batch.
         """
 
+    def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Returns the output of a pipeline stage of this rank; that of the last stage is the loss, or the logits.
+
+        x: the output of the stage before it, None for the first stage. Logits end with those of the last position.
+        """
+
+    def modules_of(self, stage: Stage) -> list[nn.Module]:
+        """Returns the modules with the parameters of a pipeline stage of this rank."""
+
     def generate(
         self,
         ids: Tensor,
@@ -72,11 +82,13 @@ class LanguageModel(Protocol):
         top_p: float | None = None,
         ends: tuple[int, ...] = (),
         seed: int = 0,
+        logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
         """Returns the prompts `ids`, [sequences, tokens] int64, each with at most `tokens` more.
 
         temperature: 0 takes the most probable token. top_k, top_p: as in `tpfuse.models.generate`. ends: tokens that
-        end a text. All ranks call this, and return the same.
+        end a text. logits: returns the logits [sequences, vocabulary] of the last position, equal on all ranks, if the
+        stages of the model are on several ranks. All ranks call this, and return the same.
         """
 
     def flops_per_token(self) -> int:
@@ -89,17 +101,6 @@ class LanguageModel(Protocol):
 
         tensor: the `slices` [start, stop) of a parameter of `shape`, or of its state in the optimizer.
         """
-
-
-class MicroBatch(NamedTuple):
-    """What each stage of a GPT is given: the arguments of `LanguageModel.loss`, or ids and a cache for their logits."""
-
-    ids: Tensor
-    targets: Tensor | None = None
-    weight: float | None = None
-    at: tuple[int, int] | None = None
-    sequences: Tensor | None = None
-    cache: KeyValueCache | None = None
 
 
 class GPTModel:
@@ -115,6 +116,7 @@ class GPTModel:
     ) -> None:
         self.config = config
         self.device_mesh = tensor_mesh(mesh)
+        rank, _ = rank_and_size(flat_group(mesh, "pp"))
         self.module = GPT(
             config,
             device_mesh=self.device_mesh,
@@ -122,18 +124,13 @@ class GPTModel:
             context_schedule=options.parallel.cp_schedule,
             context_balance=options.parallel.cp_balance,
             recompute=options.train.recompute,
-            stages=self._stages(config, options, mesh),
+            stages=own_stages(options, config, rank),
             device=device,
             dtype=dtype,
         )
         self.context = self.module.context
+        self.stages: Sequence[Stage] = self.module.stages
         self._forward: Any = self.module  # in training
-
-    @staticmethod
-    def _stages(config: GPTConfig, options: TrainCommand, mesh: DeviceMesh | None) -> list[Stage]:
-        rank, _ = rank_and_size(flat_group(mesh, "pp"))
-        owners, stages = stage_owners(options.parallel), pipeline_stages(options, config)
-        return [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
 
     def draw(self, seed: int) -> None:
         """Draws the parameters."""
@@ -152,19 +149,20 @@ class GPTModel:
         sequences: Tensor | None = None,
     ) -> Tensor:
         """Returns the loss; see the protocol."""
-        return self.part(self.module.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
+        return self.part(self.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
 
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Returns the output of a pipeline stage of this rank; that of the last stage is the loss, or the logits.
-
-        x: the output of the stage before it, None for the first stage.
-        """
-        ids, targets, weight, at, sequences, cache = batch
+        """Returns the output of a stage; see the protocol."""
+        ids, targets, weight, at, sequences, cache, _ = batch
         forward = self.module if at is None else self._forward
         y: Tensor = forward(
             ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences, cache=cache, stage=stage, x_mC=x
         )
         return y
+
+    def modules_of(self, stage: Stage) -> list[nn.Module]:
+        """Returns the modules of a stage."""
+        return self.module.modules_of(stage)
 
     def generate(
         self,
@@ -176,10 +174,20 @@ class GPTModel:
         top_p: float | None = None,
         ends: tuple[int, ...] = (),
         seed: int = 0,
+        logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
         """Returns the prompts with their continuations."""
-        eos = ends[0] if ends else None
-        return generate(self.module, ids, tokens, temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, seed=seed)
+        return generate(
+            self.module,
+            ids,
+            tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos=ends[0] if ends else None,
+            seed=seed,
+            forward=None if logits is None else lambda ids, cache: logits(MicroBatch(ids, cache=cache)),
+        )
 
     def flops_per_token(self) -> int:
         """Returns the floating-point operations of a training step for each token."""
@@ -201,16 +209,28 @@ def language_model(
     return GPTModel(config, options, mesh, device, dtype)
 
 
-def outlined(config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
-    """Returns this rank's model on the meta device, without communication. mesh: tensor-parallel, None for one rank."""
+def outlined(
+    config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype, stages: Sequence[Stage] | None = None
+) -> nn.Module:
+    """Returns this rank's model on the meta device, without communication.
+
+    mesh: tensor-parallel, None for one rank. stages: the pipeline stages of a rank, None for the whole model.
+    """
     if isinstance(config, DecoderConfig):
-        return config.outlined(mesh, dtype)
-    return GPT(config, device_mesh=mesh, device="meta", dtype=dtype)
+        return config.outlined(mesh, dtype, stages)
+    return GPT(config, device_mesh=mesh, stages=stages, device="meta", dtype=dtype)
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """Returns this rank's transformer blocks of a model, which ZeRO stage 3 gathers one after another."""
-    return model.blocks if isinstance(model, GPT) else list(decoder_layers(model))
+    if isinstance(model, GPT):
+        return model.blocks
+    return [layer for layer in decoder_layers(model) if not isinstance(layer, nn.Identity)]  # of other stages
+
+
+def tied_parameters(config: ModelConfig) -> list[str]:
+    """Returns the names of the parameters that a pipeline's first and last stage share."""
+    return config.tied if isinstance(config, DecoderConfig) else [TIED]
 
 
 def as_json(config: ModelConfig) -> dict[str, Any]:

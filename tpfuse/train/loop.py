@@ -25,7 +25,6 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
 from tpfuse.layers.explain import plans, summary
-from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
@@ -164,7 +163,7 @@ class TrainingLoop:
         )
         self.stragglers = Stragglers(options.straggler_share, run.options.parallel.pp)
         self.predicted_idle: list[float] | None = None  # of each rank
-        if self.trainer.runner is not None and isinstance(run.config, GPTConfig):
+        if self.trainer.runner is not None:
             size = info.world // run.options.parallel.pp  # ranks with the same stages follow each other
             self.predicted_idle = [share for share in predicted_idle(run.options, run.config) for _ in range(size)]
         self.hosts: list[str] = []  # the host of each rank, if the ranks' times are measured
@@ -272,7 +271,7 @@ class TrainingLoop:
     def _pipeline(self) -> list[str]:
         """Returns the lines that explain the pipeline; [] if there is none. Collective."""
         runner, options, config = self.trainer.runner, self.options, self.run.config
-        if runner is None or not isinstance(config, GPTConfig):
+        if runner is None:
             return []
         plan = runner.plan(pipeline_stages(options, config), pipeline_costs(options, config), self.trainer.dtype)
         return plan.explanation(f" of {micro_batch_size(options)} sequences")
@@ -467,7 +466,7 @@ class TrainingLoop:
         A resumed run that has taken no step keeps the picture that it finds.
         """
         measured, config = self.trainer.measured_timeline(), self.run.config
-        if not self.first or self.trainer.runner is None or not isinstance(config, GPTConfig):
+        if not self.first or self.trainer.runner is None:
             return ""
         from tpfuse.train.pipeline_picture import NAME, draw_pipeline  # matplotlib takes long to import
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.layout import local_tensor
-from tpfuse.models.gpt import GPT, TIED, GPTConfig
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, gradient_bytes, saved_bytes
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import schedule_for
@@ -25,9 +25,9 @@ from tpfuse.parallel.pipeline.timeline import Held, most_held
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
-from tpfuse.train.language_model import ModelConfig, blocks_of, outlined
+from tpfuse.train.language_model import ModelConfig, blocks_of, outlined, tied_parameters
 from tpfuse.train.options import MemoryCommand, TrainCommand
-from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages, rank_count, stage_owners
+from tpfuse.train.pipeline import micro_batch_size, own_stages, pipeline_order, rank_count, stage_owners
 from tpfuse.train.setup import model_config, ulysses_ranks, with_layout
 from tpfuse.train.shape_mesh import shape_mesh
 from tpfuse.train.token_file import stated_tokenizer, token_paths
@@ -37,13 +37,6 @@ from tpfuse.zero.memory import STAGES, MemoryAccount, Width, account, account_sh
 from tpfuse.zero.taken_parameters import take_partial_gradients
 
 _LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
-_ACTIVATIONS = {
-    True: "Activations are what autograd saves of one micro-batch. Transient workspaces are not counted.",
-    False: "Activations of models of transformers, and transient workspaces, are not counted.",
-}
-_IN_FLIGHT = (
-    "Activations are what the rank holds of the most micro-batches in flight. Transient workspaces are not counted."
-)
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # the vocabulary sizes of tokenizers that need no file
 
 
@@ -139,9 +132,12 @@ def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig
     for rank in range(options.parallel.pp):
         part, activations, buffers = _part(mesh, options, config, rank)
         partial = take_partial_gradients(part)  # once for all stages, since a model can be asked only once
-        accounts = {stage: _account(part, partial, stage, options, micro_batches > 1, activations) for stage in stages}
+        tied = [] if options.parallel.pp == 1 else tied_parameters(config)
+        accounts = {
+            stage: _account(part, partial, tied, stage, options, micro_batches > 1, activations) for stage in stages
+        }
         accounts = {stage: replace(each, buffers=each.buffers + buffers) for stage, each in accounts.items()}
-        unaccumulated = {stage: _account(part, partial, stage, options, False, 0).gradients for stage in less}
+        unaccumulated = {stage: _account(part, partial, tied, stage, options, False, 0).gradients for stage in less}
         found.append((accounts, unaccumulated))
     fullest = max(range(len(found)), key=lambda rank: found[rank][0][stages[0]].total)
     parameters = sum(p.numel() for p in outlined(config, mesh, dtype).parameters())
@@ -151,22 +147,36 @@ def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig
 def _part(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, rank: int) -> tuple[nn.Module, int, int]:
     """Returns the model of a pipeline rank, the most bytes that it holds of micro-batches, and those of its slots."""
     dtype, (sequences, _) = getattr(torch, options.train.dtype), _micro_batches(options)
-    if not isinstance(config, GPTConfig):
+    parallel = options.parallel
+    if parallel.pp == 1 and not isinstance(config, GPTConfig):
         return outlined(config, mesh, dtype), 0, 0
-    order, stages = pipeline_order(options), pipeline_stages(options, config)
-    ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
-    batch = _micro_batch(options, config, sequences, ulysses)
-    mine = order.stages_of(rank)
-    message = batch.local_rows * config.n_embd * dtype.itemsize
-    held = {index: Held(saved_bytes(batch, options.train.recompute, stages[index])) for index in mine}
-    for index in mine:
-        if index:  # it has an input, which is a message, and computes the gradient of it
-            held[index] = Held(held[index].saved - message, gradient_bytes(batch, stages[index]))
+    order, stages = pipeline_order(options), own_stages(options, config, rank)
+    ulysses = ulysses_ranks(parallel, config.n_head // parallel.tp)
+    tokens = _own_tokens(options, config, ulysses)
+    # The GPT pads the tokens of all sequences together, models of transformers those of each sequence.
+    gpt = isinstance(config, GPTConfig)
+    rows = -(-sequences * tokens // parallel.tp) if gpt else sequences * -(-tokens // parallel.tp)
+    message, activations = rows * config.n_embd * dtype.itemsize, 0
+    if isinstance(config, GPTConfig):
+        batch = _micro_batch(options, config, sequences, ulysses)
+        held = {stage.index: Held(saved_bytes(batch, options.train.recompute, stage)) for stage in stages}
+        for stage in stages:
+            if not stage.first:  # it has an input, which is a message, and computes the gradient of it
+                held[stage.index] = Held(held[stage.index].saved - message, gradient_bytes(batch, stage))
+        activations = most_held(order, rank, held, message)
     slots = Counter({rank: 0})  # by rank; in symmetric memory all ranks allocate as many as the one with the most
     for route in routes(order)[0]:
         slots[route.target] += route.slots
-    part = GPT(config, device_mesh=mesh, stages=[stages[index] for index in mine], device="meta", dtype=dtype)
-    return part, most_held(order, rank, held, message), max(slots.values()) * slot_size(message)
+    part = outlined(config, mesh, dtype, stages)
+    return part, activations, max(slots.values()) * slot_size(message)
+
+
+def _own_tokens(options: TrainCommand, config: ModelConfig, ulysses: int) -> int:
+    """Returns how many tokens of each sequence a context-parallel rank has."""
+    parallel = options.parallel
+    if parallel.cp == 1:
+        return config.n_positions
+    return SequenceLayout(config.n_positions, parallel.cp, parallel.cp_balance, ulysses).local_length
 
 
 def _micro_batches(options: TrainCommand) -> tuple[int, int]:
@@ -182,25 +192,29 @@ def _micro_batches(options: TrainCommand) -> tuple[int, int]:
 
 
 def _micro_batch(options: TrainCommand, config: GPTConfig, sequences: int, ulysses: int) -> MicroBatch:
-    parallel, tokens = options.parallel, config.n_positions
+    parallel, tokens = options.parallel, _own_tokens(options, config, ulysses)
     dtype = getattr(torch, options.train.dtype)
     autocast = None if options.train.autocast == "none" else getattr(torch, options.train.autocast)
     schedule = parallel.cp_schedule
-    if parallel.cp > 1:
-        tokens = SequenceLayout(tokens, parallel.cp, parallel.cp_balance, ulysses).local_length
-        if schedule == "auto":
-            # Only running ranks know which implementation "auto" stands for. That of any group can be collective.
-            implementation = "collective" if parallel.impl == "auto" else parallel.impl
-            heads = config.n_head // parallel.tp
-            shape = (sequences, heads, tokens, config.n_embd // config.n_head)
-            schedule, _ = schedule_for(implementation, shape, heads, autocast or dtype, parallel.cp)
+    if parallel.cp > 1 and schedule == "auto":
+        # Only running ranks know which implementation "auto" stands for. That of any group can be collective.
+        implementation = "collective" if parallel.impl == "auto" else parallel.impl
+        heads = config.n_head // parallel.tp
+        shape = (sequences, heads, tokens, config.n_embd // config.n_head)
+        schedule, _ = schedule_for(implementation, shape, heads, autocast or dtype, parallel.cp)
     triton = options.kernels != "torch" and dtype is not torch.float64
     exchanged = parallel.cp > 1 and schedule in ("ulysses", "ulysses_ring")
     return MicroBatch(config, sequences, tokens, dtype, parallel.tp, exchanged, triton, autocast)
 
 
 def _account(
-    model: nn.Module, partial: set[str], stage: int, options: TrainCommand, accumulating: bool, activations: int
+    model: nn.Module,
+    partial: set[str],
+    tied: list[str],
+    stage: int,
+    options: TrainCommand,
+    accumulating: bool,
+    activations: int,
 ) -> MemoryAccount:
     parallel, zero = options.parallel, options.zero
     replicas = parallel.dp * parallel.cp
@@ -217,8 +231,8 @@ def _account(
     worlds["tied"] = 2 * replicas  # those of the first and of the last stage
     owners = stage_owners(parallel)
     parameters = list(model.named_parameters())[::-1]
-    tied = {TIED} & dict(parameters).keys() if owners[0] != owners[-1] else ()
-    layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES, tied)
+    shared = set(tied) & dict(parameters).keys() if owners[0] != owners[-1] else ()
+    layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES, shared)
     return account(layouts, min(stage, 2), accumulated, sent, accumulating=accumulating, activations=activations)
 
 
@@ -247,11 +261,19 @@ def table(name: str, counted: Counted) -> str:
             *rows,
             "",
             f"The table shows the bytes of {_ranked(counted)}, which holds the most. Parameters include the padding.",
-            _ACTIVATIONS[isinstance(counted.config, GPTConfig)] if parallel.pp == 1 else _IN_FLIGHT,
+            _activations(counted),
             *_accumulated(counted),
             *_offloaded(options),
         ]
     )
+
+
+def _activations(counted: Counted) -> str:
+    if not isinstance(counted.config, GPTConfig):
+        return "Activations of models of transformers, and transient workspaces, are not counted."
+    held = "the rank holds of the most micro-batches in flight"
+    held = "autograd saves of one micro-batch" if counted.options.parallel.pp == 1 else held
+    return f"Activations are what {held}. Transient workspaces are not counted."
 
 
 def _ranked(counted: Counted) -> str:

@@ -1,12 +1,20 @@
-"""What the options of a run mean for its pipeline: the order of a step, and the stages of the GPT."""
+"""What the options of a run mean for its pipeline: the order of a step, and the stages of the model."""
 
-from tpfuse.models.gpt import GPTConfig, part_costs
+from typing import Protocol
+
 from tpfuse.parallel.pipeline.cut import Cost, Stage, cut_layers, explicit_cut, stage_costs
 from tpfuse.parallel.pipeline.order import Order, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.timeline import Timeline, predicted
 from tpfuse.train.options import ParallelOptions, TrainCommand
 
 _ROUNDS = 4  # micro-batches for each pipeline rank, by default
+
+
+class Described(Protocol):
+    """What a pipeline needs of the description of a model (`tpfuse.train.language_model.ModelConfig`)."""
+
+    def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
+        """Returns the costs of each block, of what comes before the blocks, and of what comes after them."""
 
 
 def rank_count(parallel: ParallelOptions) -> int:
@@ -64,27 +72,31 @@ def pipeline_order(options: TrainCommand) -> Order:
     return order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
 
 
-def predicted_timeline(options: TrainCommand, config: GPTConfig) -> Timeline:
+def predicted_timeline(options: TrainCommand, config: Described) -> Timeline:
     """Returns a step whose passes take time by their operations alone, in operations for each token."""
     return predicted(pipeline_order(options), pipeline_costs(options, config))
 
 
-def predicted_idle(options: TrainCommand, config: GPTConfig) -> list[float]:
+def predicted_idle(options: TrainCommand, config: Described) -> list[float]:
     """Returns the idle share of each pipeline rank in the predicted step."""
     played = predicted_timeline(options, config)
     return [played.idle_share(rank) for rank in range(options.parallel.pp)]
 
 
-def pipeline_costs(options: TrainCommand, config: GPTConfig) -> list[Cost]:
-    """Returns the costs of the stages of the GPT, as they are counted for the cut. Raises as `pipeline_stages` does."""
-    block, embeddings, head = part_costs(config)
-    return stage_costs(pipeline_stages(options, config), [block] * config.n_layer, embeddings, head)
+def pipeline_costs(options: TrainCommand, config: Described) -> list[Cost]:
+    """Returns the costs of the stages, as they are counted for the cut. Raises as `pipeline_stages` does."""
+    return stage_costs(pipeline_stages(options, config), *config.part_costs())
 
 
-def pipeline_stages(options: TrainCommand, config: GPTConfig) -> list[Stage]:
-    """Returns the stages of the GPT on all pipeline ranks. Raises ValueError for layers that cannot be cut so."""
-    count = len(stage_owners(options.parallel))
+def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
+    """Returns the stages of the model on all pipeline ranks. Raises ValueError for layers that cannot be cut so."""
+    count, costs = len(stage_owners(options.parallel)), config.part_costs()
     if options.parallel.pp_layers:
-        return explicit_cut(options.parallel.pp_layers, config.n_layer, count)
-    block, embeddings, head = part_costs(config)
-    return cut_layers([block] * config.n_layer, embeddings, head, count)
+        return explicit_cut(options.parallel.pp_layers, len(costs[0]), count)
+    return cut_layers(*costs, count)
+
+
+def own_stages(options: TrainCommand, config: Described, rank: int) -> list[Stage]:
+    """Returns the stages of a pipeline rank. Raises as `pipeline_stages` does."""
+    owners = stage_owners(options.parallel)
+    return [stage for stage, owner in zip(pipeline_stages(options, config), owners, strict=True) if owner == rank]

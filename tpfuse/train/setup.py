@@ -244,7 +244,10 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
     """
     model = options.model
     if model.from_ is not None:
-        return _decoder_config(options, model.from_, run)
+        decoder = _decoder_config(options, model.from_, run)
+        if options.parallel.pp > 1:
+            _check_cut(options, decoder)
+        return decoder
     config = GPTConfig(
         vocab_size,
         model.n_positions,
@@ -260,12 +263,17 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
         _check_context(options.parallel, config)
     except ValueError as error:
         raise UserError(str(error)) from None
+    _check_cut(options, config)
+    return config
+
+
+def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
+    """Raises UserError if the layers of the model cannot be cut into the stages of the options."""
     try:
         pipeline_stages(options, config)
     except ValueError as error:
         given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
         raise UserError(f"--parallel.{given}{error}") from None
-    return config
 
 
 def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> DecoderConfig:
@@ -280,8 +288,6 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
     parallel = options.parallel
     if options.train.recompute == "selective":
         raise UserError("--train.recompute selective is for the GPT: with --model.from, give full or none")
-    if parallel.pp > 1:
-        raise UserError(f"--parallel.pp {parallel.pp} is for the GPT: with --model.from, give 1")
     if parallel.cp > 1 and parallel.cp_balance != "zigzag":
         raise UserError(f"--parallel.cp-balance {parallel.cp_balance} is for the GPT: with --model.from, give zigzag")
     try:

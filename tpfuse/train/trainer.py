@@ -24,17 +24,14 @@ from tpfuse.comm.connect import connected
 from tpfuse.comm.mesh import flat_group, group_of_ends, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
-from tpfuse.models.generate import generate
-from tpfuse.models.gpt import GPT, TIED, GPTConfig
-from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Timeline
-from tpfuse.train.batches import Windows
+from tpfuse.train.batches import MicroBatch, Windows
 from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
-from tpfuse.train.language_model import GPTModel, MicroBatch, ModelConfig, blocks_of, language_model, outlined
+from tpfuse.train.language_model import ModelConfig, blocks_of, language_model, outlined, tied_parameters
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages
 from tpfuse.train.schedule import learning_rate
@@ -195,14 +192,13 @@ class Trainer:
     def _runner(self, group: dist.ProcessGroup) -> Runner:
         """Makes what runs the stages of this rank."""
         model = self.language_model
-        assert isinstance(model, GPTModel)
-        stages = {stage.index: stage for stage in model.module.stages}
+        stages = {stage.index: stage for stage in model.stages}
 
         def compute(stage: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
             with nullcontext() if batch.targets is None else self._autocast():
                 return model.part(stages[stage], x, batch)
 
-        modules = {index: model.module.modules_of(stage) for index, stage in stages.items()}
+        modules = {index: model.modules_of(stage) for index, stage in stages.items()}
         return Runner(pipeline_order(self.options), compute, modules, group, self.device)
 
     def measured_timeline(self) -> Timeline | None:
@@ -237,11 +233,12 @@ class Trainer:
         """Returns the parameters of this rank that the first and the last stage have on different ranks."""
         if self.runner is None or self.runner.order.rank_of[0] == self.runner.order.rank_of[-1]:
             return []
-        return [TIED] if {0, self.runner.order.stages - 1} & set(self.runner.stages) else []
+        at_end = {0, self.runner.order.stages - 1} & set(self.runner.stages)
+        return tied_parameters(self.config) if at_end else []
 
     def _group_of_ends(self, *names: str) -> dist.ProcessGroup | None:
         """Returns the ranks at both ends of the pipeline, and along these dimensions; None elsewhere. Collective."""
-        if self.mesh is None or self.runner is None:
+        if self.mesh is None or self.runner is None or not tied_parameters(self.config):
             return None
         return group_of_ends(self.mesh, self.runner.order.rank_of[0], self.runner.order.rank_of[-1], *names)
 
@@ -407,17 +404,15 @@ class Trainer:
 
     def generate(self, ids: Tensor, tokens: int) -> Tensor:
         """Returns the texts `ids`, [sequences, tokens] int64, each with at most `tokens` more. All ranks call this."""
-        if self.runner is None:
-            return self.language_model.generate(ids, tokens, temperature=_TEMPERATURE, top_k=None)
-        assert isinstance(self.model, GPT)
-        return generate(self.model, ids, tokens, temperature=_TEMPERATURE, forward=self._logits)
+        logits = None if self.runner is None else self._logits
+        return self.language_model.generate(ids, tokens, temperature=_TEMPERATURE, top_k=None, logits=logits)
 
     @torch.no_grad()
-    def _logits(self, ids: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def _logits(self, batch: MicroBatch) -> Tensor:
         """Returns the logits [sequences, vocabulary] of the last position, on all ranks of the pipeline."""
         assert self.runner is not None
-        logits = torch.zeros(len(ids), self.config.vocab_size, dtype=self.dtype, device=self.device)
-        for output in self.runner.forward([MicroBatch(ids, cache=cache)]):
+        logits = torch.zeros(len(batch.ids), self.config.vocab_size, dtype=self.dtype, device=self.device)
+        for output in self.runner.forward([batch]):
             logits = output[:, -1].contiguous()
         return collectives.all_reduce(logits, self.pipeline_group)
 
@@ -458,7 +453,6 @@ class Trainer:
             if any(across):  # the replicas of one stage of a pipeline may share a node, and those of another not
                 powersgd = {"rank": compression.rank, "stage": engine.stage, "across": across}
                 if self.runner is not None:  # another cut or schedule gives a rank other matrices
-                    assert isinstance(self.config, GPTConfig)
                     owned = zip(self.runner.order.rank_of, pipeline_stages(self.options, self.config), strict=True)
                     powersgd["stages"] = [[owner, *stage.layers] for owner, stage in owned]
         sizes = {"dp": self.dp, "cp": self.context.size, "tp": self.tp, "pp": rank_and_size(self.pipeline_group)[1]}

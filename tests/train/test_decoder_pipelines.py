@@ -1,0 +1,396 @@
+"""A pipeline trains, resumes, evaluates and generates with models of transformers as one rank does."""
+
+import copy
+import functools
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tpfuse.backend import implementation
+from tpfuse.comm.layout import has_values, local_tensor
+from tpfuse.comm.messages.symmetric import SymmetricMessages
+from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
+from tpfuse.parallel.pipeline.cut import Stage
+from tpfuse.testing.decoders import FAMILIES, decoder, exact
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
+from tpfuse.testing.training import Result, check_same, new_trainer, options_of, ranks_of, train
+from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.errors import RunError
+from tpfuse.train.memory import _account, _part
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.pipeline import pipeline_costs, pipeline_stages
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.memory import account
+from tpfuse.zero.taken_parameters import take_partial_gradients
+
+BATCH, LAYERS = (
+    24,
+    8,
+)  # batches that suit dp 1 and 2 with 4, 6, 8 and 12 micro-batches; layers for two stages on 4 ranks
+ONE_RANK = options_of(batch=BATCH)
+Layout = tuple[int, int, int, int]  # tp, cp, dp, pp
+SCHEDULES = ["1f1b", "interleaved_1f1b", "zbv", "zero_bubble", "gpipe"]
+LAYER_TYPES = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2}
+
+
+def _config(family: str, **settings: Any) -> DecoderConfig:
+    """Describes a model of LAYERS layers. Most layers of Gemma 2 and 3 attend to 5 tokens, the others to all."""
+    settings = {"num_hidden_layers": LAYERS} | (LAYER_TYPES if family in ("gemma2", "gemma3") else {}) | settings
+    return DecoderConfig.of(json.loads(decoder(family, **settings).config.to_json_string()), n_positions=7)
+
+
+def _options(layout: Layout, schedule: str = "1f1b", **more: Any) -> TrainCommand:
+    tp, cp, dp, pp = layout
+    return options_of(2 * pp, batch=BATCH, tp=tp, cp=cp, dp=dp, pp=pp, pp_schedule=schedule, **more)
+
+
+def _steps(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
+    with exact(config.empty(torch.float64)):
+        return train(options, steps, "auto", *folders, config=config)
+
+
+def _run(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
+    first, *others = pool(ranks_of(options)).run(_steps, config, options, steps, *folders)
+    for other in others:
+        check_same(other, first)
+    return first
+
+
+@functools.cache
+def _one_rank(family: str) -> Result:
+    """Returns what one rank finds in 3 steps. Its gradients are clipped: norms exceed `clip`, which is 0.5."""
+    found = _run(_config(family), ONE_RANK, 3)
+    assert min(found[1]) > 0.5
+    return found
+
+
+def _check(family: str, found: Result) -> None:
+    losses, norms, weights = _one_rank(family)
+    assert found[0] == pytest.approx(losses, rel=1e-9)
+    assert found[1] == pytest.approx(norms, rel=1e-9)
+    assert found[2].keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[2][name].reshape(weight.shape), weight, rtol=1e-9, atol=1e-11, msg=name)
+
+
+# The first row has an embedding that both ends of the pipeline share, and that tensor-parallel ranks shard.
+@pytest.mark.parametrize(
+    *pairwise(
+        family=["gpt2", *sorted(set(FAMILIES) - {"gpt2", "gemma2"})],  # soft caps of Gemma 2 refuse cp
+        layout=[(2, 1, 1, 2), (1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 2, 2)],
+        schedule=SCHEDULES,
+        stage=[1, 0, 2, 3],
+        recompute=["none", "full"],
+    )
+)
+def test_every_schedule_and_layout_trains_as_one_rank(
+    family: str, layout: Layout, schedule: str, stage: int, recompute: str
+) -> None:
+    _check(family, _run(_config(family), _options(layout, schedule, stage=stage, recompute=recompute), 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma3", _options((1, 1, 2, 2), "zbv", stage=3)),
+        *exhaustive(
+            ("gemma2", _options((1, 1, 1, 4))),
+            ("gemma2", _options((1, 1, 2, 2), "zbv", stage=2)),
+            ("gemma3", _options((2, 2, 1, 2), "interleaved_1f1b", stage=3)),
+            ("llama", _options((2, 2, 1, 2), "zbv", stage=2)),
+            ("phi3", _options((1, 2, 2, 2), stage=3)),
+            ("neox", _options((1, 1, 1, 2), pp_layers="5,3")),
+            ("llama_tied", _options((1, 1, 2, 2), offload="optimizer", stage=1)),
+            ("qwen3", _options((1, 1, 4, 2), stage=3, replicas=2, micro_batch=1)),
+        ),
+    ],
+)
+def test_layers_of_several_kinds_and_more_dimensions_train_as_one_rank(family: str, options: TrainCommand) -> None:
+    _check(family, _run(_config(family), options, 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("gpt2", _options((2, 1, 1, 2), "zbv"), options_of(batch=BATCH, dp=2, stage=3)),
+        *exhaustive(
+            ("gpt2", options_of(batch=BATCH, tp=2, stage=1), _options((1, 1, 1, 4))),
+            ("phi3", _options((1, 1, 1, 3)), _options((2, 1, 2, 2), "zbv", stage=3)),
+            ("llama_tied", _options((1, 1, 2, 2), stage=2), ONE_RANK),
+            ("llama_tied", ONE_RANK, _options((1, 2, 1, 2), "zero_bubble", stage=1)),
+        ),
+    ],
+)
+def test_a_run_resumes_with_and_without_a_pipeline(
+    tmp_path: Path, family: str, before: TrainCommand, after: TrainCommand
+) -> None:
+    config = _config(family)
+    _run(config, before, 2, tmp_path)
+    losses, norms, weights = _run(config, after, 1, None, tmp_path)
+    whole = _one_rank(family)
+    _check(family, (whole[0][:2] + losses, whole[1][:2] + norms, weights))
+
+
+def _evaluated_and_generated(config: DecoderConfig, options: TrainCommand) -> tuple[float, list[list[list[int]]]]:
+    """Returns the loss of an evaluation, and texts after prompts of one token and of seven."""
+    with exact(config.empty(torch.float64)):
+        trainer, windows = new_trainer(options, config)
+        for _ in range(2):
+            trainer.train_step(windows, lambda: False)
+        loss = trainer.evaluate(windows, 2)
+        texts = [trainer.generate(ids, 12).tolist() for ids in (torch.tensor([[3], [40]]), torch.arange(14).view(2, 7))]
+        assert trainer.evaluate(windows, 2) == loss, "generation leaves nothing behind"
+        trainer.train_step(windows, lambda: False)
+    return loss, texts
+
+
+@functools.cache
+def _evaluated_on_one_rank(family: str) -> tuple[float, list[list[list[int]]]]:
+    return pool(1).run(_evaluated_and_generated, _config(family), ONE_RANK)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma3", _options((2, 1, 1, 2), "zbv")),
+        *exhaustive(
+            ("gpt2", _options((1, 2, 1, 2))),
+            ("gemma3", _options((1, 2, 1, 2), "zbv")),
+            ("phi", _options((1, 1, 2, 2), stage=3)),
+            ("llama_tied", _options((1, 1, 1, 4), "interleaved_1f1b")),
+            ("neox", _options((1, 1, 2, 2), "zbv", stage=3)),
+        ),
+    ],
+)
+def test_an_evaluation_and_a_text_are_those_of_one_rank(family: str, options: TrainCommand) -> None:
+    loss, texts = _evaluated_on_one_rank(family)
+    for found, continued in pool(ranks_of(options)).run(_evaluated_and_generated, _config(family), options):
+        assert found == pytest.approx(loss, rel=1e-9)
+        assert continued == texts
+
+
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8}
+
+
+@pytest.mark.exhaustive
+def test_frequencies_that_depend_on_the_length_are_those_of_the_text_alone() -> None:
+    """Texts of more than 8 tokens change the frequencies; the padding behind a text must not.
+
+    A cache would keep keys with the frequencies of shorter texts, so there is none on one rank either.
+    """
+    config = _config("llama", **DYNAMIC)
+    texts = []
+    for options in (_options((1, 1, 1, 2)), _options((1, 1, 1, 2), "zbv")):
+        texts.append(pool(2).run(_first_logits, config, options))
+    alone = pool(1).run(_first_logits, config, ONE_RANK)[0]
+    for found in (logits for ranks in texts for logits in ranks):
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
+
+
+def _first_logits(config: DecoderConfig, options: TrainCommand) -> torch.Tensor:
+    """Returns the logits after 5 tokens, which padding to 20 follows in a pipeline."""
+    from tpfuse.train.batches import MicroBatch
+
+    ids = torch.arange(5).expand(2, 5)
+    with exact(config.empty(torch.float64)):
+        trainer, _ = new_trainer(options, config)
+        if trainer.runner is None:
+            with torch.no_grad():
+                return trainer.model(input_ids=ids).logits[:, -1]  # type: ignore[no-any-return]
+        padded = nn.functional.pad(ids, (0, 15))
+        return trainer._logits(MicroBatch(padded, length=5))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        ("zbv", {"dtype": "float32", "autocast": "bfloat16", "recompute": "full"}),
+        *exhaustive(("1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 3})),
+        *exhaustive(("interleaved_1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 2, "tp": 2})),
+        pytest.param("1f1b", {"dtype": "float32", "compile": True}, marks=pytest.mark.compile),
+    ],
+)
+def test_losses_in_fewer_bits_are_near_those_of_one_rank(schedule: str, more: dict[str, Any]) -> None:
+    """bfloat16 has 8 bits, so roundings at other places change the losses by at most 1 %."""
+    config, plain = _config("llama"), {name: more[name] for name in ("dtype", "autocast") if name in more}
+    losses = pool(1).run(train, options_of(batch=BATCH, **plain), 4, "auto", None, None, config)[0][0]
+    options = options_of(4, batch=BATCH, pp=2, pp_schedule=schedule, **more)
+    for found, _, _ in pool(ranks_of(options)).run(train, options, 4, "auto", None, None, config):
+        assert found == pytest.approx(losses, rel=1e-2 if "bfloat16" in plain.values() else 1e-5)
+
+
+def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
+    """Layers that are computed again draw the same masks, and stages draw different ones."""
+    config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
+    whole = _run(config, _options((1, 1, 1, 2), "zbv"), 3)
+    assert abs(whole[0][0] / _one_rank("gpt2")[0][0] - 1) > 1e-4
+    _run(config, _options((1, 1, 1, 2), "zbv"), 2, tmp_path)
+    resumed = _run(config, _options((1, 1, 1, 2), "zbv", recompute="full"), 1, None, tmp_path)
+    check_same(resumed, (whole[0][2:], whole[1][2:], whole[2]))
+
+
+def _seeds(config: DecoderConfig, options: TrainCommand) -> list[int]:
+    """Returns the seeds of the passes of a step."""
+    trainer, windows = new_trainer(options, config)
+    assert trainer.runner is not None
+    compute, seeds = trainer.runner._compute, []
+
+    def seeded(*arguments: Any) -> torch.Tensor:
+        y = compute(*arguments)
+        seeds.append(torch.initial_seed())
+        return y
+
+    trainer.runner._compute = seeded
+    trainer.train_step(windows, lambda: False)
+    return seeds
+
+
+def test_stages_and_micro_batches_draw_different_masks() -> None:
+    seeds = pool(2).run(_seeds, _config("gpt2", resid_pdrop=0.2), _options((1, 1, 1, 2), "zbv"))
+    assert len({seed for rank in seeds for seed in rank}) == sum(map(len, seeds)) == 4 * 4
+
+
+def _nonfinite(config: DecoderConfig, options: TrainCommand, name: str) -> str:
+    trainer, windows = new_trainer(options, config)
+    with torch.no_grad():
+        for found, parameter in trainer.model.named_parameters():
+            if found == name:
+                local_tensor(parameter).view(-1)[0] = float("inf")
+    with pytest.raises(RunError) as error:
+        trainer.train_step(windows, lambda: False)
+    return str(error.value)
+
+
+def test_what_is_not_finite_is_named_by_all_ranks() -> None:
+    name = "model.layers.5.mlp.down_proj.weight"
+    for message in pool(2).run(_nonfinite, _config("llama"), _options((1, 1, 1, 2)), name):
+        assert f"the parameter {name} is not finite" in message
+
+
+def _held(config: DecoderConfig, options: TrainCommand) -> tuple[dict[str, tuple[int, ...]], int, Any, set[int]]:
+    """Trains a step. Returns shapes of parameters, bytes of slots, buckets, and the sizes of all live parameters."""
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, nn.Parameter)}
+    with implementation("direct"):
+        trainer, windows = new_trainer(options, config)
+        trainer.train_step(windows, lambda: False)
+    assert trainer.runner is not None and isinstance(trainer.engine, GradientBuckets)
+    messages = trainer.runner._messages
+    assert isinstance(messages, SymmetricMessages)
+    buckets = account([bucket.layout for bucket in trainer.engine.buckets], trainer.engine.stage, accumulating=True)
+    shapes = {name: tuple(local_tensor(parameter).shape) for name, parameter in trainer.model.named_parameters()}
+    gc.collect()
+    live = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and id(each) not in before]
+    sizes = {each.numel() for each in live if has_values(each)}
+    return shapes, messages._slots.local.nbytes, buckets, sizes
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule", "dp"),
+    [("gemma3", "1f1b", 1), *exhaustive(("gpt2", "zbv", 1), ("llama", "zero_bubble", 2), ("phi3", "1f1b", 2))],
+)
+def test_ranks_hold_their_own_stages_and_what_is_counted(family: str, schedule: str, dp: int) -> None:
+    config = replace(_config(family, vocab_size=997), n_positions=63)  # messages that do not fit the smallest slot
+    options = _options((1, 1, dp, 4), schedule, stage=1, micro_batch=3)
+    for index, (shapes, slots, buckets, sizes) in enumerate(pool(4 * dp).run(_held, config, options)):
+        rank = index // dp
+        part, activations, counted = _part(None, options, config, rank)
+        assert activations == 0 and counted == slots
+        assert {name: tuple(parameter.shape) for name, parameter in part.named_parameters()} == shapes
+        assert (997 * 48 in sizes) == (rank == 0 or (rank == 3 and schedule != "zbv"))
+        tied = config.tied
+        assert bool(tied) == (family != "llama" and family != "phi3")
+        assert _account(part, take_partial_gradients(part), tied, 1, options, True, 0) == buckets
+
+
+def test_the_cut_counts_embeddings_head_and_attention() -> None:
+    """A head as expensive as two layers leaves fewer layers to the last stage."""
+    config = _config("llama", vocab_size=101)
+    costs = pipeline_costs(_options((1, 1, 1, 2)), config)
+    model: Any = config.empty(torch.float32)
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    table, attention = 101 * 48, 12 * 7 * 48
+    assert [(cost.flops, cost.parameters) for cost in costs] == [
+        (4 * (6 * layer + attention), 4 * layer + table),
+        (4 * (6 * layer + attention) + 6 * (table + 48), 4 * layer + table + 48),
+    ]
+    large = _config("llama", vocab_size=2 * layer // 48)
+    assert pipeline_stages(_options((1, 1, 1, 2)), large) == [
+        Stage(0, range(5), True, False),
+        Stage(1, range(5, 8), False, True),
+    ]
+
+
+def test_models_that_a_pipeline_cannot_cut_are_refused() -> None:
+    model = decoder("llama")
+    model.model.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"a pipeline cannot place model\.extra\.weight: it is in no layer, embedding"):
+        decoder_parts(model)
+    model = decoder("llama")
+    model.model.config.num_kv_shared_layers = 1
+    with pytest.raises(ValueError, match="a pipeline cannot cut layers that share keys and values"):
+        decoder_parts(model)
+    model = decoder("llama")
+    model.model.last = model.model.norm
+    del model.model.norm
+    with pytest.raises(ValueError, match="a pipeline cannot cut model: it has no last norm, norm, ln_f"):
+        decoder_parts(model)
+    with pytest.raises(
+        ValueError, match="a pipeline cuts models with one decoder whose attention tpfuse knows: found 2"
+    ):
+        decoder_parts(nn.ModuleList([decoder("llama"), decoder("gpt2")]))
+
+
+class _Layer(nn.Module):
+    """A layer as in transformers 4: it returns a tuple, and the decoder reads an attribute of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention_type = kind
+        self.self_attn = nn.Module()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.self_attn.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, hidden_states: torch.Tensor, mask: float) -> tuple[torch.Tensor, None]:
+        return hidden_states + mask * self.self_attn.get_submodule("q_proj")(hidden_states), None
+
+
+class _Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
+        self.layers = nn.ModuleList(_Layer(kind) for kind in ("full", "sliding", "full"))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(ids) * 2.0
+        masks = {"full": hidden.shape[1], "sliding": 0.5}
+        for layer in self.layers:
+            hidden = layer(hidden_states=hidden, mask=masks[layer.attention_type])[0]
+        return self.norm(hidden).view(-1, *hidden.shape[-2:])  # type: ignore[no-any-return]
+
+
+def test_decoders_whose_layers_return_tuples_and_have_attributes_are_cut() -> None:
+    torch.manual_seed(0)
+    whole, ids = _Decoder(), torch.arange(6).view(2, 3)
+    x = None
+    for stage in (
+        Stage(0, range(1), True, False),
+        Stage(1, range(1, 2), False, False),
+        Stage(2, range(2, 3), False, True),
+    ):
+        model = copy.deepcopy(whole)
+        stages = DecoderStages(model, [stage])
+        names = [name for name, _ in model.named_parameters()]
+        assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {str(stage.index)}
+        assert ("embed_tokens.weight" in names, "norm.weight" in names) == (stage.first, stage.last)
+        with stages.only(stage, x, (2, 3)) as running:
+            y = model(ids)
+            x = y if stage.last else running.output
+    assert torch.equal(x, whole(ids))
