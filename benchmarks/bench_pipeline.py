@@ -10,8 +10,8 @@ micro-batches in flight are compared with the formulas for 1f1b and interleaved_
 step: a training step of the preset that `make train` runs, on two pipeline ranks, by turns over shared memory and over
 Gloo (--parallel.impl collective): 1f1b with the usual 8 micro-batches and with 16, and interleaved_1f1b, which sends
 three times as many messages, with 16. Losses of the first steps must be equal. The limit of the ratio is the time over
-Gloo in relation to a step whose messages take no time at all: the order is played with the durations of its passes, as
-measured over shared memory, and the time outside of the pipeline is added.
+Gloo in relation to a step in which no rank waits for a message that was sent: the order is played with the durations of
+its passes, as measured over shared memory with their sends, and the time outside of the pipeline is added.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from benchmarks.bench_tensor_parallel import preset
-from benchmarks.harness import keep, percentiles
+from benchmarks.harness import Row, keep, percentiles
 from benchmarks.timing import seconds_per_call
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.mesh import build_mesh
@@ -165,7 +165,8 @@ def turn(name: Implementation) -> Turn:
 
     Every rank must call it.
     """
-    (trainer, windows), steps = _trainers[name], list[list[Interval]]()
+    trainer, windows = _trainers[name]
+    steps: list[list[Interval]] = []
     assert trainer.runner is not None
     runner = trainer.runner
 
@@ -183,7 +184,7 @@ def turn(name: Implementation) -> Turn:
 
 
 def without_messages(played: Order, turns: list[Turn]) -> float:
-    """Return the seconds of a step whose messages take no time. turns: of all ranks in one round."""
+    """Return the seconds of a step whose messages arrive as they are sent. turns: of all ranks in one round."""
     passes = {action: seconds for _, _, of_rank in turns for action, seconds in of_rank.items()}
     return timeline(played, passes.__getitem__).length + min(outside for _, outside, _ in turns)
 
@@ -212,7 +213,7 @@ def step(rounds: int, schedule: PipelineSchedule, micro_batch: int) -> None:
         f"{schedule}, micro-batches of {micro_batch}: over Gloo the step takes {ratio:.2f} times as long; asked: 1.2;"
         f" limit: {limit:.2f}"
     )
-    row = {"subject": "step of gpt tiny, pp 2", "schedule": schedule, "micro_batch": micro_batch, "rounds": rounds}
+    row: Row = {"subject": "step of gpt tiny, pp 2", "schedule": schedule, "micro_batch": micro_batch, "rounds": rounds}
     row |= {"asked": 1.2, "ratio": round(ratio, 3), "limit": round(limit, 3)}
     keep("pipeline", row | {f"{name}_ms": figures[name] for name in figures})
 
