@@ -2,12 +2,16 @@
 
 import contextlib
 import functools
+import os
 import re
+import signal
 import subprocess
 import tempfile
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.mesh import group_of
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.nodes import run_on_nodes, torchrun_on_nodes, why_not_permitted
+from tpfuse.testing.patience import Deadline, patient
 from tpfuse.testing.training import CONFIG, Result, check_same, options_of, train, trained
 from tpfuse.train.metrics import read_metrics
 
@@ -85,6 +90,34 @@ def test_a_run_whose_time_is_up_leaves_no_process(flags: list[str], tmp_path: Pa
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             assert mark.encode() not in path.read_bytes()
+
+
+def _process_of(rank: int, mark: str) -> int:
+    """Return the process of a rank of the run in whose command `mark` is."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ranks = (folder / "environ").read_bytes().split(b"\0")
+            if mark.encode() in (folder / "cmdline").read_bytes() and f"RANK={rank}".encode() in ranks:
+                return int(folder.name)
+    raise LookupError(f"no process of rank {rank}")
+
+
+@pytest.mark.parametrize("layout", ["--parallel.pp 4 --model.n-layer 4", "--parallel.pp 2 --parallel.tp 2"])
+def test_a_killed_rank_of_another_node_is_named(flags: list[str], tmp_path: Path, layout: str) -> None:
+    """Rank 3 is killed. Rank 0 waits for it through rank 1 or rank 2, and has no parent that could tell."""
+    out = tmp_path / uuid.uuid4().hex
+    endless = ["--train.steps", "100000", "--train.log-every", "1", "--comm.timeout", f"{patient(8.0):.1f}"]
+    endless += ["--train.save-every", "0", "--train.eval-every", "0"]  # it is killed in a training step
+    command = ["tpfuse", "train", *flags, *endless, *layout.split(), "--out", str(out)]
+    with ThreadPoolExecutor(1) as executor:
+        ended, deadline = executor.submit(torchrun_on_nodes, command), Deadline(60.0)
+        while deadline.left() and not ((out / "metrics.jsonl").exists() and len(_losses(out)) > 3):
+            sleep(0.1)
+        os.kill(_process_of(3, str(out)), signal.SIGKILL)
+        first, second = ended.result()
+    assert first.returncode and second.returncode
+    said = [line for line in (first.stderr + second.stderr).splitlines() if line.startswith("tpfuse train: error:")]
+    assert len(said) == 1 and re.search(r" rank 0 .*waited \d+\.\d s for rank 3\b", said[0]), first.stderr
 
 
 FOUR = replace(CONFIG, n_layer=4)
