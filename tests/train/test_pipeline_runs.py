@@ -37,7 +37,8 @@ D2P2: Layout = {"dp": 2, "pp": 2, "accumulation": 6}
 ZBV: Layout = {"pp": 2, "pp_schedule": "zbv", "accumulation": 4}
 FIRST = [
     ({**D2P2, "stage": 3}, {**P4, "pp_schedule": "zero_bubble"}),
-    ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 1}),
+    # Ranks with several stages have prefetched parameters that have not been used when the checkpoint is loaded.
+    ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 3}),
 ]
 OTHERS = [
     *((P4, {**T2D2, "stage": stage}) for stage in (1, 2, 3)),
@@ -50,6 +51,7 @@ OTHERS = [
     *(({**T2C2, "stage": stage}, {**D2P2, "stage": stage}) for stage in (1, 2, 3)),
     *(({**D2P2, "stage": stage}, P4) for stage in (1, 2)),
     *((P4, {**D2P2, "stage": stage}) for stage in (1, 2, 3)),
+    ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 1}),
     (ZBV, P4),
     (P4, ZBV),
     (ZBV, {}),

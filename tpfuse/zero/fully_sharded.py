@@ -364,7 +364,12 @@ class FullySharded(MicroBatches):
         return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]
 
     def free_gathered(self) -> None:
-        """Free gathered parameters, which do not have the new values after the shards have been changed."""
+        """Free gathered parameters, which do not have the new values after the shards have been changed.
+
+        Where a rank has several stages of a pipeline, a unit may have been prefetched that has not computed since.
+        """
+        for group in _parameter_groups(*self._units):
+            group.wait_for_unshard()
         for unit in self._units:
             unit.reshard()
 
