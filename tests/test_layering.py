@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "choices": set(),
     "backend": {"kernels", "choices"},
+    "cost": {"choices"},
     "comm": {"kernels", "backend"},
     "comm.collectives": {"kernels", "comm"},
     "comm.messages": {"kernels", "comm", "comm.collectives"},
@@ -35,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models",
     },
+    "plan": {"choices", "cost", "models", "parallel.pipeline", "train"},
     "profile": {"comm", "train"},
     "testing.faults": set(),
     "testing.explore": {"comm"},
@@ -46,10 +48,10 @@ ALLOWED: dict[str, set[str]] = {
         "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
         "layers", "models", "train", "testing",
     },
-    "cli": {"comm.collectives", "train", "profile", "tools"},
+    "cli": {"comm.collectives", "train", "plan", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
-LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "profile", "testing", "tools", "cli")]
+LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "plan", "profile", "testing", "tools", "cli")]
 LIBRARY_PACKAGES = {"torch", "triton", "numpy", "einops", "safetensors", "tpfuse"}
 ADAPTER = ROOT / "tpfuse" / "drop_in" / "huggingface.py"  # it alone knows transformers
 
