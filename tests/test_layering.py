@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "_lazy": set(),
     "kernels": set(),
     "choices": set(),
+    "nearest": set(),
     "backend": {"kernels", "choices"},
     "comm": {"kernels", "backend"},
     "comm.collectives": {"kernels", "comm"},
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
     "models": {"ops", "layers", "parallel", "parallel.pipeline"},
     "train": {
-        "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
+        "nearest", "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models",
     },
     "profile": {"comm", "train"},
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
         "layers", "models", "train", "testing",
     },
-    "cli": {"comm.collectives", "train", "profile", "tools"},
+    "cli": {"nearest", "comm.collectives", "train", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
 LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "profile", "testing", "tools", "cli")]
