@@ -17,8 +17,9 @@ ALLOWED: dict[str, set[str]] = {
     "_lazy": set(),
     "kernels": set(),
     "choices": set(),
+    "nearest": set(),
     "backend": {"kernels", "choices"},
-    "cost": {"choices"},
+    "cost": {"nearest", "choices"},
     "comm": {"kernels", "backend"},
     "comm.collectives": {"kernels", "comm"},
     "comm.messages": {"kernels", "comm", "comm.collectives"},
@@ -33,10 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
     "models": {"ops", "layers", "parallel", "parallel.pipeline"},
     "train": {
-        "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
+        "nearest", "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models",
     },
-    "plan": {"choices", "cost", "models", "parallel.pipeline", "train"},
+    "plan": {"nearest", "choices", "cost", "models", "parallel.pipeline", "train"},
     "profile": {"comm", "train"},
     "testing.faults": set(),
     "testing.explore": {"comm"},
@@ -48,10 +49,11 @@ ALLOWED: dict[str, set[str]] = {
         "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
         "layers", "models", "train", "testing",
     },
-    "cli": {"comm.collectives", "train", "plan", "profile", "tools"},
+    "cli": {"nearest", "comm.collectives", "train", "plan", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
-LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "plan", "profile", "testing", "tools", "cli")]
+ABOVE_THE_LIBRARY = ("train", "plan", "profile", "testing", "tools", "cli")
+LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ABOVE_THE_LIBRARY]
 LIBRARY_PACKAGES = {"torch", "triton", "numpy", "einops", "safetensors", "tpfuse"}
 ADAPTER = ROOT / "tpfuse" / "drop_in" / "huggingface.py"  # it alone knows transformers
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import tpfuse
+from tpfuse.nearest import nearest
 from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
-from tpfuse.train.messages import fail, is_first_rank, nearest, say, show_cursor
+from tpfuse.train.messages import fail, is_first_rank, say, show_cursor
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo

@@ -10,12 +10,12 @@ from torch import nn
 from tpfuse.choices import Recompute
 from tpfuse.cost.program import TPFUSE, Program
 from tpfuse.cost.sizes import ModelSizes
+from tpfuse.nearest import nearest
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import ModelConfig, blocks_of
 from tpfuse.train.memory import vocabulary
-from tpfuse.train.messages import nearest
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.setup import model_config
 
