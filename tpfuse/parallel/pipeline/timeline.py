@@ -112,14 +112,14 @@ def most_saved(order: Order, rank: int, saved: Mapping[int, int]) -> int:
     return most
 
 
-def slots(order: Order, stage: int, *, forward: bool) -> int:
-    """Return the slots for messages to a stage with which no sender ever waits, if actions take their usual time.
+def slots(played: Timeline, stage: int, *, forward: bool) -> int:
+    """Return the slots for messages to a stage with which no sender ever waits.
 
-    forward: whether they are activations, which the previous stage sends; otherwise they are gradients. A slot is in
-    use from the end of the action that sends the message to the end of the backward pass that frees it. Since the
-    played order keeps to these slots, no order of events on real ranks can make them wait for each other in a circle.
+    played: the order, of which all actions take their usual time. forward: whether the messages are activations, which
+    the previous stage sends; otherwise they are gradients. A slot is in use from the end of the action that sends the
+    message to the end of the backward pass that frees it. Since the played order keeps to these slots, no order of
+    events on real ranks can make them wait for each other in a circle.
     """
-    played = timeline(order)
     source, sends = (stage - 1, Kind.FORWARD) if forward else (stage + 1, Kind.INPUT)
     sent, freed = {}, {}
     for row in played.intervals:
