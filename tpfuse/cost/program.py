@@ -14,7 +14,8 @@ class Program:
     whether tensor-parallel ranks share the tokens between their products, and gather and scatter them; otherwise they
     all-reduce. overlap_tp: whether products overlap with this communication, chunk by chunk. overlap_dp: whether
     gradients are reduced while the last micro-batch's backward pass computes, and parameters of ZeRO's stage 3 gathered
-    ahead. parameter_bytes, gradient_bytes: of an element. state_bytes: of an element's optimizer state, with its master.
+    ahead. block_operators: that the host issues for a block's forward pass, and again for its backward pass.
+    pass_operators: that it issues for each pass of a stage besides. step_operators: for each step. parameter_bytes, gradient_bytes: of an element. state_bytes: of an element's optimizer state, with its master.
     """
 
     name: str
@@ -22,6 +23,9 @@ class Program:
     sequence_parallel: bool = True
     overlap_tp: bool = True
     overlap_dp: bool = True
+    block_operators: int = 16
+    pass_operators: int = 4
+    step_operators: int = 20
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     state_bytes: int = 12
