@@ -80,7 +80,7 @@ def saved(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Reco
         block, stage, first = block_bytes(sizes, tp, tokens, micro_batch, recompute, program), 0, rows * 8  # ids
         norm = _between(rows, tp, program) * (2 * sizes.width * size + _statistics(sizes, program))
         first += _between(rows, tp, program) * sizes.width if sizes.dropout and program.keeps_masks else 0
-        last, loss = norm + rows * (vocabulary * 4 + 8), rows * vocabulary * size
+        last, loss = norm + rows * (vocabulary * 4 + 16), rows * vocabulary * size  # targets and sums of 8 bytes
     peak = _block_peak(sizes, tp, rows, micro_batch * tokens, program) + max(0, whole - block)
     return Saved(block, stage, first, last, peak, loss, message)
 
