@@ -102,7 +102,7 @@ def test_slower_names_the_kinds_that_take_more() -> None:
 
     assert told(products=8.0, bubble=2.2, data=0.5) == "7.0% slower: the bubble adds 12.0%"
     assert told(products=9.0, bubble=2.0, data=0.5) == "15.0% slower: matrix products add 10.0%, the bubble 10.0%"
-    assert told(products=8.0, bubble=1.0, data=1.0) == "equally fast, and needs more memory"
+    assert told(products=8.0, bubble=1.0, data=1.0) == "equally fast, and needs no less memory"
 
 
 def test_plan_and_train_need_no_gpu_and_no_data_to_agree_on_a_decoder(

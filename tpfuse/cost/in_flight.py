@@ -45,7 +45,6 @@ def cut(sizes: ModelSizes, stages: int, balanced: bool) -> tuple[int, ...]:
     return tuple(len(stage.layers) for stage in cut_layers([block] * sizes.layers, embeddings, head, stages))
 
 
-@cache
 def parts(
     sizes: ModelSizes,
     schedule: PipelineSchedule,
@@ -61,6 +60,19 @@ def parts(
     """
     if ranks == 1:
         return (Part((sizes.layers,), 0, 0, ((1,),), (False,)),), 0
+    repeating = micro_batches if schedule == "gpipe" else min(micro_batches, _ROUNDS * ranks)
+    return _parts(sizes, schedule, ranks, stages_per_rank, repeating, balanced)
+
+
+@cache
+def _parts(
+    sizes: ModelSizes,
+    schedule: PipelineSchedule,
+    ranks: int,
+    stages_per_rank: int,
+    micro_batches: int,
+    balanced: bool,
+) -> tuple[tuple[Part, ...], int]:
     made = order(schedule, ranks, stages_per_rank, min(micro_batches, _ROUNDS * ranks))
     layers = cut(sizes, made.stages, balanced)
     found = [_part(made, layers, rank) for rank in range(ranks)]

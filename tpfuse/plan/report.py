@@ -206,7 +206,7 @@ def slower(best: Candidate, other: Candidate) -> str:
     more = {kind: (getattr(other.times, kind) - getattr(best.times, kind)) / whole for kind in _WORDS}
     share = other.times.total / whole - 1.0
     if share < 0.0005:
-        return "equally fast, and needs more memory"
+        return "equally fast, and needs no less memory"
     first, second, *_ = sorted(more, key=lambda kind: -more[kind])
     reason = f"{share:.1%} slower: {_WORDS[first]} {_verb(first)} {more[first]:.1%}"
     return reason + (f", {_WORDS[second]} {more[second]:.1%}" if more[second] > share / 4 else "")

@@ -1,13 +1,14 @@
 """Every layout of a model on a cluster that `tpfuse train` accepts, and those that fit the memory, fastest first.
 
-Four rules leave out layouts that cannot be better than one that is tried, if the model of cost is what it should be
+Five rules leave out layouts that cannot be better than one that is tried, if the model of cost is what it should be
 (`tests/plan/test_search.py` compares with a search without them):
 
 - More recomputation takes more operations. So it is tried only if the layout does not fit with less.
 - ZeRO's stage 3 gathers parameters that stage 2 keeps. So it is tried only if stage 2 does not fit without
   recomputation.
 - A larger micro-batch never needs less memory. So the search ends at the first size that fits with no stage.
-- Stages cut the layers into equal parts; with several stages on a rank, at most 8.
+- A pipeline with fewer micro-batches than ranks leaves most ranks idle. So it is tried only if the batch has no more.
+- More than two stages on a rank cut the layers into equal parts, are at most 8, and have the schedule interleaved_1f1b.
 """
 
 from collections.abc import Iterator
@@ -88,7 +89,8 @@ class _Group:
         batch = self.model.options.train.batch
         share = batch // dp
         for size in divisors(share):
-            if pp > 1 and not accepts(schedule, pp, share // size):
+            count = share // size
+            if pp > 1 and (count < min(pp, share) or not accepts(schedule, pp, count)):
                 continue
             layout, fitted = Layout(tp, cp, dp, pp, schedule, stages, 0, "none", size, batch), False
             for zero in zero_stages(self.model.options, dp * cp):
@@ -161,13 +163,12 @@ def schedules(model: PlannedModel, ranks: int) -> Iterator[tuple[PipelineSchedul
     layers, splits = model.sizes.layers, not model.options.train.compile
     if splits:
         yield "zero_bubble", 1
+    if splits and layers >= 2 * ranks:
+        yield "zero_bubble", 2
+        yield "zbv", 2
     for stages in range(2, min(layers // ranks, _MOST_STAGES) + 1):
         if layers % (ranks * stages) == 0 or stages == 2:
             yield "interleaved_1f1b", stages
-            if splits:
-                yield "zero_bubble", stages
-                if stages == 2:
-                    yield "zbv", 2
 
 
 def zero_stages(options: TrainCommand, replicas: int) -> Iterator[int]:

@@ -5,6 +5,7 @@ before, and as the message that the action needs is there. Durations that are kn
 share of each rank; the durations that a step has measured give what its order makes of them.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,16 +122,15 @@ def slots(played: Timeline, stage: int, *, forward: bool) -> int:
     events on real ranks can make them wait for each other in a circle.
     """
     source, sends = (stage - 1, Kind.FORWARD) if forward else (stage + 1, Kind.INPUT)
-    sent, freed = {}, {}
-    for row in played.intervals:
-        for interval in row:
+    order, sent, freed = played.order, [], []
+    for rank in {order.rank_of[source], order.rank_of[stage]}:
+        for interval in played.intervals[rank]:
             action = interval.action
             kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
             if action.stage == source and kind is sends:
-                sent[action.micro_batch] = interval.end
+                sent.append(interval.end)
             if action.stage == stage and action.ends:
-                freed[action.micro_batch] = interval.end
-    in_order = sorted(sent, key=sent.__getitem__)
-    return max(
-        sum(freed[earlier] > sent[number] for earlier in in_order[: index + 1]) for index, number in enumerate(in_order)
-    )
+                freed.append(interval.end)
+    freed.sort()
+    # What is freed before a message is sent was sent before it.
+    return max(index + 1 - bisect_right(freed, end) for index, end in enumerate(sorted(sent)))
