@@ -1,6 +1,6 @@
 """The memory of a rank, by kind."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tpfuse.comm.channel import slot_size
 from tpfuse.cost.activations import Saved, saved
@@ -28,7 +28,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Return the bytes of all kinds."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return float(sum(vars(self).values()))
 
 
 def rank_memory(sizes: ModelSizes, layout: Layout, program: Program) -> Memory:

@@ -34,7 +34,7 @@ class Times:
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True)

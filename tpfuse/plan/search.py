@@ -7,7 +7,8 @@ Five rules leave out layouts that cannot be better than one that is tried, if th
 - ZeRO's stage 3 gathers parameters that stage 2 keeps. So it is tried only if stage 2 does not fit without
   recomputation.
 - A larger micro-batch never needs less memory. So the search ends at the first size that fits with no stage.
-- A pipeline with fewer micro-batches than ranks leaves most ranks idle. So it is tried only if the batch has no more.
+- A pipeline with fewer than two micro-batches for each rank is idle for a third of the time, but for the schedules that
+  split backward passes. So it is tried only if the batch has no more sequences.
 - More than two stages on a rank cut the layers into equal parts, are at most 8, and have the schedule interleaved_1f1b.
 """
 
@@ -24,7 +25,9 @@ from tpfuse.plan.model import PlannedModel
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import check_numbers, model_config, with_layout
 
-LEAST_TOKENS = 128  # of a sequence on a context-parallel rank: the rows of a tile of attention
+# Of a sequence on a context-parallel rank: inside a node the rows of a tile of attention; across nodes, where these
+# ranks belong only if sequences are long (docs/multi_node.md), a thirty-second of the sequences of Llama 3's last stage.
+LEAST_TOKENS, LEAST_TOKENS_ACROSS = 128, 4096
 _MOST_STAGES = 8  # of a pipeline rank
 _USABLE = 0.97  # of a GPU's memory: predictions are about so exact
 
@@ -90,7 +93,7 @@ class _Group:
         share = batch // dp
         for size in divisors(share):
             count = share // size
-            if pp > 1 and (count < min(pp, share) or not accepts(schedule, pp, count)):
+            if pp > 1 and (count < min(2 * pp, share) or not accepts(schedule, pp, count)):
                 continue
             layout, fitted = Layout(tp, cp, dp, pp, schedule, stages, 0, "none", size, batch), False
             for zero in zero_stages(self.model.options, dp * cp):
@@ -136,7 +139,8 @@ def shapes(model: PlannedModel, cluster: Cluster) -> Iterator[tuple[int, int, in
     sizes = model.sizes
     for tp in tensor_ranks(model, cluster):
         for cp in divisors(cluster.gpus // tp):
-            if cp > 1 and sizes.tokens // cp < LEAST_TOKENS:
+            inside = cluster.per_node % (tp * cp) == 0
+            if cp > 1 and sizes.tokens // cp < (LEAST_TOKENS if inside else LEAST_TOKENS_ACROSS):
                 continue
             for pp in divisors(cluster.gpus // (tp * cp)):
                 dp = cluster.gpus // (tp * cp * pp)

@@ -1,5 +1,6 @@
 """Cuts the layers of a model into pipeline stages."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def _costs_of_ranges(layers: Sequence[Cost], before: Cost, after: Cost) -> Calla
     """Return a function that gives the cost of a stage with the layers from `start` to `stop`, without `stop`."""
     count, sums = len(layers), list(itertools.accumulate(layers, initial=Cost(0, 0)))
 
+    @functools.cache
     def cost(start: int, stop: int) -> Cost:
         flops, parameters = sums[stop].flops - sums[start].flops, sums[stop].parameters - sums[start].parameters
         inner = Cost(flops, parameters)
