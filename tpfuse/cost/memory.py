@@ -28,7 +28,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Return the bytes of all kinds."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return sum(float(getattr(self, kind.name)) for kind in fields(self))
 
 
 def rank_memory(sizes: ModelSizes, layout: Layout, program: Program) -> Memory:

@@ -84,7 +84,10 @@ def _block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Progr
     scores = float(rows) * sizes.tokens * heads
     count = micro_batch * heads
     length = sizes.tokens // cp
-    first, second = Product(length, sizes.tokens, sizes.head_size, count), Product(length, sizes.head_size, sizes.tokens, count)
+    first, second = (
+        Product(length, sizes.tokens, sizes.head_size, count),
+        Product(length, sizes.head_size, sizes.tokens, count),
+    )
     once += scores * (4 * _HALF + masks * (1 + 2 * _HALF))
     again += scores * (5 * _HALF + masks * (1 + 2 * _HALF))
     return Passes(
