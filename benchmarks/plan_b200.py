@@ -32,7 +32,7 @@ MEGATRON = Program(
     "Megatron-core with TransformerEngine",
     overlap_tp=False,
     overlap_dp=False,
-    balanced_stages=False,
+    equal_stages=True,
     chunked_loss=False,
     fused_gate=True,  # bias_swiglu_fusion
     placeholder_gradients=True,  # get_dummy_wgrad of transformer_engine/pytorch/module/base.py
