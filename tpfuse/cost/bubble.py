@@ -5,10 +5,10 @@ of micro-batches takes as long as the one before, and so the length grows linear
 """
 
 from functools import cache
-from math import ceil
 from typing import NamedTuple
 
 from tpfuse.choices import PipelineSchedule
+from tpfuse.cost.in_flight import stage_blocks
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.parallel.pipeline.order import Action, Kind, order
 from tpfuse.parallel.pipeline.timeline import timeline
@@ -23,21 +23,15 @@ StageTimes = tuple[Stage, Stage, Stage]  # of the first stage, of each in the mi
 class Stages(NamedTuple):
     """The blocks of the last stage, and the most of any other stage."""
 
-    middle: float
-    last: float
+    middle: int
+    last: int
 
 
 @cache
 def cut(sizes: ModelSizes, stages: int, equal: bool) -> Stages:
-    """Return the cut whose slowest stage takes the least time; with `equal`, one into equally many blocks."""
-    if stages == 1 or equal:
-        return Stages(sizes.layers / stages, sizes.layers / stages)
-    head = sizes.table_parameters / (sizes.block_weights + 2 * sizes.tokens * sizes.heads * sizes.head_size)
-    cuts = [
-        Stages(float(ceil((sizes.layers - last) / (stages - 1))), float(last))
-        for last in range(1, ceil(sizes.layers / stages) + 1)
-    ]
-    return min(cuts, key=lambda each: (max(each.middle, each.last + head), each.middle))
+    """Return the cut of `tpfuse train`; with `equal`, one into equally many blocks."""
+    blocks = stage_blocks(sizes, stages, equal)
+    return Stages(max(blocks[:-1], default=blocks[-1]), blocks[-1])
 
 
 def step_length(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes) -> float:

@@ -29,7 +29,7 @@ class Part:
 
 
 @cache
-def cut(sizes: ModelSizes, stages: int, equal: bool) -> tuple[int, ...]:
+def stage_blocks(sizes: ModelSizes, stages: int, equal: bool) -> tuple[int, ...]:
     """Return the number of blocks of each stage, as `tpfuse train` cuts models, or as equal as possible.
 
     Raise ValueError for fewer blocks than stages.
@@ -56,13 +56,13 @@ def parts(
 ) -> tuple[tuple[Part, ...], int]:
     """Return the parts of the ranks of a pipeline, and the slots for messages of the rank that has the most.
 
-    equal: as for `cut`. A rank is left out if another one has no less in any respect. Raise ValueError as `order`
-    and `cut` do.
+    equal: as for `stage_blocks`. A rank is left out if another one has no less in any respect. Raise ValueError as
+    `order` and `stage_blocks` do.
     """
     if ranks == 1:
         return (Part((sizes.layers,), 0, 0, ((1,),), (False,)),), 0
     made = order(schedule, ranks, stages_per_rank, min(micro_batches, _ROUNDS * ranks))
-    layers = cut(sizes, made.stages, equal)
+    layers = stage_blocks(sizes, made.stages, equal)
     found = [_part(made, layers, rank) for rank in range(ranks)]
     found = [_times(part, micro_batches) for part in found] if schedule == "gpipe" else found
     kept = [

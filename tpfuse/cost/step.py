@@ -145,7 +145,7 @@ def _parts(
     forward = _computed(gpu, first)
     backward = _computed(gpu, second) if again is None else _computed(gpu, second, again)
     tensor = _tensor(sizes, rows, tp, cluster, program, forward.products)
-    tensor_backward = _tensor(sizes, rows, tp, cluster, program, backward.products)
+    tensor_backward = _tensor(sizes, rows, tp, cluster, program, backward.products, again=True)
     context = _context(sizes, rows, tp, cp, cluster, forward.attention + 0.0)
     block = (
         forward._replace(tensor=tensor, context=context),
@@ -178,16 +178,21 @@ def _computed(gpu: Gpu, *works: Work) -> Pass:
 
 
 def _tensor(
-    sizes: ModelSizes, rows: int, tp: int, cluster: Cluster, program: Program, products: float
+    sizes: ModelSizes, rows: int, tp: int, cluster: Cluster, program: Program, products: float, again: bool = False
 ) -> float:
-    """Return the communication of tensor-parallel ranks in one pass of a block, which no product hides."""
+    """Return the communication of tensor-parallel ranks in one pass of a block, which no product hides.
+
+    again: whether the inputs of the two products that gather are gathered once more, for the gradients of the weights:
+    ranks that share the tokens keep only their own (arXiv:2205.05198, section 4.2.2).
+    """
     if tp == 1:
         return 0.0
     size, link = float(HALF * rows * sizes.width), cluster.link(tp, 1)
     if not program.sequence_parallel:
         return 2 * collectives.all_reduce(size, tp, link)
     if not program.overlap_tp:
-        return 2 * (collectives.all_gather(size, tp, link) + collectives.reduce_scatter(size, tp, link))
+        gathers = 4 if again else 2
+        return gathers * collectives.all_gather(size, tp, link) + 2 * collectives.reduce_scatter(size, tp, link)
     message = collectives.send(size / tp, link)
     each = products / 4  # a block has four products; two of them gather and two scatter
     return 2 * (overlap.gather_exposed(each, message, tp) + overlap.scatter_exposed(each, message, tp))
