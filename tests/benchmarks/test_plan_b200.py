@@ -1,4 +1,4 @@
-"""The model of cost predicts the steps that were measured on B200: without fitting, and across layouts with one share."""
+"""The model of cost predicts steps that were measured on B200: without fitting, and across layouts with one share."""
 
 import pytest
 
