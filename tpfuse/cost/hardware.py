@@ -33,8 +33,9 @@ class Gpu:
     copies reach it. multiprocessors: their number, which tiles of products fill in waves; 0 where work is divided
     freely. launch_seconds: the least time between two kernels of a stream. host_seconds: the time in which the host
     issues one operator of autograd, forward or backward; a step cannot be shorter than its operators take to issue.
-    price: of an hour, in dollars; 0 if it is not known. links: the names of the links that it can have to its
-    neighbours; () for any.
+    price: of an hour, in dollars; 0 if it is not known. unaligned_share: the share of the rate of products that remains
+    if a matrix's rows do not begin at multiples of 16 bytes, as with a vocabulary of 50,257. links: the names of the
+    links that it can have to its neighbours; () for any.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Gpu:
     launch_seconds: float
     host_seconds: float
     price: float = 0.0
+    unaligned_share: float = 0.5
     links: tuple[str, ...] = ()
 
 

@@ -29,12 +29,12 @@ class Part:
 
 
 @cache
-def cut(sizes: ModelSizes, stages: int, balanced: bool) -> tuple[int, ...]:
-    """Return the number of blocks of each stage: balanced as `tpfuse train` cuts models, or as equal as possible.
+def stage_blocks(sizes: ModelSizes, stages: int, equal: bool) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, as `tpfuse train` cuts models, or as equal as possible.
 
     Raise ValueError for fewer blocks than stages.
     """
-    if not balanced and sizes.layers >= stages:
+    if equal and sizes.layers >= stages:
         return tuple(sizes.layers // stages + (stage < sizes.layers % stages) for stage in range(stages))
     products = sizes.block_weights
     attention = 12 * sizes.tokens * sizes.heads * sizes.head_size
@@ -51,12 +51,12 @@ def parts(
     ranks: int,
     stages_per_rank: int,
     micro_batches: int,
-    balanced: bool,
+    equal: bool,
 ) -> tuple[tuple[Part, ...], int]:
     """Return the parts of the ranks of a pipeline, and the slots for messages of the rank that has the most.
 
-    balanced: as for `cut`. A rank is left out if another one has no less in any respect. Raise ValueError as `order`
-    and `cut` do.
+    equal: as for `stage_blocks`. A rank is left out if another one has no less in any respect. Raise ValueError as
+    `order` and `stage_blocks` do.
     """
     if ranks == 1:
         return (Part((sizes.layers,), 0, 0, ((1,),), (False,)),), 0
@@ -74,7 +74,7 @@ def _parts(
     balanced: bool,
 ) -> tuple[tuple[Part, ...], int]:
     made = order(schedule, ranks, stages_per_rank, min(micro_batches, _ROUNDS * ranks))
-    layers = cut(sizes, made.stages, balanced)
+    layers = stage_blocks(sizes, made.stages, equal)
     found = [_part(made, layers, rank) for rank in range(ranks)]
     found = [_times(part, micro_batches) for part in found] if schedule == "gpipe" else found
     kept = [

@@ -1,23 +1,22 @@
 """What a rank computes in one pass of one micro-batch through a block, the embedding or the head.
 
-Numbers count one tensor- and context-parallel rank. A forward pass computes Y = X W; the backward pass computes two
-products of the same number of operations, X's gradient and W's gradient.
+All numbers count one tensor- and context-parallel rank. A backward pass computes two products for each product of the
+forward pass: the gradient of its input and that of its weight. Activations have 16 bits.
 """
 
 from dataclasses import dataclass
 from functools import cache
 
-from tpfuse.cost.layout import Layout
+from tpfuse.choices import Recompute
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 
-_HALF = 2  # bytes of an element of an activation
+HALF = 2  # bytes of an element of an activation
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of matrices [rows, inner] x [inner, columns], `count` times. summed: whether tensor-parallel ranks
-    add their results up; gathered: whether they share the rows of its left side before it (sequence parallelism)."""
+    """`count` products of matrices, [rows, inner] x [inner, columns]."""
 
     rows: int
     columns: int
@@ -26,104 +25,109 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Return the operations of all of them."""
+        """Return the operations of all products."""
         return 2.0 * self.rows * self.columns * self.inner * self.count
+
+    @property
+    def gradients(self) -> tuple["Product", "Product"]:
+        """Return the products that compute the gradients of both factors."""
+        return (
+            Product(self.rows, self.inner, self.columns, self.count),
+            Product(self.inner, self.columns, self.rows, self.count),
+        )
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one pass computes.
+    """What a pass computes.
 
-    products: of matrices. attention_flops: of fused attention. elementwise_bytes: that operators read and write which
-    the memory's bandwidth bounds. operators: that the host issues.
+    products: of matrices. attention: the operations of fused attention. elementwise: the bytes that the operators read
+    and write which the memory's bandwidth bounds. operators: the number that the host issues.
     """
 
     products: tuple[Product, ...]
-    attention_flops: float
-    elementwise_bytes: float
+    attention: float
+    elementwise: float
     operators: float
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The work of a forward and of a backward pass, without recomputation."""
-
-    forward: Work
-    backward: Work
-
-
-def rank_tokens(sizes: ModelSizes, layout: Layout) -> int:
-    """Return the tokens of a micro-batch that a context-parallel rank has."""
-    return layout.micro_batch * sizes.tokens // layout.cp
-
-
 @cache
-def _block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Program) -> Passes:
-    rows = micro_batch * sizes.tokens // cp
-    width, inner = sizes.width, -(-sizes.inner // tp)
+def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Program) -> tuple[Work, Work]:
+    """Return the forward and the backward pass of a block."""
+    rows, width, inner = micro_batch * sizes.tokens // cp, sizes.width, -(-sizes.inner // tp)
     heads, kv_heads = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
-    both = (1 + sizes.gated) * inner
-    forward = [
+    products = (
         Product(rows, (heads + 2 * kv_heads) * sizes.head_size, width),
         Product(rows, width, heads * sizes.head_size),
-        Product(rows, both, width),
+        Product(rows, (1 + sizes.gated) * inner, width),
         Product(rows, width, inner),
-    ]
-    backward = [p for each in forward for p in _gradients(each)]
-    flops = 4.0 * rows * sizes.tokens * heads * sizes.head_size
-    shared = rows / (tp if program.sequence_parallel else 1)
-    masks = 1 if sizes.dropout else 0
-    # Two norms and two additions of residuals, and the activation; a norm reads and writes, an addition reads twice.
-    once = shared * width * (2 * 2 * _HALF + 2 * (3 * _HALF + masks)) + rows * _HALF * (both + inner)
-    again = shared * width * (2 * 4 * _HALF + 2 * (2 * _HALF + masks)) + rows * _HALF * (2 * both + inner)
-    if program.fused_attention:
-        return Passes(
-            Work(tuple(forward), flops / 2, once, program.block_operators),
-            Work(tuple(backward), 2.5 * flops / 2, again, program.block_operators),
+    )
+    between = rows * width / (tp if program.sequence_parallel else 1)
+    hidden = float(rows) * inner
+    # Forward: two norms read and write, two additions read two tensors and write one, the activation reads its inputs.
+    forward = between * HALF * (2 * 2 + 2 * 3) + hidden * HALF * (2 + sizes.gated)
+    # Backward: a norm reads its input, two gradients, and writes one; the activation writes a gradient for each input.
+    backward = between * HALF * (2 * 4 + 2) + hidden * HALF * (3 + 2 * sizes.gated)
+    if sizes.dropout:
+        forward, backward = forward + 2 * between, backward + 2 * between * (1 + 2 * HALF)
+    attention = 4.0 * rows * sizes.tokens * heads * sizes.head_size
+    if program.fused_attention:  # causal: half of the scores; backward computes five products instead of two
+        return (
+            Work(products, attention / 2, forward, program.block_operators),
+            Work(_gradients(products), 2.5 * attention / 2, backward, program.block_operators),
         )
-    scores = float(rows) * sizes.tokens * heads
-    count = micro_batch * heads
-    length = sizes.tokens // cp
-    first, second = (
+    more, scores = _scores(sizes, rows, heads, micro_batch * heads)
+    return (
+        Work((*products, *more), 0.0, forward + scores[0], program.block_operators),
+        Work(_gradients((*products, *more)), 0.0, backward + scores[1], program.block_operators),
+    )
+
+
+def _scores(sizes: ModelSizes, rows: int, heads: int, count: int) -> tuple[tuple[Product, ...], tuple[float, float]]:
+    """Return the products of attention that writes its scores, and the bytes of softmax and dropout, both passes."""
+    length, scores = rows * heads // count, float(rows) * sizes.tokens * heads
+    dropout = 2 * HALF + 1 if sizes.dropout else 0
+    products = (
         Product(length, sizes.tokens, sizes.head_size, count),
         Product(length, sizes.head_size, sizes.tokens, count),
     )
-    once += scores * (4 * _HALF + masks * (1 + 2 * _HALF))
-    again += scores * (5 * _HALF + masks * (1 + 2 * _HALF))
-    return Passes(
-        Work((*forward, first, second), 0.0, once, program.block_operators),
-        Work((*backward, *_gradients(first), *_gradients(second)), 0.0, again, program.block_operators),
-    )
-
-
-def block(sizes: ModelSizes, layout: Layout, program: Program) -> Passes:
-    """Return the passes of a block."""
-    return _block(sizes, layout.tp, layout.cp, layout.micro_batch, program)
+    return products, (scores * (2 * HALF + dropout), scores * (3 * HALF + dropout))
 
 
 @cache
-def _head(sizes: ModelSizes, tp: int, rows: int) -> Passes:
-    columns = -(-sizes.vocabulary // tp)
-    product = Product(rows, columns, sizes.width)
-    logits = float(rows) * columns
-    # The loss reads 16-bit logits, writes them as float32, and reads them for the maximum, the sum and the gradient.
-    return Passes(
-        Work((product,), 0.0, logits * 14, 6),
-        Work(tuple(_gradients(product)), 0.0, logits * 10, 6),
-    )
+def recomputed(
+    sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Program, recompute: Recompute
+) -> Work | None:
+    """Return what the backward pass of a block computes again, which is None without recomputation."""
+    if recompute == "none":
+        return None
+    forward, _ = block(sizes, tp, cp, micro_batch, program)
+    if recompute == "full":
+        return forward
+    rows, inner, heads = micro_batch * sizes.tokens // cp, -(-sizes.inner // tp), -(-sizes.heads // tp)
+    activation = float(rows) * inner * HALF * (2 + sizes.gated)
+    if program.fused_attention:
+        return Work((), forward.attention, activation, 2)
+    products, scores = _scores(sizes, rows, heads, micro_batch * heads)
+    return Work(products, 0.0, activation + scores[0], 5)
 
 
-def head(sizes: ModelSizes, layout: Layout) -> Passes:
-    """Return the passes of the head and its loss."""
-    return _head(sizes, layout.tp, rank_tokens(sizes, layout))
+@cache
+def head(sizes: ModelSizes, tp: int, rows: int) -> tuple[Work, Work]:
+    """Return the forward and the backward pass of the head and its loss."""
+    products = (Product(rows, -(-sizes.vocabulary // tp), sizes.width),)
+    logits = float(rows) * products[0].columns
+    # The loss reads the logits, writes them as float32, and reads these for the maximum, the sum and the gradient.
+    forward = Work(products, 0.0, logits * (HALF + 4 + 2 * 4), 8)
+    return forward, Work(_gradients(products), 0.0, logits * (4 + HALF), 8)
 
 
-def embedding(sizes: ModelSizes, layout: Layout) -> Passes:
-    """Return the passes of the embedding."""
-    size = float(rank_tokens(sizes, layout)) * sizes.width * _HALF
-    return Passes(Work((), 0.0, 3 * size, 4), Work((), 0.0, 3 * size, 4))
+@cache
+def embedding(sizes: ModelSizes, rows: int) -> tuple[Work, Work]:
+    """Return the forward and the backward pass of the embedding."""
+    size = float(rows) * sizes.width * HALF
+    return Work((), 0.0, 4 * size, 4), Work((), 0.0, 4 * size, 4)
 
 
-def _gradients(product: Product) -> list[Product]:
-    rows, columns, inner, count = product.rows, product.columns, product.inner, product.count
-    return [Product(rows, inner, columns, count), Product(inner, columns, rows, count)]
+def _gradients(products: tuple[Product, ...]) -> tuple[Product, ...]:
+    return tuple(gradient for product in products for gradient in product.gradients)

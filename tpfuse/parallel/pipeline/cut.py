@@ -56,14 +56,15 @@ def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, stages: int) -
         for left in range(1, stages + 1):
             found: dict[int, tuple[int, tuple[int, ...]]] = {}
             for start in range(count) if left < stages else range(1):
-                for stop in range(count, start, -1):
+                for stop in range(start + 1, count + 1):
                     part = cost(start, stop)
-                    if stop not in best or (largest_flops is not None and part.flops > largest_flops):
-                        continue
                     value = part.flops if largest_flops is None else part.parameters
-                    larger = max(value, best[stop][0])
-                    if start not in found or larger < found[start][0]:
-                        found[start] = larger, (start, *best[stop][1])
+                    if largest_flops is not None and part.flops > largest_flops:
+                        break
+                    if start in found and value > found[start][0]:
+                        break  # a longer stage costs even more
+                    if stop in best and (start not in found or max(value, best[stop][0]) <= found[start][0]):
+                        found[start] = max(value, best[stop][0]), (start, *best[stop][1])
             best = found
         return best[0]
 
