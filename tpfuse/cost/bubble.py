@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.in_flight import stage_blocks
+from tpfuse.cost.played_order import KINDS, played_length
 from tpfuse.cost.sizes import ModelSizes
-from tpfuse.parallel.pipeline.order import Action, Kind, order
-from tpfuse.parallel.pipeline.timeline import timeline
+from tpfuse.parallel.pipeline.order import Kind
 
 _STEPS = 16  # a ratio of times is rounded to 1 / _STEPS, so that few different steps are played
 _SPLIT = {Kind.FORWARD: (0, 1.0), Kind.BACKWARD: (1, 1.0), Kind.INPUT: (1, 0.5), Kind.WEIGHT: (1, 0.5)}
@@ -56,11 +56,5 @@ def _units(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: in
 
 def played(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes) -> float:
     """Return the length of a step, all micro-batches of which are played."""
-    stages = ranks * turns
-
-    def seconds(action: Action) -> float:
-        stage = times[0] if action.stage == 0 else times[2] if action.stage == stages - 1 else times[1]
-        part, share = _SPLIT[action.kind]
-        return stage[part] * share
-
-    return timeline(order(schedule, ranks, turns, micro_batches), seconds).length
+    parts = [(stage, _SPLIT[kind]) for stage in times for kind in KINDS]
+    return played_length(schedule, ranks, turns, micro_batches, [stage[part] * share for stage, (part, share) in parts])

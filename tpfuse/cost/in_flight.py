@@ -61,7 +61,7 @@ def parts(
     if ranks == 1:
         return (Part((sizes.layers,), 0, 0, ((1,),), (False,)),), 0
     repeating = micro_batches if schedule == "gpipe" else min(micro_batches, _ROUNDS * ranks)
-    return _parts(sizes, schedule, ranks, stages_per_rank, repeating, balanced)
+    return _parts(sizes, schedule, ranks, stages_per_rank, repeating, equal)
 
 
 @cache
@@ -71,7 +71,7 @@ def _parts(
     ranks: int,
     stages_per_rank: int,
     micro_batches: int,
-    balanced: bool,
+    equal: bool,
 ) -> tuple[tuple[Part, ...], int]:
     made = order(schedule, ranks, stages_per_rank, min(micro_batches, _ROUNDS * ranks))
     layers = stage_blocks(sizes, made.stages, equal)
