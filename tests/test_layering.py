@@ -19,7 +19,6 @@ ALLOWED: dict[str, set[str]] = {
     "choices": set(),
     "nearest": set(),
     "backend": {"kernels", "choices"},
-    "cost": {"nearest", "choices"},
     "comm": {"kernels", "backend"},
     "comm.collectives": {"kernels", "comm"},
     "comm.messages": {"kernels", "comm", "comm.collectives"},

@@ -1,6 +1,7 @@
 """`tpfuse plan` prints a report, writes the same as JSON and the best layout as TOML, and draws its schedule."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,10 @@ def test_plan_and_train_need_no_gpu_and_no_data_to_agree_on_a_decoder(
     assert {each["layout"]["tp"] for each in document["layouts"]} == {1, 2}, "two heads of keys and values"
     assert {each["layout"]["recompute"] for each in document["layouts"]} <= {"none", "full"}
     assert with_layout(parse_train(document["train"]), 8).model.from_ == tmp_path
+
+
+def test_the_page_shows_what_its_first_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+    (shown,) = re.findall(r"^The first command prints:\n\n```\n(.*?)^```$", page, re.M | re.S)
+    (words,) = re.findall(r"\A# Planning\n\n```sh\ntpfuse plan (.*)$", page, re.M)
+    assert _plan(capsys, *words.split()) == shown

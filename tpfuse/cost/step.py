@@ -6,7 +6,7 @@ The host issues operators while the device computes those before. Of a pass that
 ranks comes on top, since it waits for the slowest of their hosts.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 

@@ -1,11 +1,9 @@
 """Every layout of a model on a cluster that `tpfuse train` accepts, and those that fit the memory, fastest first.
 
-Five rules leave out layouts that cannot be better than one that is tried, if the model of cost is what it should be
+Four rules leave out layouts that cannot be better than one that is tried, if the model of cost is what it should be
 (`tests/plan/test_search.py` compares with a search without them):
 
 - More recomputation takes more operations. So it is tried only if the layout does not fit with less.
-- ZeRO's stage 3 gathers parameters that stage 2 keeps. So it is tried only if stage 2 does not fit without
-  recomputation.
 - A larger micro-batch never needs less memory. So the search ends at the first size that fits with no stage.
 - A pipeline with fewer than two micro-batches for each rank is idle for a third of the time, but for the schedules that
   split backward passes. So it is tried only if the batch has no more sequences.
@@ -26,7 +24,7 @@ from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import check_numbers, model_config, with_layout
 
 # Of a sequence on a context-parallel rank: inside a node the rows of a tile of attention; across nodes, where these
-# ranks belong only if sequences are long (docs/multi_node.md), a thirty-second of the sequences of Llama 3's last stage.
+# ranks belong only if sequences are long, a thirty-second of the sequences in the last stage of Llama 3's training.
 LEAST_TOKENS, LEAST_TOKENS_ACROSS = 128, 4096
 _MOST_STAGES = 8  # of a pipeline rank
 _USABLE = 0.97  # of a GPU's memory: predictions are about so exact
@@ -97,15 +95,12 @@ class _Group:
                 continue
             layout, fitted = Layout(tp, cp, dp, pp, schedule, stages, 0, "none", size, batch), False
             for zero in zero_stages(self.model.options, dp * cp):
-                how = self._recompute(replace(layout, zero=zero))
-                fitted = fitted or how is not None
-                if zero == 2 and how == "none":
-                    break
+                fitted = self._recompute(replace(layout, zero=zero)) or fitted
             if not fitted:
                 break
 
-    def _recompute(self, layout: Layout) -> str | None:
-        """Tries a layout with more and more recomputation, and returns the one with which it fits; None if none."""
+    def _recompute(self, layout: Layout) -> bool:
+        """Tries a layout with more and more recomputation, and returns whether it fits."""
         sizes, program = self.model.sizes, self.model.program
         for recompute in self.model.recomputes:
             tried = replace(layout, recompute=recompute)
@@ -115,8 +110,8 @@ class _Group:
                 self.least = tried, memory
             if memory.total <= usable_memory(self.cluster):
                 self.fitting.append(Candidate(tried, memory, step_times(sizes, tried, self.cluster, program)))
-                return recompute
-        return None
+                return True
+        return False
 
 
 def usable_memory(cluster: Cluster) -> float:
