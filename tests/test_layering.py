@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "_lazy": set(),
     "kernels": set(),
     "choices": set(),
+    "nearest": set(),
     "backend": {"kernels", "choices"},
     "comm": {"kernels", "backend"},
     "comm.collectives": {"kernels", "comm"},
@@ -34,10 +35,12 @@ ALLOWED: dict[str, set[str]] = {
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
     "models": {"ops", "layers", "parallel", "parallel.pipeline"},
+    "cost": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer", "models"},
     "train": {
-        "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
+        "nearest", "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models",
     },
+    "plan": {"nearest", "choices", "cost", "models", "parallel.pipeline", "train"},
     "profile": {"comm", "train"},
     "testing.faults": set(),
     "testing.explore": {"comm"},
@@ -49,10 +52,11 @@ ALLOWED: dict[str, set[str]] = {
         "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
         "layers", "models", "train", "testing",
     },
-    "cli": {"comm.collectives", "train", "profile", "tools"},
+    "cli": {"nearest", "comm.collectives", "train", "plan", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
-LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ("train", "profile", "testing", "tools", "cli")]
+ABOVE_THE_LIBRARY = ("train", "plan", "profile", "testing", "tools", "cli")
+LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ABOVE_THE_LIBRARY]
 LIBRARY_PACKAGES = {"torch", "triton", "numpy", "einops", "safetensors", "tpfuse"}
 ADAPTER = ROOT / "tpfuse" / "drop_in" / "huggingface.py"  # it alone knows transformers
 

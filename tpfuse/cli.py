@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import tpfuse
+from tpfuse.nearest import nearest
 from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
-from tpfuse.train.messages import fail, is_first_rank, nearest, say, show_cursor
+from tpfuse.train.messages import fail, is_first_rank, say, show_cursor
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
@@ -145,6 +146,17 @@ def _memory(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import PlanCommand
+
+    options = parse_command(PlanCommand, arguments, "plan")
+    from tpfuse.plan.command import plan
+
+    print(plan(options))
+    return 0
+
+
 def _hang(arguments: Sequence[str]) -> int:
     from tpfuse.train.options import HangCommand
 
@@ -240,6 +252,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sample": (_sample, "generate text with a trained model"),
     "export": (_export, "write a trained model for Hugging Face's transformers"),
     "memory": (_memory, "count the memory that each rank of a run will hold"),
+    "plan": (_plan, "predict which layout trains a model fastest, before a GPU is paid for"),
     "profile": (_profile, "say where the time of each rank goes, and who waits for whom"),
     "watch": (_watch, "show the metrics of a run in a browser"),
     "hang": (_hang, "say which rank the others of a run waited for, from its flight records"),

@@ -1,33 +1,41 @@
 """GPUs and their links as data: one TOML file for each, whose entries say where their numbers come from.
 
-    [memory_bytes]
-    value = 80e9
-    source = "NVIDIA H100 data sheet, 2023"
+    [memory]
+    value = 84.9e9
+    source = "torch reports 79.1 GiB on H100 SXM of 80 GB"
 
-`tpfuse plan --calibrate` writes such a file with numbers that it has measured.
+`hardware/gpus`, `hardware/links` and `hardware/networks` hold the files that tpfuse knows by name. `tpfuse plan
+--calibrate` writes such files with numbers that it has measured (`save`).
 """
 
+import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tpfuse.nearest import nearest
 
 FOLDER = Path(__file__).parent / "hardware"
+T = TypeVar("T", "Gpu", "Link", "Network")
 
 
 @dataclass(frozen=True)
 class Gpu:
     """A GPU, or the share of a CPU that a rank has.
 
-    memory: bytes. half_rate, single_rate: operations per second of products in 16-bit types and in float32, as the data
-    sheet says or as measured at the best. product_share: the share of this rate that large products reach.
-    attention_share: the share that fused attention reaches. bandwidth: bytes per second of memory, as copies reach it.
-    multiprocessors: their number, which tiles of products fill in waves; 0 where work is divided freely. launch_seconds:
-    the least time between two kernels of a stream. host_seconds: the time in which the host issues one operator of
-    autograd, forward or backward; a step cannot be shorter than its operators take to issue. price: of an hour, in
-    dollars; 0 if it is not known.
+    memory: bytes that a program can use. half_rate, single_rate: operations per second of products in 16-bit types and
+    in float32, as the data sheet says or as measured at the best. product_share: the share of this rate that large
+    products reach. attention_share: the share that fused attention reaches. bandwidth: bytes per second of memory, as
+    copies reach it. multiprocessors: their number, which tiles of products fill in waves; 0 where work is divided
+    freely. launch_seconds: the least time between two kernels of a stream. host_seconds: the time in which the host
+    issues one operator of autograd, forward or backward; a step cannot be shorter than its operators take to issue.
+    price: of an hour, in dollars; 0 if it is not known. unaligned_share: the share of the rate of products that remains
+    if a matrix's rows do not begin at multiples of 16 bytes, as with a vocabulary of 50,257. links: the names of the
+    links that it can have to its neighbours; () for any.
     """
 
     name: str
@@ -41,15 +49,17 @@ class Gpu:
     launch_seconds: float
     host_seconds: float
     price: float = 0.0
+    unaligned_share: float = 0.5
+    links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Link:
     """What connects ranks.
 
-    bandwidth: bytes per second that a rank sends, while it receives as many. latency: seconds of a message, or of a step
-    of a collective. start: seconds that every collective takes besides. in_network: whether switches reduce and multicast
-    (NVLink SHARP), so that an all-reduce sends each byte once.
+    bandwidth: bytes per second that a rank sends in large messages or collectives, while it receives as many. latency:
+    seconds of a message, or of a step of a collective. start: seconds that every collective takes besides. in_network:
+    whether switches reduce and multicast (NVLink SHARP), so that an all-reduce sends each byte once.
     """
 
     name: str
@@ -57,6 +67,16 @@ class Link:
     latency: float
     start: float
     in_network: bool = False
+
+
+@dataclass(frozen=True)
+class Network:
+    """A kind of network between nodes. share: of its line rate that collectives reach. latency, start: as of a link."""
+
+    name: str
+    share: float
+    latency: float
+    start: float
 
 
 @dataclass(frozen=True)
@@ -72,3 +92,115 @@ class Cluster:
     def link(self, ranks: int, stride: int) -> Link:
         """Return the link that slows a group of `ranks` ranks down, of which neighbours are `stride` ranks apart."""
         return self.inside if ranks * stride <= self.per_node else self.network
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the known GPUs."""
+    return _names("gpus")
+
+
+def link_names() -> list[str]:
+    """Return the names of the known links inside a node."""
+    return _names("links")
+
+
+def load_gpu(name_or_path: str) -> Gpu:
+    """Return a GPU by its name, or from a TOML file. Raise ValueError for an unknown name and a malformed file."""
+    return _load(Gpu, "GPU", "gpus", name_or_path)
+
+
+def load_link(name_or_path: str) -> Link:
+    """Return a link inside a node by its name, or from a TOML file. Raise ValueError as `load_gpu` does."""
+    return _load(Link, "link", "links", name_or_path)
+
+
+def check_link(gpu: Gpu, link: Link) -> None:
+    """Raise ValueError if the GPU cannot have this link. A link from a file of the user's own is always accepted."""
+    if gpu.links and link.name not in gpu.links and link.name in link_names():
+        raise ValueError(f"{gpu.name} has no {link.name}: its links are {', '.join(gpu.links)}")
+
+
+def parse_network(text: str) -> Link:
+    """Return a network by the line rate of each GPU: "400Gb" is InfiniBand with 400 Gb/s, "100GbE" Ethernet.
+
+    Raise ValueError for another text.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)Gb(E?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(
+            f"network {text!r}: expected the Gb/s of each GPU, such as 400Gb (InfiniBand) or 100GbE (Ethernet)"
+        )
+    kind = _read(Network, FOLDER / "networks" / ("ethernet.toml" if match[2] else "infiniband.toml"))
+    return Link(text.strip(), float(match[1]) * 1e9 / 8 * kind.share, kind.latency, kind.start)
+
+
+def save(item: Gpu | Link, path: Path, sources: Mapping[str, str]) -> None:
+    """Write a GPU or a link as a TOML file, named after it by `path`. sources: of each field but the name."""
+    tables = []
+    for field in fields(item)[1:]:
+        value = getattr(item, field.name)
+        text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+        source = json.dumps(sources[field.name], ensure_ascii=False)
+        tables.append(f"[{field.name}]\nvalue = {text}\nsource = {source}\n")
+    path.write_text("\n".join(tables), encoding="utf-8")
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (FOLDER / folder).glob("*.toml"))
+
+
+def _load(kind: type[T], what: str, folder: str, name_or_path: str) -> T:
+    names = _names(folder)
+    if name_or_path in names:
+        return _read(kind, FOLDER / folder / f"{name_or_path}.toml")
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        raise ValueError(
+            f"unknown {what} {name_or_path!r}: expected {', '.join(names)} or a TOML file"
+            f"{nearest(name_or_path.lower(), names)}"
+        )
+    if not path.is_file():
+        raise ValueError(f"there is no file {path} that describes a {what}")
+    return _read(kind, path)
+
+
+def _read(kind: type[T], path: Path) -> T:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    known = {field.name: field for field in fields(kind)[1:]}
+    for name in tables:
+        if name not in known:
+            raise ValueError(f"{path}: unknown entry {name}{nearest(name, list(known))}")
+    values = {}
+    for name, field in known.items():
+        if name in tables:
+            values[name] = _value(tables[name], field.type, f"{path}: {name}")
+        elif field.default is MISSING:
+            raise ValueError(f"{path}: the entry {name} is missing")
+    return kind(name=path.stem, **values)
+
+
+def _value(table: Any, kind: Any, where: str) -> Any:
+    """Return the value of an entry of a file. kind: the type of its field. Raise ValueError."""
+    if not isinstance(table, dict) or not table.keys() == {"value", "source"} or not isinstance(table["source"], str):
+        raise ValueError(f"{where}: expected a table of value and source")
+    value = table["value"]
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}: expected true or false, not {value!r}")
+        return value
+    if kind not in (int, float):
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{where}: expected a list of names, not {value!r}")
+        return tuple(value)
+    zero = where.endswith(("multiprocessors", "price"))  # of a CPU, and not known
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{where}: expected a positive number, not {value!r}")
+    if where.endswith("share") and value > 1:
+        raise ValueError(f"{where}: expected a share of at most 1, not {value!r}")
+    if kind is int and value != int(value):
+        raise ValueError(f"{where}: expected a whole number, not {value!r}")
+    return kind(value)

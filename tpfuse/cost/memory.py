@@ -1,10 +1,14 @@
 """The memory of a rank, by kind."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from tpfuse.comm.channel import slot_size
+from tpfuse.cost.activations import Saved, saved
+from tpfuse.cost.in_flight import Part, parts, tied_apart
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
+from tpfuse.cost.states import held
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,53 @@ class Memory:
     @property
     def total(self) -> float:
         """Return the bytes of all kinds."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return float(sum(vars(self).values()))
 
 
 def rank_memory(sizes: ModelSizes, layout: Layout, program: Program) -> Memory:
-    """Return the memory of the rank that needs the most. It must be fast, as `step_times` must."""
-    raise NotImplementedError
+    """Return the memory of the rank that needs the most. It must be fast, as `step_times` must.
+
+    Raise ValueError for stages or micro-batches that the pipeline's schedule does not accept.
+    """
+    return max(memories(sizes, layout, program), key=lambda memory: memory.total)
+
+
+def memories(sizes: ModelSizes, layout: Layout, program: Program) -> list[Memory]:
+    """Return the memory of each pipeline rank, except of ranks that need no more than another one."""
+    kept = saved(sizes, layout.tp, layout.cp, layout.micro_batch, layout.recompute, program)
+    pipeline = layout.schedule, layout.pp, layout.stages_per_rank
+    found, slots = parts(sizes, *pipeline, layout.micro_batches, program.equal_stages)
+    slots *= slot_size(kept.message) if program.symmetric_slots else kept.message
+    apart = layout.pp > 1 and tied_apart(*pipeline)
+    return [_memory(sizes, layout, program, part, kept, slots, apart) for part in found]
+
+
+def _memory(
+    sizes: ModelSizes, layout: Layout, program: Program, part: Part, kept: Saved, slots: int, apart: bool
+) -> Memory:
+    has = sum(part.layers), part.first is not None, part.last is not None, apart
+    replicas, accumulating = layout.dp * layout.cp, layout.micro_batches > 1
+    states = held(sizes, has, layout.tp, replicas, layout.zero, accumulating, program)
+    stages = [layers * kept.block + kept.stage for layers in part.layers]
+    if part.first is not None:
+        stages[part.first] += kept.first
+    if part.last is not None:
+        stages[part.last] += kept.last
+    if layout.pp > 1:  # the input of a stage stays in its slot
+        stages = [size - kept.message * here for size, here in zip(stages, part.received, strict=True)]
+    activations = max(sum(size * count for size, count in zip(stages, peak, strict=True)) for peak in part.peaks)
+    workspace = kept.block_peak
+    if part.last is not None:  # what the last stage keeps for the loss is free when the blocks' gradients are computed
+        workspace = max(kept.loss_peak, kept.block_peak - kept.last)
+    if program.placeholder_gradients:
+        workspace += sizes.block_weights // layout.tp * program.parameter_bytes
+    if program.symmetric_slots and layout.tp > 1:  # two halves, which hold what is gathered or scattered
+        workspace += 2 * slot_size(kept.message * layout.tp)
+    return Memory(
+        states.parameters,
+        states.gradients,
+        states.master + states.moments,
+        states.buffers + slots,
+        activations,
+        workspace + program.reserve,
+    )

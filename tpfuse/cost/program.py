@@ -14,7 +14,17 @@ class Program:
     whether tensor-parallel ranks share the tokens between their products, and gather and scatter them; otherwise they
     all-reduce. overlap_tp: whether products overlap with this communication, chunk by chunk. overlap_dp: whether
     gradients are reduced while the last micro-batch's backward pass computes, and parameters of ZeRO's stage 3 gathered
-    ahead. parameter_bytes, gradient_bytes: of an element. state_bytes: of an element's optimizer state, with its master.
+    ahead. block_operators: that the host issues for a block's forward pass, and again for its backward pass.
+    pass_operators: that it issues for each pass of a stage besides. step_operators: for each step. equal_stages:
+    whether pipeline stages have equally many blocks; otherwise the cut counts the head as well. parameter_bytes,
+    gradient_bytes: of an element. state_bytes: of an element's optimizer state, with its master.
+
+    The other fields say what takes memory. chunked_loss: whether the logits of a GPT are never whole in memory.
+    fused_gate: whether one operator computes the activation of a gated MLP and its product with the gate. keeps_masks:
+    whether masks of dropout are kept. keeps_statistics: whether the statistics of norms are counted.
+    placeholder_gradients: whether a tensor for each weight of a block stands for its gradient, which is in a buffer of
+    another type. symmetric_slots: whether ranks have slots in symmetric memory for what they send. reserve: bytes that
+    the context of CUDA, libraries and gaps between tensors take.
     """
 
     name: str
@@ -22,9 +32,20 @@ class Program:
     sequence_parallel: bool = True
     overlap_tp: bool = True
     overlap_dp: bool = True
+    block_operators: int = 16
+    pass_operators: int = 4
+    step_operators: int = 20
+    equal_stages: bool = False
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     state_bytes: int = 12
+    chunked_loss: bool = True
+    fused_gate: bool = False
+    keeps_masks: bool = False
+    keeps_statistics: bool = True
+    placeholder_gradients: bool = False
+    symmetric_slots: bool = True
+    reserve: float = 1.5 * 2**30
 
 
 TPFUSE = Program("tpfuse")

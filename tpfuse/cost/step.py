@@ -1,11 +1,26 @@
-"""The time of a training step, by kind."""
+"""The time of a training step, by kind.
 
-from dataclasses import dataclass, fields
+The host issues operators while the device computes those before. Of a pass that has `host` seconds of the one and
+`device` seconds of the other, some operators wait for the host and others for the device: it takes
+(host^3 + device^3)^(1/3) seconds, which is the larger of both where they are far apart. Communication of tensor-parallel
+ranks comes on top, since it waits for the slowest of their hosts.
+"""
 
-from tpfuse.cost.hardware import Cluster
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from tpfuse.choices import Recompute
+from tpfuse.cost import collectives, overlap, work
+from tpfuse.cost.bubble import Stages, cut, step_length
+from tpfuse.cost.hardware import Cluster, Gpu
 from tpfuse.cost.layout import Layout
+from tpfuse.cost.products import product_seconds
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
+from tpfuse.cost.work import HALF, Work
+
+_SHARPNESS = 3.0  # of the larger of host and device
 
 
 @dataclass(frozen=True)
@@ -31,9 +46,195 @@ class Times:
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return float(sum(vars(self).values()))
+
+
+class Pass(NamedTuple):
+    """The seconds of passes, by kind."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    launches: float = 0.0
+
+    def plus(self, other: "Pass", times: float = 1.0) -> "Pass":
+        """Return the sum of this and `times` the other."""
+        return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+class _Parts(NamedTuple):
+    """The forward and backward passes of the parts of a model. extra: of a stage, for the program's bookkeeping."""
+
+    block: tuple[Pass, Pass]
+    embedding: tuple[Pass, Pass]
+    head: tuple[Pass, Pass]
+    extra: Pass
 
 
 def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Times:
-    """Return the times of a step. It must be fast: `tpfuse plan` calls it for tens of thousands of layouts."""
-    raise NotImplementedError
+    """Return the times of a step. It is fast: `tpfuse plan` calls it for tens of thousands of layouts."""
+    parts = _parts(
+        sizes, layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program
+    )
+    stages = cut(sizes, layout.pp * layout.stages_per_rank, program.equal_stages)
+    last = _rank_pass(parts, stages, layout)
+    forward, backward = sum(parts.block[0]), sum(parts.block[1])
+    extra, head = sum(parts.extra), (sum(parts.head[0]), sum(parts.head[1]))
+    front = sum(parts.embedding[0]), sum(parts.embedding[1])
+    message = _message(sizes, layout, cluster)
+    times = (
+        (stages.middle * forward + extra / 2 + front[0], stages.middle * backward + extra / 2 + front[1]),
+        (stages.middle * forward + extra / 2, stages.middle * backward + extra / 2),
+        (stages.last * forward + extra / 2 + head[0], stages.last * backward + extra / 2 + head[1]),
+    )
+    busy = layout.micro_batches * sum(last)
+    length = busy
+    waits = 0.0
+    if layout.pp > 1:
+        length = step_length(layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches, times)
+        crossings = layout.pp * layout.stages_per_rank - 1
+        waits = 2 * crossings * message + _tied(sizes, layout, cluster, program)
+    data, optimizer = _update(sizes, layout, cluster, program, stages, parts)
+    count = layout.micro_batches
+    return Times(
+        count * last.products,
+        count * last.attention,
+        count * last.elementwise,
+        count * last.tensor,
+        count * last.context,
+        waits,
+        data,
+        max(0.0, length - busy),
+        optimizer,
+        count * last.launches + program.step_operators * cluster.gpu.host_seconds,
+    )
+
+
+def _rank_pass(parts: _Parts, stages: Stages, layout: Layout) -> Pass:
+    """Return the passes of one micro-batch on the rank of the last stage."""
+    blocks = stages.last + (layout.stages_per_rank - 1) * stages.middle
+    total = parts.extra.plus(parts.block[0], blocks).plus(parts.block[1], blocks)
+    total = total.plus(parts.head[0]).plus(parts.head[1])
+    if layout.pp == 1:
+        total = total.plus(parts.embedding[0]).plus(parts.embedding[1])
+    return total
+
+
+def _message(sizes: ModelSizes, layout: Layout, cluster: Cluster) -> float:
+    link = cluster.link(2, layout.tp * layout.cp * layout.dp)
+    return collectives.send(float(HALF * layout.micro_batch * sizes.tokens // layout.cp * sizes.width), link)
+
+
+def _tied(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> float:
+    """Return the seconds in which the first and the last stage add up the gradients of the table that they share."""
+    link = cluster.link(layout.pp, layout.tp * layout.cp * layout.dp)
+    size = sizes.table_parameters / layout.tp * program.gradient_bytes
+    return collectives.all_reduce(size, 2, link) if sizes.tied else 0.0
+
+
+@cache
+def _parts(
+    sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Recompute, cluster: Cluster, program: Program
+) -> _Parts:
+    """Return the passes of the parts of a model for one micro-batch."""
+    gpu, rows = cluster.gpu, micro_batch * sizes.tokens // cp
+    first, second = work.block(sizes, tp, cp, micro_batch, program)
+    again = work.recomputed(sizes, tp, cp, micro_batch, program, recompute)
+    forward = _computed(gpu, first)
+    backward = _computed(gpu, second) if again is None else _computed(gpu, second, again)
+    tensor = _tensor(sizes, rows, tp, cluster, program, forward.products)
+    tensor_backward = _tensor(sizes, rows, tp, cluster, program, backward.products, again=True)
+    context = _context(sizes, rows, tp, cp, cluster, forward.attention + 0.0)
+    block = (
+        forward._replace(tensor=tensor, context=context),
+        backward._replace(
+            tensor=tensor_backward + (tensor if recompute == "full" else 0.0),
+            context=context * (2 if recompute == "none" else 3),
+        ),
+    )
+    head = work.head(sizes, tp, rows)
+    embedding = work.embedding(sizes, rows)
+    edge = collectives.all_reduce(float(HALF * rows * sizes.width), tp, cluster.link(tp, 1))
+    return _Parts(
+        block,
+        (_computed(gpu, embedding[0])._replace(tensor=edge), _computed(gpu, embedding[1])),
+        (_computed(gpu, head[0]), _computed(gpu, head[1])._replace(tensor=edge)),
+        Pass(launches=2 * program.pass_operators * gpu.host_seconds),
+    )
+
+
+def _computed(gpu: Gpu, *works: Work) -> Pass:
+    """Return the seconds of works that are computed in one go, without communication."""
+    products = sum(product_seconds(product, gpu) for each in works for product in each.products)
+    attention = sum(each.attention for each in works) / (gpu.half_rate * gpu.attention_share)
+    elementwise = sum(each.elementwise for each in works) / gpu.bandwidth
+    operators = sum(each.operators for each in works)
+    device = products + attention + elementwise + operators * gpu.launch_seconds
+    host = operators * gpu.host_seconds
+    seconds = (host**_SHARPNESS + device**_SHARPNESS) ** (1 / _SHARPNESS)
+    return Pass(products, attention, elementwise, launches=seconds - products - attention - elementwise)
+
+
+def _tensor(
+    sizes: ModelSizes, rows: int, tp: int, cluster: Cluster, program: Program, products: float, again: bool = False
+) -> float:
+    """Return the communication of tensor-parallel ranks in one pass of a block, which no product hides.
+
+    again: whether the inputs of the two products that gather are gathered once more, for the gradients of the weights:
+    ranks that share the tokens keep only their own (arXiv:2205.05198, section 4.2.2).
+    """
+    if tp == 1:
+        return 0.0
+    size, link = float(HALF * rows * sizes.width), cluster.link(tp, 1)
+    if not program.sequence_parallel:
+        return 2 * collectives.all_reduce(size, tp, link)
+    if not program.overlap_tp:
+        gathers = 4 if again else 2
+        return gathers * collectives.all_gather(size, tp, link) + 2 * collectives.reduce_scatter(size, tp, link)
+    message = collectives.send(size / tp, link)
+    each = products / 4  # a block has four products; two of them gather and two scatter
+    return 2 * (overlap.gather_exposed(each, message, tp) + overlap.scatter_exposed(each, message, tp))
+
+
+def _context(sizes: ModelSizes, rows: int, tp: int, cp: int, cluster: Cluster, attention: float) -> float:
+    """Return the communication of ring attention in the forward pass of a block, which attention does not hide."""
+    if cp == 1:
+        return 0.0
+    keys = 2.0 * HALF * rows * -(-sizes.kv_heads // tp) * sizes.head_size
+    return overlap.ring_exposed(attention, collectives.send(keys, cluster.link(cp, tp)), cp)
+
+
+def _update(
+    sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program, stages: Stages, parts: _Parts
+) -> tuple[float, float]:
+    """Return the seconds of data-parallel communication that nothing hides, and those of the optimizer."""
+    blocks = stages.last + (layout.stages_per_rank - 1) * stages.middle
+    one = sizes.block_parameters / layout.tp
+    parameters = blocks * one + sizes.table_parameters / layout.tp
+    ranks, stride = layout.dp * layout.cp, layout.tp
+    shards = ranks if layout.zero else 1
+    # Adam reads and writes its state, and reads and writes the gradient twice: for its norm and to clear it.
+    moved = 2 * program.state_bytes + 4 * program.gradient_bytes + program.parameter_bytes
+    optimizer = parameters / shards * moved / cluster.gpu.bandwidth
+    if ranks == 1:
+        return 0.0, optimizer
+    forward, backward = blocks * sum(parts.block[0]), blocks * sum(parts.block[1])
+    gradients, last = parameters * program.gradient_bytes, one * program.gradient_bytes
+    times = layout.micro_batches if layout.zero >= 2 else 1
+    if layout.zero == 0:
+        whole = collectives.grouped_all_reduce(gradients, ranks, stride, cluster)
+        end = collectives.grouped_all_reduce(last, ranks, stride, cluster)
+    else:
+        whole = collectives.grouped_all_gather(gradients, ranks, stride, cluster)
+        end = collectives.grouped_all_gather(last, ranks, stride, cluster)
+    data = times * (overlap.hidden_rest(whole, backward, end) if program.overlap_dp else whole)
+    if layout.zero:
+        gather = collectives.grouped_all_gather(parameters * program.parameter_bytes, ranks, stride, cluster)
+        start = collectives.grouped_all_gather(one * program.parameter_bytes, ranks, stride, cluster)
+        passes = (forward, backward) if layout.zero == 3 else (0.0,)
+        count = layout.micro_batches if layout.zero == 3 else 1
+        hides = program.overlap_dp and layout.zero == 3
+        data += count * sum(overlap.hidden_rest(gather, seconds, start) if hides else gather for seconds in passes)
+    return data, optimizer

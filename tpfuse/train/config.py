@@ -19,9 +19,9 @@ import docstring_parser
 import tyro
 
 import tpfuse.models
+from tpfuse.nearest import nearest
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
-from tpfuse.train.messages import nearest
 from tpfuse.train.options import ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.untrusted import Unreadable, quoted
 

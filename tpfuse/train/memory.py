@@ -62,7 +62,7 @@ def memory(name: str, command: MemoryCommand) -> str:
     """Returns the table of `tpfuse memory NAME`. Raises UserError."""
     options = _with_command(_read(name), command)
     stages = STAGES if command.stage == "all" else (int(command.stage),)
-    return table(name, count(options, _vocabulary(options, command), stages))
+    return table(name, count(options, vocabulary(options, command.vocab_size), stages))
 
 
 def _read(name: str) -> TrainCommand:
@@ -92,12 +92,16 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
     return with_layout(replace(options, parallel=replace(parallel, dp=0), train=train), ranks)
 
 
-def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
+def vocabulary(options: TrainCommand, given: int) -> int:
+    """Returns the vocabulary of a GPT, in tokens: `given`, or, if that is 0, the vocabulary of its tokenizer.
+
+    It is 0 for a model of transformers, whose config.json names it. Raises UserError.
+    """
     data = options.data
-    if command.vocab_size and options.model.from_ is not None:
-        raise UserError(f"--vocab-size {command.vocab_size} is for the GPT: config.json names that of model.from")
-    if command.vocab_size or options.model.from_ is not None:
-        return command.vocab_size
+    if given and options.model.from_ is not None:
+        raise UserError(f"--vocab-size {given} is for the GPT: config.json names that of model.from")
+    if given or options.model.from_ is not None:
+        return given
     paths = None if data.path is None else token_paths(data.path)
     if paths is not None:
         stated = stated_tokenizer(paths)

@@ -1,10 +1,8 @@
 """Prints lines for people: warnings and errors on stderr, results and progress on stdout."""
 
 import contextlib
-import difflib
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -29,12 +27,6 @@ def program() -> str:
     """Returns how this command was called, for lines that say which command to call next."""
     name = Path(sys.argv[0])
     return os.path.relpath(name) if name.name == "tpfuse" else "python -m tpfuse"
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Returns "; did you mean …?" with the known word that is most similar to `word`, or "" if none is similar."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def is_first_rank() -> bool:

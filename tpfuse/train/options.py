@@ -386,6 +386,48 @@ class MemoryCommand:
 
 
 @dataclass(frozen=True)
+class PlanCommand:
+    """Predict which layout trains a model fastest on GPUs, how fast, and with how much memory.
+
+    Nothing is measured on this machine, and no GPU is needed.
+    """
+
+    model: str = ""
+    """Plan for this model: a preset, a TOML file of `tpfuse train`, or a config.json of Hugging Face or its folder."""
+    layers: int = 0
+    """Without --model, plan for a GPT with this number of transformer blocks."""
+    width: int = 0
+    """Without --model, plan for a GPT with this number of features of each token."""
+    heads: int = 0
+    """Without --model, plan for a GPT with this number of attention heads in each layer."""
+    vocab_size: int = 0
+    """Plan for a vocabulary of this number of tokens. 0: the vocabulary of the model's tokenizer; without --model that
+    of GPT-2."""
+    tokens: int = 0
+    """Plan for training sequences of this number of tokens. 0: as the model says; without --model 1024."""
+    batch: int = 0
+    """Plan for steps of this number of sequences over all ranks. 0: as the preset or the TOML file says; for other
+    models the smallest multiple of --gpus with at least 2**20 tokens."""
+    gpus: int = 8
+    """Plan for this number of GPUs in total."""
+    gpu: str = "h100"
+    """Plan for GPUs of this kind, such as h100 or a100, or for those that a FILE.toml describes."""
+    links: str = ""
+    """Connect the GPUs of a node by these links, such as nvlink4 or pcie4. Default: those of the GPU."""
+    nodes: int = 0
+    """Divide the GPUs among this number of nodes. 0: nodes of 8 GPUs."""
+    network: str = "400Gb"
+    """Connect the nodes by a network of this bandwidth for each GPU, in bits per second."""
+    json: str = ""
+    """Write all layouts that fit, with their times and memory, to this JSON file. -: print them instead of the
+    report."""
+    toml: OptionalPath = None
+    """Write the options of the best layout to this file, for `tpfuse train --config`."""
+    picture: OptionalPath = None
+    """Draw the predicted schedule of the best layout that is a pipeline to this PNG file."""
+
+
+@dataclass(frozen=True)
 class WatchCommand:
     """Show the metrics of a run in a browser of this machine.
 

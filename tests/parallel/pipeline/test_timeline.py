@@ -145,8 +145,9 @@ def simulate(made: Order, counts: Slots, seconds: Callable[[Action], float]) -> 
 
 def slots_of(made: Order) -> dict[tuple[int, bool], int]:
     """Return the slots for all messages between ranks."""
+    played = timeline(made)
     return {
-        (stage, forward): slots(made, stage, forward=forward)
+        (stage, forward): slots(played, stage, forward=forward)
         for stage in range(made.stages)
         for forward in (True, False)
         for source in [stage - 1 if forward else stage + 1]

@@ -1,5 +1,6 @@
 """Cuts the layers of a model into pipeline stages."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,14 +56,15 @@ def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, stages: int) -
         for left in range(1, stages + 1):
             found: dict[int, tuple[int, tuple[int, ...]]] = {}
             for start in range(count) if left < stages else range(1):
-                for stop in range(count, start, -1):
+                for stop in range(start + 1, count + 1):
                     part = cost(start, stop)
-                    if stop not in best or (largest_flops is not None and part.flops > largest_flops):
-                        continue
                     value = part.flops if largest_flops is None else part.parameters
-                    larger = max(value, best[stop][0])
-                    if start not in found or larger < found[start][0]:
-                        found[start] = larger, (start, *best[stop][1])
+                    if largest_flops is not None and part.flops > largest_flops:
+                        break
+                    if start in found and value > found[start][0]:
+                        break  # a longer stage costs even more
+                    if stop in best and (start not in found or max(value, best[stop][0]) <= found[start][0]):
+                        found[start] = max(value, best[stop][0]), (start, *best[stop][1])
             best = found
         return best[0]
 
@@ -95,6 +97,7 @@ def _costs_of_ranges(layers: Sequence[Cost], before: Cost, after: Cost) -> Calla
     """Return a function that gives the cost of a stage with the layers from `start` to `stop`, without `stop`."""
     count, sums = len(layers), list(itertools.accumulate(layers, initial=Cost(0, 0)))
 
+    @functools.cache
     def cost(start: int, stop: int) -> Cost:
         flops, parameters = sums[stop].flops - sums[start].flops, sums[stop].parameters - sums[start].parameters
         inner = Cost(flops, parameters)

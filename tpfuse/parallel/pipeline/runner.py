@@ -29,7 +29,7 @@ from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
 from tpfuse.parallel.pipeline.plan import PipelinePlan
-from tpfuse.parallel.pipeline.timeline import Interval, slots
+from tpfuse.parallel.pipeline.timeline import Interval, slots, timeline
 
 Compute = Callable[[int, Tensor | None, Any], Tensor]
 
@@ -326,10 +326,11 @@ def routes(order: Order) -> tuple[list[Route], dict[int, int], dict[int, int]]:
     found: list[Route] = []
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
+    played = timeline(order)
     for stage in range(order.stages):
         for source, by_stage, what in ((stage - 1, forward, "activations"), (stage + 1, backward, "gradients")):
             if 0 <= source < order.stages and order.rank_of[source] != order.rank_of[stage]:
-                count = slots(order, stage, forward=by_stage is forward)
+                count = slots(played, stage, forward=by_stage is forward)
                 by_stage[stage] = len(found)
                 found.append(Route(f"{what} for stage {stage}", order.rank_of[source], order.rank_of[stage], count))
     return found, forward, backward

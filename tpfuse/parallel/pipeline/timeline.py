@@ -5,6 +5,7 @@ before, and as the message that the action needs is there. Durations that are kn
 share of each rank; the durations that a step has measured give what its order makes of them.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,25 +150,24 @@ def most_held(order: Order, rank: int, held: Mapping[int, Held], passed: int) ->
     return most
 
 
-def slots(order: Order, stage: int, *, forward: bool) -> int:
-    """Return the slots for messages to a stage with which no sender ever waits, if actions take their usual time.
+def slots(played: Timeline, stage: int, *, forward: bool) -> int:
+    """Return the slots for messages to a stage with which no sender ever waits.
 
-    forward: whether they are activations, which the previous stage sends; otherwise they are gradients. A slot is in
-    use from the end of the action that sends the message to the end of the backward pass that frees it. Since the
-    played order keeps to these slots, no order of events on real ranks can make them wait for each other in a circle.
+    played: the order, of which all actions take their usual time. forward: whether the messages are activations, which
+    the previous stage sends; otherwise they are gradients. A slot is in use from the end of the action that sends the
+    message to the end of the backward pass that frees it. Since the played order keeps to these slots, no order of
+    events on real ranks can make them wait for each other in a circle.
     """
-    played = timeline(order)
     source, sends = (stage - 1, Kind.FORWARD) if forward else (stage + 1, Kind.INPUT)
-    sent, freed = {}, {}
-    for row in played.intervals:
-        for interval in row:
+    order, sent, freed = played.order, [], []
+    for rank in {order.rank_of[source], order.rank_of[stage]}:
+        for interval in played.intervals[rank]:
             action = interval.action
             kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
             if action.stage == source and kind is sends:
-                sent[action.micro_batch] = interval.end
+                sent.append(interval.end)
             if action.stage == stage and action.ends:
-                freed[action.micro_batch] = interval.end
-    in_order = sorted(sent, key=sent.__getitem__)
-    return max(
-        sum(freed[earlier] > sent[number] for earlier in in_order[: index + 1]) for index, number in enumerate(in_order)
-    )
+                freed.append(interval.end)
+    freed.sort()
+    # What is freed before a message is sent was sent before it.
+    return max(index + 1 - bisect_right(freed, end) for index, end in enumerate(sorted(sent)))

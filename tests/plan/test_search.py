@@ -1,0 +1,131 @@
+"""`tpfuse plan` finds the best of all layouts that `tpfuse train` accepts, in seconds."""
+
+import itertools
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from tpfuse.cost.hardware import Cluster, load_gpu, load_link, parse_network
+from tpfuse.cost.layout import Layout
+from tpfuse.cost.memory import rank_memory
+from tpfuse.cost.step import step_times
+from tpfuse.parallel.pipeline.order import SCHEDULES, order, stage_ranks
+from tpfuse.plan.model import PlannedModel, planned_model
+from tpfuse.plan.report import train_arguments
+from tpfuse.plan.search import (
+    accepts,
+    divisors,
+    schedules,
+    search,
+    shapes,
+    smallest,
+    tensor_ranks,
+    train_options,
+    usable_memory,
+    zero_stages,
+)  # fmt: skip
+from tpfuse.train.config import parse_train
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import PlanCommand
+from tpfuse.train.setup import with_layout
+
+GPT = PlanCommand(layers=6, width=256, heads=4, tokens=256, batch=16)
+
+
+def cluster_of(gpus: int) -> Cluster:
+    return Cluster(load_gpu("h100"), gpus, min(gpus, 8), load_link("nvlink4"), parse_network("400Gb"))
+
+
+def scarce(model: PlannedModel, cluster: Cluster, factor: float) -> Cluster:
+    """Returns the cluster with `factor` times the memory that the smallest layout needs."""
+    needed = smallest(model, cluster)[1].total * cluster.gpu.memory / usable_memory(cluster)
+    return replace(cluster, gpu=replace(cluster.gpu, memory=factor * needed))
+
+
+def test_what_an_order_accepts_is_known_without_making_it() -> None:
+    refused = 0
+    for schedule, ranks, stages, count in itertools.product(SCHEDULES, (2, 3), (1, 2), range(1, 9)):
+        try:
+            stage_ranks(schedule, ranks, stages)
+        except ValueError:
+            continue
+        try:
+            order(schedule, ranks, stages, count)
+            accepted = True
+        except ValueError:
+            accepted, refused = False, refused + 1
+        assert accepts(schedule, ranks, count) == accepted, (schedule, ranks, stages, count)
+    assert refused > 5
+
+
+def test_shapes_use_all_gpus_and_divide_the_model() -> None:
+    model, cluster = planned_model(GPT), cluster_of(16)
+    found = list(shapes(model, cluster))
+    assert len(set(found)) == len(found) > 10
+    assert {tp for tp, *_ in found} == {1, 2, 4}, "4 heads, and 8 GPUs in a node"
+    assert {cp for _, cp, _, _ in found} == {1, 2}, "256 tokens are two tiles"
+    assert {pp for *_, pp in found} == {1, 2, 4}, "6 layers"
+    assert all(tp * cp * dp * pp == 16 and 16 % dp == 0 for tp, cp, dp, pp in found)
+    assert tensor_ranks(planned_model(PlanCommand(model="gpt2-1558m")), cluster) == [1], "25 heads"
+
+
+@pytest.mark.parametrize("factor", [1.2, 50.0])
+def test_tpfuse_train_accepts_what_is_proposed_and_the_command_gives_the_same_options(factor: float) -> None:
+    model = planned_model(GPT)
+    fitting = search(model, scarce(model, cluster_of(8), factor)).fitting
+    assert len({each.layout for each in fitting}) == len(fitting) > 80
+    sample = random.Random(0).sample(fitting, 80)
+    assert len({each.layout.schedule for each in sample}) == 5 and {each.layout.pp for each in sample} == {1, 2, 4}
+    for each in sample:
+        options = train_options(model, each.layout)
+        assert with_layout(parse_train(train_arguments(model, options)), 8) == options, each.layout
+
+
+def test_a_layout_that_train_refuses_is_an_error() -> None:
+    with pytest.raises(UserError, match="tp 3 does not divide n_head 4"):
+        train_options(planned_model(GPT), Layout(3, 1, 1, 1, "1f1b", 1, 0, "none", 1, 16))
+
+
+def _all(model: PlannedModel, cluster: Cluster) -> list[Layout]:
+    """Returns the layouts of a search that leaves nothing out."""
+    layouts = []
+    for tp, cp, dp, pp in shapes(model, cluster):
+        share = model.options.train.batch // dp
+        choices = itertools.product(
+            schedules(model, pp), divisors(share), zero_stages(model.options, dp * cp), model.recomputes
+        )
+        for (schedule, stages), size, zero, recompute in choices:
+            if pp == 1 or accepts(schedule, pp, share // size):
+                batch = model.options.train.batch
+                layouts.append(Layout(tp, cp, dp, pp, schedule, stages, zero, recompute, size, batch))
+    return layouts
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.001, 1.01, 1.1, 50.0])
+def test_what_the_search_leaves_out_is_not_better(factor: float) -> None:
+    model = planned_model(GPT)
+    cluster = scarce(model, cluster_of(8), factor)
+    every = _all(model, cluster)
+    bytes_of = {layout: rank_memory(model.sizes, layout, model.program).total for layout in every}
+    fitting = [layout for layout in every if bytes_of[layout] <= usable_memory(cluster)]
+    seconds = {layout: step_times(model.sizes, layout, cluster, model.program).total for layout in fitting}
+    found = search(model, cluster)
+    assert found.compared < len(every)
+    assert {each.layout for each in found.fitting} <= set(fitting)
+    assert bool(found.fitting) == bool(fitting)
+    if fitting:
+        assert found.fitting[0].times.total == pytest.approx(min(seconds.values()), rel=0.005)
+    if not fitting:
+        assert found.nearest[0].memory.total == pytest.approx(min(bytes_of.values()), rel=0.02)
+        assert smallest(model, cluster)[1].total == pytest.approx(min(bytes_of.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(1024, 1920), (16384, 16384)])
+def test_a_search_takes_seconds(gpus: int, batch: int) -> None:
+    model = planned_model(PlanCommand(layers=48, width=8192, heads=64, tokens=4096, batch=batch))
+    start = time.process_time()
+    found = search(model, cluster_of(gpus))
+    assert time.process_time() - start < 15.0, "5 seconds, on a machine with nothing else to do"
+    assert found.compared > 4000 and found.fitting

@@ -1,0 +1,133 @@
+"""What a rank computes in one pass of one micro-batch through a block, the embedding or the head.
+
+All numbers count one tensor- and context-parallel rank. A backward pass computes two products for each product of the
+forward pass: the gradient of its input and that of its weight. Activations have 16 bits.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from tpfuse.choices import Recompute
+from tpfuse.cost.program import Program
+from tpfuse.cost.sizes import ModelSizes
+
+HALF = 2  # bytes of an element of an activation
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` products of matrices, [rows, inner] x [inner, columns]."""
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Return the operations of all products."""
+        return 2.0 * self.rows * self.columns * self.inner * self.count
+
+    @property
+    def gradients(self) -> tuple["Product", "Product"]:
+        """Return the products that compute the gradients of both factors."""
+        return (
+            Product(self.rows, self.inner, self.columns, self.count),
+            Product(self.inner, self.columns, self.rows, self.count),
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass computes.
+
+    products: of matrices. attention: the operations of fused attention. elementwise: the bytes that the operators read
+    and write which the memory's bandwidth bounds. operators: the number that the host issues.
+    """
+
+    products: tuple[Product, ...]
+    attention: float
+    elementwise: float
+    operators: float
+
+
+@cache
+def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Program) -> tuple[Work, Work]:
+    """Return the forward and the backward pass of a block."""
+    rows, width, inner = micro_batch * sizes.tokens // cp, sizes.width, -(-sizes.inner // tp)
+    heads, kv_heads = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
+    products = (
+        Product(rows, (heads + 2 * kv_heads) * sizes.head_size, width),
+        Product(rows, width, heads * sizes.head_size),
+        Product(rows, (1 + sizes.gated) * inner, width),
+        Product(rows, width, inner),
+    )
+    between = rows * width / (tp if program.sequence_parallel else 1)
+    hidden = float(rows) * inner
+    # Forward: two norms read and write, two additions read two tensors and write one, the activation reads its inputs.
+    forward = between * HALF * (2 * 2 + 2 * 3) + hidden * HALF * (2 + sizes.gated)
+    # Backward: a norm reads its input, two gradients, and writes one; the activation writes a gradient for each input.
+    backward = between * HALF * (2 * 4 + 2) + hidden * HALF * (3 + 2 * sizes.gated)
+    if sizes.dropout:
+        forward, backward = forward + 2 * between, backward + 2 * between * (1 + 2 * HALF)
+    attention = 4.0 * rows * sizes.tokens * heads * sizes.head_size
+    if program.fused_attention:  # causal: half of the scores; backward computes five products instead of two
+        return (
+            Work(products, attention / 2, forward, program.block_operators),
+            Work(_gradients(products), 2.5 * attention / 2, backward, program.block_operators),
+        )
+    more, scores = _scores(sizes, rows, heads, micro_batch * heads)
+    return (
+        Work((*products, *more), 0.0, forward + scores[0], program.block_operators),
+        Work(_gradients((*products, *more)), 0.0, backward + scores[1], program.block_operators),
+    )
+
+
+def _scores(sizes: ModelSizes, rows: int, heads: int, count: int) -> tuple[tuple[Product, ...], tuple[float, float]]:
+    """Return the products of attention that writes its scores, and the bytes of softmax and dropout, both passes."""
+    length, scores = rows * heads // count, float(rows) * sizes.tokens * heads
+    dropout = 2 * HALF + 1 if sizes.dropout else 0
+    products = (
+        Product(length, sizes.tokens, sizes.head_size, count),
+        Product(length, sizes.head_size, sizes.tokens, count),
+    )
+    return products, (scores * (2 * HALF + dropout), scores * (3 * HALF + dropout))
+
+
+@cache
+def recomputed(
+    sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Program, recompute: Recompute
+) -> Work | None:
+    """Return what the backward pass of a block computes again, which is None without recomputation."""
+    if recompute == "none":
+        return None
+    forward, _ = block(sizes, tp, cp, micro_batch, program)
+    if recompute == "full":
+        return forward
+    rows, inner, heads = micro_batch * sizes.tokens // cp, -(-sizes.inner // tp), -(-sizes.heads // tp)
+    activation = float(rows) * inner * HALF * (2 + sizes.gated)
+    if program.fused_attention:
+        return Work((), forward.attention, activation, 2)
+    products, scores = _scores(sizes, rows, heads, micro_batch * heads)
+    return Work(products, 0.0, activation + scores[0], 5)
+
+
+@cache
+def head(sizes: ModelSizes, tp: int, rows: int) -> tuple[Work, Work]:
+    """Return the forward and the backward pass of the head and its loss."""
+    products = (Product(rows, -(-sizes.vocabulary // tp), sizes.width),)
+    logits = float(rows) * products[0].columns
+    # The loss reads the logits, writes them as float32, and reads these for the maximum, the sum and the gradient.
+    forward = Work(products, 0.0, logits * (HALF + 4 + 2 * 4), 8)
+    return forward, Work(_gradients(products), 0.0, logits * (4 + HALF), 8)
+
+
+@cache
+def embedding(sizes: ModelSizes, rows: int) -> tuple[Work, Work]:
+    """Return the forward and the backward pass of the embedding."""
+    size = float(rows) * sizes.width * HALF
+    return Work((), 0.0, 4 * size, 4), Work((), 0.0, 4 * size, 4)
+
+
+def _gradients(products: tuple[Product, ...]) -> tuple[Product, ...]:
+    return tuple(gradient for product in products for gradient in product.gradients)
