@@ -39,6 +39,8 @@ class Saved:
     """The bytes of one micro-batch.
 
     block: kept by each block. stage, first, last: kept by each stage besides, by the first one, and by the last one.
+    block_gradients, last_gradients: the gradients that a split backward pass keeps between its parts of each block, and
+    those of the last stage besides. inside: the part of a stage's gradients that is its own output, and not counted.
     block_peak: the most that comes and goes while a block computes its gradients. loss_peak: the most that comes and
     goes while the loss is computed. message: what pipeline ranks send each other.
     """
@@ -50,6 +52,9 @@ class Saved:
     block_peak: int
     loss_peak: int
     message: int
+    block_gradients: int
+    last_gradients: int
+    inside: int
 
 
 def is_gpt(sizes: ModelSizes) -> bool:
@@ -82,7 +87,10 @@ def saved(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Reco
         first += _between(rows, tp, program) * sizes.width if sizes.dropout and program.keeps_masks else 0
         last, loss = norm + rows * (vocabulary * 4 + 16), rows * vocabulary * size  # targets and sums of 8 bytes
     peak = _block_peak(sizes, tp, rows, micro_batch * tokens, program) + max(0, whole - block)
-    return Saved(block, stage, first, last, peak, loss, message)
+    between = _between(rows, tp, program) * sizes.width * size
+    features = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size + sizes.inner * (1 + sizes.gated)
+    gradients = 4 * between + rows * features * size // tp
+    return Saved(block, stage, first, last, peak, loss, message, gradients, between, 0 if sizes.dropout else between)
 
 
 def block_bytes(

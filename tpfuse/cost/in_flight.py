@@ -6,8 +6,9 @@ from functools import cache
 from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.parallel.pipeline.cut import Cost, cut_layers
-from tpfuse.parallel.pipeline.order import Kind, Order, order, stage_ranks
+from tpfuse.parallel.pipeline.order import Order, order, stage_ranks
 from tpfuse.parallel.pipeline.runner import routes
+from tpfuse.parallel.pipeline.timeline import Holding, holdings
 
 _ROUNDS = 2  # after this many micro-batches for each rank, a schedule repeats what it keeps
 
@@ -17,15 +18,13 @@ class Part:
     """What a pipeline rank has.
 
     layers: the number of blocks of each of its stages. first, last: the positions of the model's first and last stage
-    among them; None if it has them not. peaks: the micro-batches of each stage that it keeps at the same time, at the
-    times when it keeps the most. received: for each of its stages, whether another rank sends its input.
+    among them; None if it has them not. peaks: what it holds at the times when it holds the most.
     """
 
     layers: tuple[int, ...]
     first: int | None
     last: int | None
-    peaks: tuple[tuple[int, ...], ...]
-    received: tuple[bool, ...]
+    peaks: tuple[Holding, ...]
 
 
 @cache
@@ -59,7 +58,7 @@ def parts(
     `order` and `stage_blocks` do.
     """
     if ranks == 1:
-        return (Part((sizes.layers,), 0, 0, ((1,),), (False,)),), 0
+        return (Part((sizes.layers,), 0, 0, (Holding((1,), (0,), 0),)),), 0
     repeating = micro_batches if schedule == "gpipe" else min(micro_batches, _ROUNDS * ranks)
     return _parts(sizes, schedule, ranks, stages_per_rank, repeating, equal)
 
@@ -96,33 +95,31 @@ def tied_apart(schedule: PipelineSchedule, ranks: int, stages_per_rank: int) -> 
 
 
 def _part(made: Order, layers: tuple[int, ...], rank: int) -> Part:
-    stages = made.stages_of(rank)
-    now = dict.fromkeys(stages, 0)
-    seen: set[tuple[int, ...]] = set()
-    for action in made.actions[rank]:
-        now[action.stage] += action.kind is Kind.FORWARD
-        seen.add(tuple(now.values()))
-        now[action.stage] -= action.ends
-    peaks = tuple(sorted(peak for peak in seen if not any(_covers(other, peak) for other in seen - {peak})))
+    stages, seen = made.stages_of(rank), set(holdings(made, rank))
+    peaks = tuple(peak for peak in seen if not any(_holds(other, peak) for other in seen - {peak}))
     first = stages.index(0) if 0 in stages else None
     last = stages.index(made.stages - 1) if made.stages - 1 in stages else None
-    received = tuple(stage > 0 and made.rank_of[stage - 1] != rank for stage in stages)
-    return Part(tuple(layers[stage] for stage in stages), first, last, peaks, received)
+    return Part(tuple(layers[stage] for stage in stages), first, last, peaks)
 
 
 def _times(part: Part, micro_batches: int) -> Part:
-    return Part(part.layers, part.first, part.last, ((micro_batches,),), part.received)
+    return Part(part.layers, part.first, part.last, (Holding((micro_batches,), (0,), 0),))
 
 
 def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(one, other, strict=True))
 
 
+def _holds(one: Holding, other: Holding) -> bool:
+    """Return whether one holding has no less than the other in any respect."""
+    return _covers(one.saved, other.saved) and _covers(one.gradients, other.gradients) and one.passed >= other.passed
+
+
 def _less(part: Part, index: int, other: Part, at: int) -> bool:
     """Return whether `other` has no less than `part`; of two equal ones, only the first has more."""
-    if index == at or (part.first, part.last, part.received) != (other.first, other.last, other.received):
+    if index == at or (part.first, part.last) != (other.first, other.last):
         return False
     less = _covers(other.layers, part.layers) and all(
-        any(_covers(peak, mine) for peak in other.peaks) for mine in part.peaks
+        any(_holds(peak, mine) for peak in other.peaks) for mine in part.peaks
     )
-    return less and (at < index or (other.layers, other.peaks) != (part.layers, part.peaks))
+    return less and (at < index or (other.layers, set(other.peaks)) != (part.layers, set(part.peaks)))

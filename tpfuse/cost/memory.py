@@ -9,6 +9,7 @@ from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.cost.states import held
+from tpfuse.parallel.pipeline.timeline import Held, holding_bytes
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,9 @@ def _memory(
 ) -> Memory:
     has = sum(part.layers), part.first is not None, part.last is not None, apart
     replicas, accumulating = layout.dp * layout.cp, layout.micro_batches > 1
-    states = held(sizes, has, layout.tp, replicas, layout.zero, accumulating, program)
-    stages = [layers * kept.block + kept.stage for layers in part.layers]
-    if part.first is not None:
-        stages[part.first] += kept.first
-    if part.last is not None:
-        stages[part.last] += kept.last
-    if layout.pp > 1:  # the input of a stage stays in its slot
-        stages = [size - kept.message * here for size, here in zip(stages, part.received, strict=True)]
-    activations = max(sum(size * count for size, count in zip(stages, peak, strict=True)) for peak in part.peaks)
+    states = held(sizes, has, layout.tp, replicas, layout.zero, accumulating, layout.pp > 1, program)
+    stages = [_stage(part, index, kept) for index in range(len(part.layers))]
+    activations = max(holding_bytes(peak, stages, kept.message) for peak in part.peaks)
     workspace = kept.block_peak
     if part.last is not None:  # what the last stage keeps for the loss is free when the blocks' gradients are computed
         workspace = max(kept.loss_peak, kept.block_peak - kept.last)
@@ -78,3 +73,11 @@ def _memory(
         activations,
         workspace + program.reserve,
     )
+
+
+def _stage(part: Part, index: int, kept: Saved) -> Held:
+    """Return what a stage of a rank holds of a micro-batch. Its input is a message, unless it is the model's first."""
+    layers, first, last = part.layers[index], part.first == index, part.last == index
+    size = layers * kept.block + kept.stage + kept.first * first + kept.last * last - kept.message * (not first)
+    gradients = layers * kept.block_gradients + (kept.last_gradients if last else -kept.inside)
+    return Held(size, gradients * (not first))

@@ -35,16 +35,17 @@ def held(
     replicas: int,
     stage: int,
     accumulating: bool,
+    pipelined: bool,
     program: Program,
 ) -> MemoryAccount:
     """Return the bytes of a rank at a stage of ZeRO, with the buffers of the reduction.
 
     part: the number of blocks, whether the rank has the first and the last stage, and whether these are on two ranks.
     replicas: the ranks that have the same parameters: data- and context-parallel ones. accumulating: whether a step has
-    several micro-batches.
+    several micro-batches. pipelined: whether the rank is one of a pipeline.
     """
     if stage == 3 and replicas * tp > 1:
-        return _fully_sharded(sizes, part, tp, replicas, accumulating, program)
+        return _fully_sharded(sizes, part, tp, replicas, accumulating, pipelined, program)
     stage = min(stage, 2)
     size, gradient = program.parameter_bytes, program.gradient_bytes
     widths = Widths(size, gradient, gradient, program.state_bytes, 0)
@@ -62,9 +63,18 @@ def held(
 
 
 def _fully_sharded(
-    sizes: ModelSizes, part: tuple[int, bool, bool, bool], tp: int, world: int, accumulating: bool, program: Program
+    sizes: ModelSizes,
+    part: tuple[int, bool, bool, bool],
+    tp: int,
+    world: int,
+    accumulating: bool,
+    pipelined: bool,
+    program: Program,
 ) -> MemoryAccount:
-    """Return the bytes of a rank at stage 3, where a block is gathered at a time (`tpfuse.zero.memory`)."""
+    """Return the bytes of a rank at stage 3 (`tpfuse.zero.memory`).
+
+    Two blocks are gathered at the same time, and all of them in a step of a pipeline.
+    """
     layers, first, last, apart = part
     block, block_shard = _unit(tuple(shape for _, shape in _block(sizes, tp, True)), world)
     ends = tuple(
@@ -74,7 +84,7 @@ def _fully_sharded(
     whole, shard = layers * block + rest, layers * block_shard + rest_shard
     size, gradient, master = program.parameter_bytes, program.gradient_bytes, max(program.parameter_bytes, 4)
     moments = program.state_bytes - (master if master > size else 0)
-    gathered = (rest_shard + min(2, layers) * block_shard) * world
+    gathered = (rest_shard + (layers if pipelined else min(2, layers)) * block_shard) * world
     if world == 1:
         gathered = whole if size < master else 0
     unsent = max(block, rest) * size + (whole * gradient if accumulating else 0)

@@ -6,7 +6,7 @@ share of each rank; the durations that a step has measured give what its order m
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tpfuse.parallel.pipeline.cut import Cost
@@ -120,34 +120,64 @@ class Held:
     gradients: int = 0
 
 
-def most_held(order: Order, rank: int, held: Mapping[int, Held], passed: int) -> int:
-    """Return the most bytes that a rank holds at the same time of the micro-batches in flight.
+@dataclass(frozen=True)
+class Holding:
+    """How much a rank holds after one of its actions, in the order of its stages.
 
-    held: by stage. passed: the bytes of a tensor that passes between two stages. One that comes from another rank is in
-    a slot, and not counted. One that comes from a stage of the same rank is held to the end of the stage that takes it.
-    If the schedule splits backward passes, a stage also holds its output until it has computed the gradient of its
-    input: the runner gives torch the tensor.
+    saved, gradients: by stage, the number of micro-batches of which it holds `Held.saved` and `Held.gradients`. passed:
+    the number of tensors between two stages that it holds outside slots.
+    """
+
+    saved: tuple[int, ...]
+    gradients: tuple[int, ...]
+    passed: int
+
+
+def holdings(order: Order, rank: int) -> Iterator[Holding]:
+    """Yield what a rank holds after each of its actions.
+
+    A tensor that comes from another rank is in a slot, and not counted. One that comes from a stage of the same rank is
+    held to the end of the stage that takes it. If the schedule splits backward passes, a stage also holds its output
+    until it has computed the gradient of its input: the runner gives torch the tensor.
     """
     splits = any(action.kind is Kind.INPUT for action in order.actions[rank])
-    bytes_inside = most = 0
+    saved = dict.fromkeys(order.stages_of(rank), 0)
+    gradients = dict.fromkeys(saved, 0)
     holders: dict[tuple[bool, int, int], set[int]] = {}  # by (whether it is a gradient, source, micro-batch): stages
     for action in order.actions[rank]:
         stage, number, forward = action.stage, action.micro_batch, action.kind is Kind.FORWARD
         ends_first_part = action.kind is Kind.INPUT and stage > 0  # of the first stage there is no first part
-        bytes_inside += held[stage].saved * forward + held[stage].gradients * ends_first_part
+        saved[stage] += forward
+        gradients[stage] += ends_first_part
         if forward and splits and stage < order.stages - 1:
             holders.setdefault((False, stage, number), set()).add(stage)
         target = stage + 1 if forward else stage - 1
-        if target in held and (forward or ends_first_part or action.kind is Kind.BACKWARD):
+        if target in saved and (forward or ends_first_part or action.kind is Kind.BACKWARD):
             holders.setdefault((not forward, stage, number), set()).add(target)
         if ends_first_part or action.ends:
             holders.get((False, stage, number), set()).discard(stage)
         if action.ends:
-            bytes_inside -= held[stage].saved + held[stage].gradients * (action.kind is Kind.WEIGHT and stage > 0)
+            saved[stage] -= 1
+            gradients[stage] -= action.kind is Kind.WEIGHT and stage > 0
             for taken in ((False, stage - 1, number), (True, stage + 1, number)):
                 holders.get(taken, set()).discard(stage)
-        most = max(most, bytes_inside + passed * sum(map(bool, holders.values())))
-    return most
+        yield Holding(tuple(saved.values()), tuple(gradients.values()), sum(map(bool, holders.values())))
+
+
+def most_held(order: Order, rank: int, held: Mapping[int, Held], passed: int) -> int:
+    """Return the most bytes that a rank holds at the same time of the micro-batches in flight.
+
+    held: by stage. passed: the bytes of a tensor that passes between two stages.
+    """
+    stages = [held[stage] for stage in order.stages_of(rank)]
+    return max(holding_bytes(holding, stages, passed) for holding in holdings(order, rank))
+
+
+def holding_bytes(holding: Holding, stages: Sequence[Held], passed: int) -> int:
+    """Return the bytes of a holding. stages: those of the rank, in their order. passed: as for `most_held`."""
+    saved = sum(count * stage.saved for count, stage in zip(holding.saved, stages, strict=True))
+    gradients = sum(count * stage.gradients for count, stage in zip(holding.gradients, stages, strict=True))
+    return saved + gradients + passed * holding.passed
 
 
 def slots(played: Timeline, stage: int, *, forward: bool) -> int:
