@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
     "models": {"ops", "layers", "parallel", "parallel.pipeline"},
+    "cost": {"choices", "parallel.pipeline"},
     "train": {
         "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models",

@@ -24,8 +24,8 @@ class Gpu:
     memory: bytes. half_rate, single_rate: operations per second of products in 16-bit types and in float32, as the data
     sheet says or as measured at the best. product_share: the share of this rate that large products reach.
     unaligned_share: the share of that which remains if a matrix's rows do not begin at multiples of 16 bytes, as with a
-    vocabulary of 50,257. attention_share: the share that fused attention reaches. bandwidth: bytes per second of memory,
-    as copies reach it. multiprocessors: their number, which tiles of products fill in waves; 0 where work is divided
+    vocabulary of 50,257. attention_share: the share that fused attention reaches. bandwidth: bytes per second of
+    memory, as copies reach it. multiprocessors: their number, which tiles of products fill in waves; 0 where work is divided
     freely. launch_seconds: the least time between two kernels of a stream. host_seconds: the time in which the host
     issues one operator of autograd, forward or backward; a step cannot be shorter than its operators take to issue.
     price: of an hour, in dollars; 0 if it is not known.
