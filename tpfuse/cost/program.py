@@ -15,9 +15,10 @@ class Program:
     all-reduce. overlap_tp: whether products overlap with this communication, chunk by chunk. overlap_dp: whether
     gradients are reduced while the last micro-batch's backward pass computes, and parameters of ZeRO's stage 3 gathered
     ahead. block_operators: that the host issues for a block's forward pass, and again for its backward pass.
-    pass_operators: that it issues for each pass of a stage besides. step_operators: for each step. equal_stages:
-    whether pipeline stages have equally many blocks; otherwise the cut counts the head as well. parameter_bytes,
-    gradient_bytes: of an element. state_bytes: of an element's optimizer state, with its master.
+    collective_operators: how many operators take as long to issue as a collective. pass_operators: those of each pass
+    of a stage besides. step_operators: those of each step besides. equal_stages: whether pipeline stages have equally
+    many blocks; otherwise the cut counts the head as well. parameter_bytes, gradient_bytes: of an element. state_bytes:
+    of an element's optimizer state, with its master.
 
     The other fields say what takes memory. chunked_loss: whether the logits of a GPT are never whole in memory.
     fused_gate: whether one operator computes the activation of a gated MLP and its product with the gate. keeps_masks:
@@ -33,7 +34,8 @@ class Program:
     overlap_tp: bool = True
     overlap_dp: bool = True
     block_operators: int = 16
-    pass_operators: int = 4
+    collective_operators: float = 2
+    pass_operators: float = 4
     step_operators: int = 20
     equal_stages: bool = False
     parameter_bytes: int = 2

@@ -1,13 +1,13 @@
 """The time of a training step, by kind.
 
-The host issues operators while the device computes those before. Of a pass that has `host` seconds of the one and
-`device` seconds of the other, some operators wait for the host and others for the device: it takes
-(host^3 + device^3)^(1/3) seconds, which is the larger of both where they are far apart. Communication of tensor-parallel
-ranks comes on top, since it waits for the slowest of their hosts.
+The host issues operators while the device runs those before. Of a pass that takes `host` seconds of the one and
+`device` seconds of the other, communication included, some operators wait for the host and others for the device. The
+pass takes the root of host^2 + device^2, which is the larger of both where they are far apart.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from math import hypot
 from typing import NamedTuple
 
 from tpfuse.choices import Recompute
@@ -20,14 +20,12 @@ from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.cost.work import HALF, Work
 
-_SHARPNESS = 3.0  # of the larger of host and device
-
 
 @dataclass(frozen=True)
 class Times:
     """The seconds of a step on the rank that ends last, by kind. They add up to the time of the step.
 
-    products: matrix products. attention: attention's kernels. elementwise: operators that the memory's bandwidth bounds.
+    products: of matrices. attention: attention's kernels. elementwise: operators that the memory's bandwidth bounds.
     tensor, context, pipeline, data: communication of each dimension that nothing hides. bubble: waiting for other
     pipeline ranks. optimizer: its update. launches: what kernels and their host need beyond the times above.
     """
@@ -75,9 +73,7 @@ class _Parts(NamedTuple):
 
 def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Times:
     """Return the times of a step. It is fast: `tpfuse plan` calls it for tens of thousands of layouts."""
-    parts = _parts(
-        sizes, layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program
-    )
+    parts = _parts(_without_layers(sizes), layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program)
     stages = cut(sizes, layout.pp * layout.stages_per_rank, program.equal_stages)
     last = _rank_pass(parts, stages, layout)
     forward, backward = sum(parts.block[0]), sum(parts.block[1])
@@ -135,6 +131,12 @@ def _tied(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program)
 
 
 @cache
+def _without_layers(sizes: ModelSizes) -> ModelSizes:
+    """Return the sizes on which the parts depend, which models of different depth share."""
+    return replace(sizes, name="", layers=0)
+
+
+@cache
 def _parts(
     sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Recompute, cluster: Cluster, program: Program
 ) -> _Parts:
@@ -142,43 +144,60 @@ def _parts(
     gpu, rows = cluster.gpu, micro_batch * sizes.tokens // cp
     first, second = work.block(sizes, tp, cp, micro_batch, program)
     again = work.recomputed(sizes, tp, cp, micro_batch, program, recompute)
-    forward = _computed(gpu, first)
-    backward = _computed(gpu, second) if again is None else _computed(gpu, second, again)
-    tensor = _tensor(sizes, rows, tp, cluster, program, forward.products)
-    tensor_backward = _tensor(sizes, rows, tp, cluster, program, backward.products, again=True)
-    context = _context(sizes, rows, tp, cp, cluster, forward.attention + 0.0)
+    works = ((first,), (second,) if again is None else (second, again))
+    device = [_device(gpu, *each) for each in works]
+    tensor = [_tensor(sizes, rows, tp, cluster, program, each.products, again=each is device[1]) for each in device]
+    context = _context(sizes, rows, tp, cp, cluster, device[0].attention)
+    count = 0 if tp == 1 else (2 if not program.sequence_parallel else 4)
+    collective = program.collective_operators
+    twice = 2 if recompute == "full" else 1
     block = (
-        forward._replace(tensor=tensor, context=context),
-        backward._replace(
-            tensor=tensor_backward + (tensor if recompute == "full" else 0.0),
-            context=context * (2 if recompute == "none" else 3),
+        _passed(gpu, device[0]._replace(tensor=tensor[0], context=context), works[0], count * collective),
+        _passed(
+            gpu,
+            device[1]._replace(
+                tensor=tensor[1] + (tensor[0] if recompute == "full" else 0.0),
+                context=context * (2 if recompute == "none" else 3),
+            ),
+            works[1],
+            twice * count * collective,
         ),
     )
-    head = work.head(sizes, tp, rows)
-    embedding = work.embedding(sizes, rows)
     edge = collectives.all_reduce(float(HALF * rows * sizes.width), tp, cluster.link(tp, 1))
+    ends = work.embedding(sizes, rows), work.head(sizes, tp, rows, program)
+    embedding, head = (
+        tuple(
+            _passed(gpu, _device(gpu, each)._replace(tensor=edge if communicates else 0.0), (each,), 0.0)
+            for each, communicates in zip(both, sides, strict=True)
+        )
+        for both, sides in zip(ends, ((True, False), (False, True)), strict=True)
+    )
     return _Parts(
         block,
-        (_computed(gpu, embedding[0])._replace(tensor=edge), _computed(gpu, embedding[1])),
-        (_computed(gpu, head[0]), _computed(gpu, head[1])._replace(tensor=edge)),
+        (embedding[0], embedding[1]),
+        (head[0], head[1]),
         Pass(launches=2 * program.pass_operators * gpu.host_seconds),
     )
 
 
-def _computed(gpu: Gpu, *works: Work) -> Pass:
-    """Return the seconds of works that are computed in one go, without communication."""
-    products = sum(product_seconds(product, gpu) for each in works for product in each.products)
-    attention = sum(each.attention for each in works) / (gpu.half_rate * gpu.attention_share)
-    elementwise = sum(each.elementwise for each in works) / gpu.bandwidth
-    operators = sum(each.operators for each in works)
-    device = products + attention + elementwise + operators * gpu.launch_seconds
-    host = operators * gpu.host_seconds
-    seconds = (host**_SHARPNESS + device**_SHARPNESS) ** (1 / _SHARPNESS)
-    return Pass(products, attention, elementwise, launches=seconds - products - attention - elementwise)
+def _device(gpu: Gpu, *works: Work) -> Pass:
+    """Return the seconds of the device for works that it computes in one go."""
+    return Pass(
+        products=sum(product_seconds(product, gpu) for each in works for product in each.products),
+        attention=sum(each.attention for each in works) / (gpu.half_rate * gpu.attention_share),
+        elementwise=sum(each.elementwise for each in works) / gpu.bandwidth,
+    )
+
+
+def _passed(gpu: Gpu, device: Pass, works: tuple[Work, ...], collective: float) -> Pass:
+    """Return the seconds of works on the device and the host. collective: the operators that collectives take."""
+    operators = sum(each.operators for each in works) + collective
+    host, seconds = operators * gpu.host_seconds, sum(device)
+    return device._replace(launches=hypot(host, seconds + operators * gpu.launch_seconds) - seconds)
 
 
 def _tensor(
-    sizes: ModelSizes, rows: int, tp: int, cluster: Cluster, program: Program, products: float, again: bool = False
+    sizes: ModelSizes, rows: int, tp: int, cluster: Cluster, program: Program, products: float, again: bool
 ) -> float:
     """Return the communication of tensor-parallel ranks in one pass of a block, which no product hides.
 

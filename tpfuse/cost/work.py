@@ -66,8 +66,10 @@ def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Progra
     hidden = float(rows) * inner
     # Forward: two norms read and write, two additions read two tensors and write one, the activation reads its inputs.
     forward = between * HALF * (2 * 2 + 2 * 3) + hidden * HALF * (2 + sizes.gated)
-    # Backward: a norm reads its input, two gradients, and writes one; the activation writes a gradient for each input.
-    backward = between * HALF * (2 * 4 + 2) + hidden * HALF * (3 + 2 * sizes.gated)
+    # Backward: a norm reads its input and a gradient and writes one, which an addition adds to the residual's; the
+    # activation writes a gradient for each input; and the gradients of weights are added to those of earlier passes.
+    backward = between * HALF * 2 * (3 + 3) + hidden * HALF * (3 + 2 * sizes.gated)
+    backward += sizes.block_parameters / tp * (HALF + 2 * program.gradient_bytes)
     if sizes.dropout:
         forward, backward = forward + 2 * between, backward + 2 * between * (1 + 2 * HALF)
     attention = 4.0 * rows * sizes.tokens * heads * sizes.head_size
@@ -84,14 +86,18 @@ def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Progra
 
 
 def _scores(sizes: ModelSizes, rows: int, heads: int, count: int) -> tuple[tuple[Product, ...], tuple[float, float]]:
-    """Return the products of attention that writes its scores, and the bytes of softmax and dropout, both passes."""
+    """Return the products of attention that writes its scores, and the bytes of its other operators, both passes.
+
+    These are softmax and dropout, and copies that put the heads of queries, keys, values and results together.
+    """
     length, scores = rows * heads // count, float(rows) * sizes.tokens * heads
     dropout = 2 * HALF + 1 if sizes.dropout else 0
+    copies = 4.0 * rows * heads * sizes.head_size * 2 * HALF
     products = (
         Product(length, sizes.tokens, sizes.head_size, count),
         Product(length, sizes.head_size, sizes.tokens, count),
     )
-    return products, (scores * (2 * HALF + dropout), scores * (3 * HALF + dropout))
+    return products, (scores * (2 * HALF + dropout) + copies, scores * (3 * HALF + dropout) + copies)
 
 
 @cache
@@ -113,13 +119,14 @@ def recomputed(
 
 
 @cache
-def head(sizes: ModelSizes, tp: int, rows: int) -> tuple[Work, Work]:
+def head(sizes: ModelSizes, tp: int, rows: int, program: Program) -> tuple[Work, Work]:
     """Return the forward and the backward pass of the head and its loss."""
     products = (Product(rows, -(-sizes.vocabulary // tp), sizes.width),)
     logits = float(rows) * products[0].columns
     # The loss reads the logits, writes them as float32, and reads these for the maximum, the sum and the gradient.
     forward = Work(products, 0.0, logits * (HALF + 4 + 2 * 4), 8)
-    return forward, Work(_gradients(products), 0.0, logits * (4 + HALF), 8)
+    added = sizes.table_parameters / tp * (HALF + 2 * program.gradient_bytes)
+    return forward, Work(_gradients(products), 0.0, logits * (4 + HALF) + added, 8)
 
 
 @cache

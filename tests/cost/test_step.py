@@ -1,0 +1,87 @@
+"""The times of a step add up, and each kind of communication appears with the option that causes it."""
+
+from dataclasses import fields, replace
+from time import perf_counter
+
+import pytest
+
+from tpfuse.cost.hardware import Cluster, Gpu, Link
+from tpfuse.cost.layout import Layout
+from tpfuse.cost.program import TPFUSE, Program
+from tpfuse.cost.sizes import ModelSizes
+from tpfuse.cost.step import Times, step_times
+
+GPU = Gpu("toy", 80e9, 990e12, 495e12, 0.7, 0.6, 3e12, 132, 2e-6, 10e-6)
+CLUSTER = Cluster(GPU, 64, 8, Link("nvlink", 400e9, 2e-6, 10e-6), Link("network", 50e9, 5e-6, 20e-6))
+SIZES = ModelSizes("toy", 32, 4096, 32, 8, 128, 14336, True, 128256, 4096)
+LAYOUT = Layout(1, 1, 1, 1, "1f1b", 1, 0, "none", 1, 64)
+
+
+def _times(program: Program = TPFUSE, **options: object) -> Times:
+    return step_times(SIZES, replace(LAYOUT, **options), CLUSTER, program)  # type: ignore[arg-type]
+
+
+def test_one_rank_computes_its_operations() -> None:
+    times = _times()
+    assert times.total == pytest.approx(sum(getattr(times, kind.name) for kind in fields(times)))
+    assert times.tensor == times.context == times.pipeline == times.data == times.bubble == 0
+    least = SIZES.flops_per_token * 64 * SIZES.tokens / GPU.half_rate
+    assert least / 0.7 * 0.9 < times.products + times.attention < least / 0.7 * 1.4
+
+
+@pytest.mark.parametrize(
+    "options, kind",
+    [
+        ({"tp": 8}, "tensor"),
+        ({"cp": 8}, "context"),
+        ({"dp": 8}, "data"),
+        ({"pp": 8}, "pipeline"),
+        ({"pp": 8}, "bubble"),
+    ],
+)
+def test_each_dimension_adds_its_kind(options: dict[str, int], kind: str) -> None:
+    slow, layout = replace(CLUSTER, inside=replace(CLUSTER.inside, bandwidth=10e9)), replace(LAYOUT, **options)
+    times, slower = step_times(SIZES, layout, CLUSTER, TPFUSE), step_times(SIZES, layout, slow, TPFUSE)
+    assert getattr(slower, kind) > 0 and slower.total > times.total
+    also = {"pp": {"pipeline", "bubble"}, "cp": {"context", "data"}}  # context-parallel ranks reduce gradients too
+    others = {"tensor", "context", "data", "pipeline", "bubble"} - {kind}
+    others -= also.get(next(iter(options)), set())
+    assert all(getattr(slower, other) == 0 for other in others)
+
+
+def test_overlap_hides_communication() -> None:
+    alone = replace(TPFUSE, overlap_tp=False, overlap_dp=False)
+    for options, kind in (({"tp": 8}, "tensor"), ({"dp": 8, "zero": 3}, "data")):
+        assert getattr(_times(**options), kind) < getattr(_times(alone, **options), kind)
+
+
+def test_recomputation_and_the_host_cost_time() -> None:
+    assert _times().total < _times(recompute="selective").total < _times(recompute="full").total
+    lazy = replace(CLUSTER, gpu=replace(GPU, host_seconds=10e-3))
+    times = step_times(SIZES, LAYOUT, lazy, TPFUSE)
+    issued = 64 * 32 * 2 * TPFUSE.block_operators * 10e-3
+    assert times.total == pytest.approx(issued, rel=0.1), "a step cannot be shorter than its operators take to issue"
+
+
+def test_more_micro_batches_shrink_the_share_of_the_bubble() -> None:
+    shares = [(t := _times(pp=8, batch=batch)).bubble / t.total for batch in (8, 64, 4096)]
+    assert shares[0] > shares[1] > shares[2] > 0
+
+
+def test_zero_shards_the_optimizer_and_gathers() -> None:
+    none, two, three = (_times(dp=8, zero=stage) for stage in (0, 2, 3))
+    assert two.optimizer == pytest.approx(none.optimizer / 8)
+    assert three.data > 0
+
+
+def test_a_step_is_predicted_quickly() -> None:
+    layouts = [
+        replace(LAYOUT, tp=tp, pp=pp, batch=batch)
+        for tp in (1, 2, 4)
+        for pp in (1, 2, 4)
+        for batch in range(64, 4096, 64)
+    ]
+    start = perf_counter()
+    for layout in layouts:
+        step_times(SIZES, layout, CLUSTER, TPFUSE)
+    assert (perf_counter() - start) / len(layouts) < 1e-3, "150 microseconds on a quiet core"
