@@ -44,7 +44,7 @@ class Times:
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return float(sum(getattr(self, kind.name) for kind in fields(self)))
 
 
 class Pass(NamedTuple):
