@@ -7,9 +7,9 @@ A100. The few parameters of PARAMETERS are fitted to a part of the rows, and the
 that hold out whole models, and from 2 and 4 GPUs to 8. The links come from its measured all-reduces alone.
 
 The rows are said to recompute activations. Products would need more than the A100's rate if that were the whole block,
-and so `selective` recomputation is assumed. Rows of the same width, tp and micro-batch agree within 1 % about the time of
-a layer, whatever their depth, pp and dp; but between these groups the times jump by up to 30 % where the host limits
-them (tp 4 of width 2,048 takes 2.7 ms for 2 sequences, 3.0 for 1 and 5.0 for 4). No parameter here explains that.
+and so `selective` recomputation is assumed. Rows of the same width, tp and micro-batch agree within 1 % about the time
+of a layer, whatever their depth, pp and dp. Between these groups the times jump by up to 30 % where the host limits
+them: tp 4 of width 2,048 takes 2.7 ms for 2 sequences, 3.0 for 1 and 5.0 for 4. No parameter here explains that.
 
 The regret of a planner is how much longer its choice takes than the best measured layout, for the same model, GPUs and
 batch. It is what a user loses, and a small error does not bound it.
