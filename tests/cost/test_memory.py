@@ -169,6 +169,12 @@ def test_parts_keep_the_most_that_any_rank_keeps(
         assert max(sums) == expected
 
 
+def test_of_the_ranks_in_the_middle_the_fullest_is_kept() -> None:
+    sizes = dataclasses.replace(gpt("gpt2-1558m"), layers=32)
+    kept = {name: [part.peaks for part in parts(sizes, name, 4, 1, 12, True)[0]] for name in ("1f1b", "zero_bubble")}
+    assert kept == {"1f1b": [((4,),), ((3,),), ((1,),)], "zero_bubble": [((4,),)] * 3}
+
+
 # Korthikanti et al., arXiv:2205.05198, counts 16-bit activations of a GPT with dropout and scores in memory.
 MEGATRON_2022 = Program(
     "Megatron 2022",
