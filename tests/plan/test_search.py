@@ -61,13 +61,13 @@ def test_what_an_order_accepts_is_known_without_making_it() -> None:
 
 
 def test_shapes_use_all_gpus_and_divide_the_model() -> None:
-    model, cluster = planned_model(GPT), cluster_of(16)
+    model, cluster = planned_model(replace(GPT, batch=8)), cluster_of(16)
     found = list(shapes(model, cluster))
     assert len(set(found)) == len(found) > 10
     assert {tp for tp, *_ in found} == {1, 2, 4}, "4 heads, and 8 GPUs in a node"
     assert {cp for _, cp, _, _ in found} == {1, 2}, "256 tokens are two tiles"
     assert {pp for *_, pp in found} == {1, 2, 4}, "6 layers"
-    assert all(tp * cp * dp * pp == 16 and 16 % dp == 0 for tp, cp, dp, pp in found)
+    assert all(tp * cp * dp * pp == 16 and 8 % dp == 0 for tp, cp, dp, pp in found)
     assert tensor_ranks(planned_model(PlanCommand(model="gpt2-1558m")), cluster) == [1], "25 heads"
 
 

@@ -149,7 +149,7 @@ REFUSED = {
     "plan --model tiny --width 64": "--model tiny has its own sizes: leave out --width",
     "plan --model {run}": "/config.json: cannot be read: No such file or directory",
     "plan --model {run}/manifest.json": "neither a preset",
-    "plan --model tiny --gpsu 8": "did you mean --gpus",
+    "plan --model tiny --gpusz 8": "did you mean --gpus?",
     "plan --model tiny --gpus 0": "--gpus 0: expected at least 1",
     "plan --model tiny --gpus 12": "--gpus 12 cannot be divided equally among nodes of 8: give --nodes that divide it",
     "plan --model tiny --nodes 3": "--gpus 8 cannot be divided equally among --nodes 3",

@@ -387,7 +387,7 @@ class MemoryCommand:
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Predict which layout trains a model fastest on GPUs, how fast, and with how much memory.
+    """Predict which layout trains a model fastest, how fast, in how much memory.
 
     Nothing is measured on this machine, and no GPU is needed.
     """
