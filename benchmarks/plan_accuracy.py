@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import harness
+from benchmarks import harness, plan_b200
 from tpfuse.cost.hardware import Cluster, Gpu, Link
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import Program
@@ -304,7 +304,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="the folder of the measurements")
     folder = parser.parse_args().data
-    # A further source adds its own reader and its own row of results here.
     table, rows, predicted = scores(folder)
     print(text(table))
     parameters = fit(rows, fitted_link(folder, "a100"))
@@ -312,6 +311,8 @@ def main() -> int:
     print(fitted_link(folder, "a100"))
     harness.keep("plan", {"subject": "vtrain", "table": table, "parameters": parameters._asdict()})
     draw(rows, predicted, DATA.parents[1] / "docs" / "images" / "plan.png")
+    print()
+    plan_b200.main()
     return 0
 
 
