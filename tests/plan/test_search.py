@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.hardware import Cluster, load_gpu, load_link, parse_network
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.memory import rank_memory
@@ -75,9 +76,9 @@ def test_shapes_use_all_gpus_and_divide_the_model() -> None:
 def test_tpfuse_train_accepts_what_is_proposed_and_the_command_gives_the_same_options(factor: float) -> None:
     model = planned_model(GPT)
     fitting = search(model, scarce(model, cluster_of(8), factor)).fitting
-    assert len({each.layout for each in fitting}) == len(fitting) > 80
-    sample = random.Random(0).sample(fitting, 80)
-    assert len({each.layout.schedule for each in sample}) == 5 and {each.layout.pp for each in sample} == {1, 2, 4}
+    assert len({each.layout for each in fitting}) == len(fitting) > 60
+    sample = random.Random(0).sample(fitting, 60)
+    assert len({each.layout.schedule for each in sample}) == 4 and {each.layout.pp for each in sample} == {1, 2, 4}
     for each in sample:
         options = train_options(model, each.layout)
         assert with_layout(parse_train(train_arguments(model, options)), 8) == options, each.layout
@@ -93,8 +94,9 @@ def _all(model: PlannedModel, cluster: Cluster) -> list[Layout]:
     layouts = []
     for tp, cp, dp, pp in shapes(model, cluster):
         share = model.options.train.batch // dp
+        further: list[tuple[PipelineSchedule, int]] = [("gpipe", 1)] * (pp > 1) + [("zero_bubble", 2)] * (pp == 2)
         choices = itertools.product(
-            schedules(model, pp), divisors(share), zero_stages(model.options, dp * cp), model.recomputes
+            [*schedules(model, pp), *further], divisors(share), zero_stages(model.options, dp * cp), model.recomputes
         )
         for (schedule, stages), size, zero, recompute in choices:
             if pp == 1 or accepts(schedule, pp, share // size):
@@ -128,4 +130,4 @@ def test_a_search_takes_seconds(gpus: int, batch: int) -> None:
     start = time.process_time()
     found = search(model, cluster_of(gpus))
     assert time.process_time() - start < 15.0, "5 seconds, on a machine with nothing else to do"
-    assert found.compared > 4000 and found.fitting
+    assert found.compared > 2000 and found.fitting

@@ -7,7 +7,8 @@ Four rules leave out layouts that cannot be better than one that is tried, if th
 - A larger micro-batch never needs less memory. So the search ends at the first size that fits with no stage.
 - A pipeline with fewer than two micro-batches for each rank is idle for a third of the time, but for the schedules that
   split backward passes. So it is tried only if the batch has no more sequences.
-- More than two stages on a rank cut the layers into equal parts, are at most 8, and have the schedule interleaved_1f1b.
+- The schedule gpipe takes as long as 1f1b, and never less memory. With two stages on a rank, zbv is tried for
+  zero_bubble. More than two stages, at most 8, cut the layers into equal parts.
 """
 
 from collections.abc import Iterator
@@ -154,16 +155,14 @@ def tensor_ranks(model: PlannedModel, cluster: Cluster) -> list[int]:
 
 
 def schedules(model: PlannedModel, ranks: int) -> Iterator[tuple[PipelineSchedule, int]]:
-    """Yields the schedules of a pipeline of `ranks` ranks, each with its stages on a rank."""
+    """Yields the schedules of a pipeline of `ranks` ranks that are tried, each with its stages on a rank."""
     yield "1f1b", 1
     if ranks == 1:
         return
-    yield "gpipe", 1
     layers, splits = model.sizes.layers, not model.options.train.compile
     if splits:
         yield "zero_bubble", 1
     if splits and layers >= 2 * ranks:
-        yield "zero_bubble", 2
         yield "zbv", 2
     for stages in range(2, min(layers // ranks, _MOST_STAGES) + 1):
         if layers % (ranks * stages) == 0 or stages == 2:
