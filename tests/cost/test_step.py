@@ -85,3 +85,15 @@ def test_a_step_is_predicted_quickly() -> None:
     for layout in layouts:
         step_times(SIZES, layout, CLUSTER, TPFUSE)
     assert (perf_counter() - start) / len(layouts) < 1e-3, "150 microseconds on a quiet core"
+
+
+def test_accumulated_gradients_are_reduced_once_and_stage_3_gathers_for_each_micro_batch_without_a_pipeline() -> None:
+    alone = replace(TPFUSE, overlap_dp=False)
+    for options, grows in (
+        ({"zero": 0}, False),
+        ({"zero": 2}, False),
+        ({"zero": 3}, True),
+        ({"zero": 3, "pp": 2}, False),
+    ):
+        few, many = (_times(alone, dp=8, batch=8 * count, **options).data for count in (4, 16))
+        assert (many > 2 * few) if grows else (many == pytest.approx(few)), options

@@ -241,19 +241,20 @@ def _update(
         return 0.0, optimizer
     forward, backward = blocks * sum(parts.block[0]), blocks * sum(parts.block[1])
     gradients, last = parameters * program.gradient_bytes, one * program.gradient_bytes
-    times = layout.micro_batches if layout.zero >= 2 else 1
     if layout.zero == 0:
         whole = collectives.grouped_all_reduce(gradients, ranks, stride, cluster)
         end = collectives.grouped_all_reduce(last, ranks, stride, cluster)
     else:
         whole = collectives.grouped_all_gather(gradients, ranks, stride, cluster)
         end = collectives.grouped_all_gather(last, ranks, stride, cluster)
-    data = times * (overlap.hidden_rest(whole, backward, end) if program.overlap_dp else whole)
+    # Micro-batches are accumulated, and only the last one communicates.
+    data = overlap.hidden_rest(whole, backward, end) if program.overlap_dp else whole
     if layout.zero:
         gather = collectives.grouped_all_gather(parameters * program.parameter_bytes, ranks, stride, cluster)
         start = collectives.grouped_all_gather(one * program.parameter_bytes, ranks, stride, cluster)
-        passes = (forward, backward) if layout.zero == 3 else (0.0,)
-        count = layout.micro_batches if layout.zero == 3 else 1
+        # Stage 3 gathers for each pass of a micro-batch, but in a pipeline once in a step (`tpfuse.zero.fully_sharded`).
+        passes = (0.0,) if layout.zero < 3 else (forward, backward) if layout.pp == 1 else (forward,)
+        count = layout.micro_batches if layout.zero == 3 and layout.pp == 1 else 1
         hides = program.overlap_dp and layout.zero == 3
         data += count * sum(overlap.hidden_rest(gather, seconds, start) if hides else gather for seconds in passes)
     return data, optimizer
