@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from operator import ge
 
 from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.sizes import ModelSizes
@@ -95,7 +96,13 @@ def tied_apart(schedule: PipelineSchedule, ranks: int, stages_per_rank: int) -> 
 
 
 def _part(made: Order, layers: tuple[int, ...], rank: int) -> Part:
-    stages, seen = made.stages_of(rank), set(holdings(made, rank))
+    stages, each = made.stages_of(rank), list(holdings(made, rank))
+    # Most of what a rank holds is less than what it holds after its next action, or after the one before.
+    seen = {
+        here
+        for before, here, after in zip([None, *each], each, [*each[1:], None], strict=False)
+        if not any(other is not None and other != here and _holds(other, here) for other in (before, after))
+    }
     peaks = tuple(peak for peak in seen if not any(_holds(other, peak) for other in seen - {peak}))
     first = stages.index(0) if 0 in stages else None
     last = stages.index(made.stages - 1) if made.stages - 1 in stages else None
@@ -107,7 +114,7 @@ def _times(part: Part, micro_batches: int) -> Part:
 
 
 def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(a >= b for a, b in zip(one, other, strict=True))
+    return all(map(ge, one, other))
 
 
 def _holds(one: Holding, other: Holding) -> bool:

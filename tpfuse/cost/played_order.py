@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from functools import cache
 
 from tpfuse.choices import PipelineSchedule
-from tpfuse.parallel.pipeline.order import Action, Kind, Order, order
-from tpfuse.parallel.pipeline.timeline import timeline
+from tpfuse.parallel.pipeline.order import Action, Kind, order
 
 KINDS = tuple(Kind)
+_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
 
 def class_of(action: Action, stages: int) -> int:
     """Return the index of an action's seconds: KINDS of the first stage, of those in the middle, and of the last."""
     place = 0 if action.stage == 0 else 2 if action.stage == stages - 1 else 1
-    return place * len(KINDS) + KINDS.index(action.kind)
+    return place * len(KINDS) + _INDEX[action.kind]
 
 
 def played_length(
@@ -40,25 +40,28 @@ def _waits(
     Actions are numbered from 1 in an order in which each comes after those that it waits for.
     """
     made = order(schedule, ranks, stages_per_rank, micro_batches)
-    rows = enumerate(timeline(made).intervals)
-    intervals = [(each.start, each.end, rank, each.action) for rank, row in rows for each in row]
-    numbers: dict[tuple[Kind, int, int] | None, int] = {}
-    newest = [0] * ranks
-    waits = []
-    for number, (_, _, rank, action) in enumerate(sorted(intervals, key=lambda each: each[:3]), 1):
-        waits.append((class_of(action, made.stages), newest[rank], numbers.get(_needed(made, action), 0)))
-        newest[rank] = number
-        numbers[Kind.INPUT if action.kind is Kind.BACKWARD else action.kind, action.stage, action.micro_batch] = number
+    last = made.stages - 1
+    forward, inputs = ([[0] * micro_batches for _ in range(made.stages)] for _ in range(2))  # numbers; 0: not yet
+    done, newest, waits = [0] * ranks, [0] * ranks, list[tuple[int, int, int]]()
+    count = sum(map(len, made.actions))
+    while len(waits) < count:
+        before = len(waits)
+        for rank, actions in enumerate(made.actions):
+            for action in actions[done[rank] :]:
+                kind, stage, batch = action.kind, action.stage, action.micro_batch
+                needed = 0
+                if kind is Kind.FORWARD and stage > 0:
+                    needed = forward[stage - 1][batch]
+                elif kind is Kind.BACKWARD or kind is Kind.INPUT:
+                    needed = forward[last][batch] if stage == last else inputs[stage + 1][batch]
+                if not needed and kind is not Kind.WEIGHT and (kind is not Kind.FORWARD or stage > 0):
+                    break
+                waits.append((class_of(action, made.stages), newest[rank], needed))
+                newest[rank] = len(waits)
+                done[rank] += 1
+                if kind is Kind.FORWARD:
+                    forward[stage][batch] = len(waits)
+                elif kind is not Kind.WEIGHT:
+                    inputs[stage][batch] = len(waits)
+        assert len(waits) > before, "the order waits for itself"
     return waits
-
-
-def _needed(made: Order, action: Action) -> tuple[Kind, int, int] | None:
-    """Return what an action waits for besides its own rank; None if there is nothing."""
-    stage, kind = action.stage, action.kind
-    if kind is Kind.WEIGHT or (kind is Kind.FORWARD and stage == 0):
-        return None
-    if kind is Kind.FORWARD:
-        return kind, stage - 1, action.micro_batch
-    if stage == made.stages - 1:
-        return Kind.FORWARD, stage, action.micro_batch
-    return Kind.INPUT, stage + 1, action.micro_batch

@@ -54,6 +54,8 @@ class Kind(Enum):
     INPUT = "input gradient"
     WEIGHT = "weight gradient"
 
+    __hash__ = object.__hash__  # that of Enum calls Python for each lookup, of which the planner makes millions
+
 
 _KINDS = {  # by torch's names
     "FORWARD": Kind.FORWARD,

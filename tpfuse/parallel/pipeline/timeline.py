@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from tpfuse.parallel.pipeline.cut import Cost
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
 
-_USUAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+Ends = list[list[float | None]]  # by stage and micro-batch; None if it has not ended yet
 
 
 def usual_seconds(action: Action) -> float:
     """Return the duration of an action in units of a forward pass; a backward pass takes two of them."""
-    return _USUAL[action.kind]
+    return 2.0 if action.kind is Kind.BACKWARD else 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Timeline:
 
 def timeline(order: Order, seconds: Callable[[Action], float] = usual_seconds, delay: float = 0.0) -> Timeline:
     """Return the played order. seconds: the duration of an action; delay: that of a message between two ranks."""
-    ended: dict[tuple[Kind, int, int], float] = {}
+    forward: Ends = [[None] * order.micro_batches for _ in range(order.stages)]
+    inputs: Ends = [[None] * order.micro_batches for _ in range(order.stages)]
     rows: list[list[Interval]] = [[] for _ in range(order.ranks)]
     waiting = True
     while waiting:
@@ -60,15 +61,17 @@ def timeline(order: Order, seconds: Callable[[Action], float] = usual_seconds, d
         for rank, row in enumerate(rows):
             clock = row[-1].end if row else 0.0
             for action in order.actions[rank][len(row) :]:
-                ready = _ready(order, action, ended, delay)
+                ready = _ready(order, action, forward, inputs, delay)
                 if ready is None:
                     waiting = True
                     break
                 start = max(clock, ready)
                 clock = start + seconds(action)
                 row.append(Interval(action, start, clock))
-                kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
-                ended[kind, action.stage, action.micro_batch] = clock
+                if action.kind is Kind.FORWARD:
+                    forward[action.stage][action.micro_batch] = clock
+                elif action.kind is not Kind.WEIGHT:
+                    inputs[action.stage][action.micro_batch] = clock
                 moved = True
         assert moved or not waiting, "the order waits for itself"
     return Timeline(order, tuple(tuple(row) for row in rows))
@@ -82,17 +85,25 @@ def predicted(order: Order, costs: Sequence[Cost]) -> Timeline:
     return timeline(order, lambda action: usual_seconds(action) * max(1, costs[action.stage].flops))
 
 
-def _ready(order: Order, action: Action, ended: dict[tuple[Kind, int, int], float], delay: float) -> float | None:
-    """Return when what an action needs is there; None if it is not known yet."""
-    stage, kind = action.stage, action.kind
-    if kind is Kind.WEIGHT or (kind is Kind.FORWARD and stage == 0):
+def _ready(order: Order, action: Action, forward: Ends, inputs: Ends, delay: float) -> float | None:
+    """Return when what an action needs is there; None if it is not known yet.
+
+    forward, inputs: when each stage's forward passes and gradients of its inputs have ended.
+    """
+    stage, kind, number = action.stage, action.kind, action.micro_batch
+    if kind is Kind.FORWARD:
+        if stage == 0:
+            return 0.0
+        source, end = stage - 1, forward[stage - 1][number]
+    elif kind is Kind.WEIGHT:
         return 0.0
-    if kind is not Kind.FORWARD and stage == order.stages - 1:
-        return ended.get((Kind.FORWARD, stage, action.micro_batch))
-    source = stage - 1 if kind is Kind.FORWARD else stage + 1
-    end = ended.get((Kind.FORWARD if kind is Kind.FORWARD else Kind.INPUT, source, action.micro_batch))
-    between = delay if order.rank_of[source] != order.rank_of[stage] else 0.0
-    return None if end is None else end + between
+    elif stage == order.stages - 1:
+        return forward[stage][number]
+    else:
+        source, end = stage + 1, inputs[stage + 1][number]
+    if end is None or not delay or order.rank_of[source] == order.rank_of[stage]:
+        return end
+    return end + delay
 
 
 def most_in_flight(order: Order, rank: int) -> int:
