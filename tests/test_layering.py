@@ -40,7 +40,10 @@ ALLOWED: dict[str, set[str]] = {
         "nearest", "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models",
     },
-    "plan": {"nearest", "choices", "cost", "models", "parallel.pipeline", "train"},
+    "plan": {
+        "nearest", "choices", "comm", "comm.collectives", "comm.messages", "ops", "cost", "models", "parallel.pipeline",
+        "train",
+    },
     "profile": {"comm", "train"},
     "testing.faults": set(),
     "testing.explore": {"comm"},

@@ -5,7 +5,7 @@
     source = "torch reports 79.1 GiB on H100 SXM of 80 GB"
 
 `hardware/gpus`, `hardware/links` and `hardware/networks` hold the files that tpfuse knows by name. `tpfuse plan
---calibrate` writes such files with numbers that it has measured (`save`).
+--calibrate` writes such a file with numbers that it has measured (`save`): that of a GPU, with its link in `[link.…]`.
 """
 
 import json
@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tpfuse.comm.host import replace_file
 from tpfuse.nearest import nearest
 
 FOLDER = Path(__file__).parent / "hardware"
@@ -29,13 +30,16 @@ class Gpu:
 
     memory: bytes that a program can use. half_rate, single_rate: operations per second of products in 16-bit types and
     in float32, as the data sheet says or as measured at the best. product_share: the share of this rate that large
-    products reach. attention_share: the share that fused attention reaches. bandwidth: bytes per second of memory, as
-    copies reach it. multiprocessors: their number, which tiles of products fill in waves; 0 where work is divided
-    freely. launch_seconds: the least time between two kernels of a stream. host_seconds: the time in which the host
-    issues one operator of autograd, forward or backward; a step cannot be shorter than its operators take to issue.
-    price: of an hour, in dollars; 0 if it is not known. unaligned_share: the share of the rate of products that remains
-    if a matrix's rows do not begin at multiples of 16 bytes, as with a vocabulary of 50,257. links: the names of the
-    links that it can have to its neighbours; () for any.
+    products reach. unaligned_share: the share of that which remains if a matrix's rows do not begin at multiples of 16
+    bytes, as with a vocabulary of 50,257. attention_share: the share that fused attention reaches. bandwidth: bytes per
+    second of memory, as copies reach it. elementwise_share: the share of it that operators such as GELU and norms
+    reach. packing_share: the share of it at which a CPU packs the matrices of a product, before it computes.
+    multiprocessors: their number, which tiles of products fill in waves; 0 where work is divided freely, as on a CPU.
+    launch_seconds: the least time between two kernels of a stream. host_seconds: the time in which the host issues
+    one operator of autograd, forward or backward; a step cannot be shorter than its operators take to issue. price: of
+    an hour, in dollars; 0 if it is not known. links: the names of the links that it can have to its neighbours; () for
+    any. at_once: of a CPU, the number of ranks that compute at these rates at the same time; more of them take turns. 0
+    for a GPU.
     """
 
     name: str
@@ -49,8 +53,20 @@ class Gpu:
     launch_seconds: float
     host_seconds: float
     price: float = 0.0
-    unaligned_share: float = 0.5
     links: tuple[str, ...] = ()
+    at_once: float = 0.0
+    unaligned_share: float = 0.5
+    elementwise_share: float = 1.0
+    packing_share: float = 1.0
+
+    def rate(self, size: int) -> float:
+        """Return the operations per second of products on numbers of `size` bytes."""
+        return self.half_rate if size < 4 else self.single_rate
+
+    @property
+    def is_host(self) -> bool:
+        """Return whether this is a CPU, which issues operators and computes them in turn."""
+        return self.at_once > 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,10 @@ def load_gpu(name_or_path: str) -> Gpu:
 
 
 def load_link(name_or_path: str) -> Link:
-    """Return a link inside a node by its name, or from a TOML file. Raise ValueError as `load_gpu` does."""
+    """Return a link inside a node by its name, or from a TOML file, also from that of a GPU that describes its link.
+
+    Raise ValueError as `load_gpu` does.
+    """
     return _load(Link, "link", "links", name_or_path)
 
 
@@ -134,15 +153,22 @@ def parse_network(text: str) -> Link:
     return Link(text.strip(), float(match[1]) * 1e9 / 8 * kind.share, kind.latency, kind.start)
 
 
-def save(item: Gpu | Link, path: Path, sources: Mapping[str, str]) -> None:
-    """Write a GPU or a link as a TOML file, named after it by `path`. sources: of each field but the name."""
+def save(item: Gpu | Link, path: Path, sources: Mapping[str, str], link: Link | None = None) -> None:
+    """Write a GPU, perhaps with its link, or a link as a TOML file, which replaces another one at once.
+
+    The file's name is that of the item. sources: of each field but the name; those of the link begin with "link.".
+    """
+    tables = _tables(item, "", sources) + ([] if link is None else _tables(link, "link.", sources))
+    replace_file(path, "\n".join(tables))
+
+
+def _tables(item: Gpu | Link, prefix: str, sources: Mapping[str, str]) -> list[str]:
     tables = []
-    for field in fields(item)[1:]:
-        value = getattr(item, field.name)
+    for name in (prefix + field.name for field in fields(item)[1:]):
+        value = getattr(item, name.removeprefix(prefix))
         text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
-        source = json.dumps(sources[field.name], ensure_ascii=False)
-        tables.append(f"[{field.name}]\nvalue = {text}\nsource = {source}\n")
-    path.write_text("\n".join(tables), encoding="utf-8")
+        tables.append(f"[{name}]\nvalue = {text}\nsource = {json.dumps(sources[name], ensure_ascii=False)}\n")
+    return tables
 
 
 def _names(folder: str) -> list[str]:
@@ -169,6 +195,11 @@ def _read(kind: type[T], path: Path) -> T:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    link = tables.pop("link", None) if kind is not Network else None
+    if kind is Link and link is not None:
+        if not isinstance(link, dict):
+            raise ValueError(f"{path}: link: expected a table of the link's entries")
+        tables = link
     known = {field.name: field for field in fields(kind)[1:]}
     for name in tables:
         if name not in known:
@@ -195,7 +226,7 @@ def _value(table: Any, kind: Any, where: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise ValueError(f"{where}: expected a list of names, not {value!r}")
         return tuple(value)
-    zero = where.endswith(("multiprocessors", "price"))  # of a CPU, and not known
+    zero = where.endswith(("multiprocessors", "price", "at_once"))  # of a CPU; not known; of a GPU
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{where}: expected a positive number, not {value!r}")

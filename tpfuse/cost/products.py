@@ -19,16 +19,18 @@ _LEAST_INNER = 256  # the least length of a cut along `inner`
 
 
 @cache
-def product_seconds(product: Product, gpu: Gpu) -> float:
-    """Return the seconds of all products on 16-bit numbers, without their launch."""
+def product_seconds(product: Product, gpu: Gpu, size: int = HALF) -> float:
+    """Return the seconds of all products on numbers of `size` bytes, without their launch."""
     rows, columns, inner, count = product.rows, product.columns, product.inner, product.count
-    rate = gpu.half_rate * gpu.product_share
+    rate = gpu.rate(size) * gpu.product_share
     if columns % _ALIGNED or inner % _ALIGNED or rows % _ALIGNED:
         rate *= gpu.unaligned_share
     compute = product.flops / rate
     if gpu.multiprocessors:
         compute *= min(_slowdown(product, gpu.multiprocessors, tile) for tile in TILES)
-    moved = HALF * count * (rows * inner + inner * columns + rows * columns)
+    moved = size * count * (rows * inner + inner * columns + rows * columns)
+    if gpu.is_host:  # a core packs a matrix before it computes with it
+        return compute + moved / (gpu.bandwidth * gpu.packing_share)
     return max(compute, moved / gpu.bandwidth)
 
 

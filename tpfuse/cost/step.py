@@ -5,7 +5,7 @@ The host issues operators while the device runs those before. Of a pass that tak
 pass takes the root of host^2 + device^2, which is the larger of both where they are far apart.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import hypot
 from typing import NamedTuple
@@ -73,13 +73,15 @@ class _Parts(NamedTuple):
 
 def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Times:
     """Return the times of a step. It is fast: `tpfuse plan` calls it for tens of thousands of layouts."""
+    if cluster.gpu.is_host and (program.overlap_tp or program.overlap_dp):  # CPU ranks copy by themselves
+        program = replace(program, overlap_tp=False, overlap_dp=False)
     parts = _parts(_without_layers(sizes), layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program)
     stages = cut(sizes, layout.pp * layout.stages_per_rank, program.equal_stages)
     last = _rank_pass(parts, stages, layout)
     forward, backward = sum(parts.block[0]), sum(parts.block[1])
     extra, head = sum(parts.extra), (sum(parts.head[0]), sum(parts.head[1]))
     front = sum(parts.embedding[0]), sum(parts.embedding[1])
-    message = _message(sizes, layout, cluster)
+    message = _message(sizes, layout, cluster, program)
     times = (
         (stages.middle * forward + extra / 2 + front[0], stages.middle * backward + extra / 2 + front[1]),
         (stages.middle * forward + extra / 2, stages.middle * backward + extra / 2),
@@ -94,7 +96,7 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
         waits = 2 * crossings * message + _tied(sizes, layout, cluster, program)
     data, optimizer = _update(sizes, layout, cluster, program, stages, parts)
     count = layout.micro_batches
-    return Times(
+    found = Times(
         count * last.products,
         count * last.attention,
         count * last.elementwise,
@@ -106,6 +108,16 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
         optimizer,
         count * last.launches + program.step_operators * cluster.gpu.host_seconds,
     )
+    return _taking_turns(found, min(layout.ranks, cluster.per_node), cluster.gpu)
+
+
+def _taking_turns(times: Times, ranks: int, gpu: Gpu) -> Times:
+    """Return the times of ranks that share cores. While a rank waits for others in the pipeline, these compute."""
+    if not gpu.at_once or ranks <= gpu.at_once:
+        return times
+    slower = ranks / gpu.at_once
+    busy = {kind.name: getattr(times, kind.name) * slower for kind in fields(times) if kind.name != "bubble"}
+    return Times(**busy, bubble=max(0.0, times.total - sum(busy.values())))
 
 
 def _rank_pass(parts: _Parts, stages: Stages, layout: Layout) -> Pass:
@@ -118,9 +130,10 @@ def _rank_pass(parts: _Parts, stages: Stages, layout: Layout) -> Pass:
     return total
 
 
-def _message(sizes: ModelSizes, layout: Layout, cluster: Cluster) -> float:
+def _message(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> float:
     link = cluster.link(2, layout.tp * layout.cp * layout.dp)
-    return collectives.send(float(HALF * layout.micro_batch * sizes.tokens // layout.cp * sizes.width), link)
+    elements = layout.micro_batch * sizes.tokens // layout.cp * sizes.width
+    return collectives.send(float(program.parameter_bytes * elements), link)
 
 
 def _tied(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> float:
@@ -145,9 +158,9 @@ def _parts(
     first, second = work.block(sizes, tp, cp, micro_batch, program)
     again = work.recomputed(sizes, tp, cp, micro_batch, program, recompute)
     works = ((first,), (second,) if again is None else (second, again))
-    device = [_device(gpu, *each) for each in works]
+    device = [_device(gpu, program, *each) for each in works]
     tensor = [_tensor(sizes, rows, tp, cluster, program, each.products, again=each is device[1]) for each in device]
-    context = _context(sizes, rows, tp, cp, cluster, device[0].attention)
+    context = _context(sizes, rows, tp, cp, cluster, program, device[0].attention)
     count = 0 if tp == 1 else (2 if not program.sequence_parallel else 4)
     collective = program.collective_operators
     twice = 2 if recompute == "full" else 1
@@ -163,11 +176,11 @@ def _parts(
             twice * count * collective,
         ),
     )
-    edge = collectives.all_reduce(float(HALF * rows * sizes.width), tp, cluster.link(tp, 1))
+    edge = collectives.all_reduce(float(program.parameter_bytes * rows * sizes.width), tp, cluster.link(tp, 1))
     ends = work.embedding(sizes, rows), work.head(sizes, tp, rows, program)
     embedding, head = (
         tuple(
-            _passed(gpu, _device(gpu, each)._replace(tensor=edge if communicates else 0.0), (each,), 0.0)
+            _passed(gpu, _device(gpu, program, each)._replace(tensor=edge if communicates else 0.0), (each,), 0.0)
             for each, communicates in zip(both, sides, strict=True)
         )
         for both, sides in zip(ends, ((True, False), (False, True)), strict=True)
@@ -180,12 +193,14 @@ def _parts(
     )
 
 
-def _device(gpu: Gpu, *works: Work) -> Pass:
+def _device(gpu: Gpu, program: Program, *works: Work) -> Pass:
     """Return the seconds of the device for works that it computes in one go."""
+    size, slower = program.parameter_bytes, gpu.bandwidth * gpu.elementwise_share
+    added = sum(each.added for each in works) / gpu.bandwidth
     return Pass(
-        products=sum(product_seconds(product, gpu) for each in works for product in each.products),
-        attention=sum(each.attention for each in works) / (gpu.half_rate * gpu.attention_share),
-        elementwise=sum(each.elementwise for each in works) / gpu.bandwidth,
+        products=sum(product_seconds(product, gpu, size) for each in works for product in each.products),
+        attention=sum(each.attention for each in works) / (gpu.rate(size) * gpu.attention_share),
+        elementwise=sum(each.elementwise for each in works) * size / HALF / slower + added,
     )
 
 
@@ -193,6 +208,8 @@ def _passed(gpu: Gpu, device: Pass, works: tuple[Work, ...], collective: float) 
     """Return the seconds of works on the device and the host. collective: the operators that collectives take."""
     operators = sum(each.operators for each in works) + collective
     host, seconds = operators * gpu.host_seconds, sum(device)
+    if gpu.is_host:
+        return device._replace(launches=host)
     return device._replace(launches=hypot(host, seconds + operators * gpu.launch_seconds) - seconds)
 
 
@@ -206,7 +223,7 @@ def _tensor(
     """
     if tp == 1:
         return 0.0
-    size, link = float(HALF * rows * sizes.width), cluster.link(tp, 1)
+    size, link = float(program.parameter_bytes * rows * sizes.width), cluster.link(tp, 1)
     if not program.sequence_parallel:
         return 2 * collectives.all_reduce(size, tp, link)
     if not program.overlap_tp:
@@ -217,11 +234,15 @@ def _tensor(
     return 2 * (overlap.gather_exposed(each, message, tp) + overlap.scatter_exposed(each, message, tp))
 
 
-def _context(sizes: ModelSizes, rows: int, tp: int, cp: int, cluster: Cluster, attention: float) -> float:
+def _context(
+    sizes: ModelSizes, rows: int, tp: int, cp: int, cluster: Cluster, program: Program, attention: float
+) -> float:
     """Return the communication of ring attention in the forward pass of a block, which attention does not hide."""
     if cp == 1:
         return 0.0
-    keys = 2.0 * HALF * rows * -(-sizes.kv_heads // tp) * sizes.head_size
+    keys = 2.0 * program.parameter_bytes * rows * -(-sizes.kv_heads // tp) * sizes.head_size
+    if cluster.gpu.is_host:
+        return (cp - 1) * collectives.send(keys, cluster.link(cp, tp))
     return overlap.ring_exposed(attention, collectives.send(keys, cluster.link(cp, tp)), cp)
 
 
@@ -252,7 +273,7 @@ def _update(
     if layout.zero:
         gather = collectives.grouped_all_gather(parameters * program.parameter_bytes, ranks, stride, cluster)
         start = collectives.grouped_all_gather(one * program.parameter_bytes, ranks, stride, cluster)
-        # Stage 3 gathers for each pass of a micro-batch, but in a pipeline once in a step (`tpfuse.zero.fully_sharded`).
+        # Stage 3 gathers for each pass of a micro-batch; in a pipeline once in a step (`tpfuse.zero.fully_sharded`).
         passes = (0.0,) if layout.zero < 3 else (forward, backward) if layout.pp == 1 else (forward,)
         count = layout.micro_batches if layout.zero == 3 and layout.pp == 1 else 1
         hides = program.overlap_dp and layout.zero == 3

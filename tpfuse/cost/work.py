@@ -42,13 +42,15 @@ class Work:
     """What a pass computes.
 
     products: of matrices. attention: the operations of fused attention. elementwise: the bytes that the operators read
-    and write which the memory's bandwidth bounds. operators: the number that the host issues.
+    and write which the memory's bandwidth bounds. operators: the number that the host issues. added: the bytes that are
+    read and written where gradients of weights are added to those of earlier passes.
     """
 
     products: tuple[Product, ...]
     attention: float
     elementwise: float
     operators: float
+    added: float = 0.0
 
 
 @cache
@@ -67,21 +69,21 @@ def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Progra
     # Forward: two norms read and write, two additions read two tensors and write one, the activation reads its inputs.
     forward = between * HALF * (2 * 2 + 2 * 3) + hidden * HALF * (2 + sizes.gated)
     # Backward: a norm reads its input and a gradient and writes one, which an addition adds to the residual's; the
-    # activation writes a gradient for each input; and the gradients of weights are added to those of earlier passes.
+    # activation writes a gradient for each input.
     backward = between * HALF * 2 * (3 + 3) + hidden * HALF * (3 + 2 * sizes.gated)
-    backward += sizes.block_parameters / tp * (HALF + 2 * program.gradient_bytes)
+    added = sizes.block_parameters / tp * (program.parameter_bytes + 2 * program.gradient_bytes)
     if sizes.dropout:
         forward, backward = forward + 2 * between, backward + 2 * between * (1 + 2 * HALF)
     attention = 4.0 * rows * sizes.tokens * heads * sizes.head_size
     if program.fused_attention:  # causal: half of the scores; backward computes five products instead of two
         return (
             Work(products, attention / 2, forward, program.block_operators),
-            Work(_gradients(products), 2.5 * attention / 2, backward, program.block_operators),
+            Work(_gradients(products), 2.5 * attention / 2, backward, program.block_operators, added),
         )
     more, scores = _scores(sizes, rows, heads, micro_batch * heads)
     return (
         Work((*products, *more), 0.0, forward + scores[0], program.block_operators),
-        Work(_gradients((*products, *more)), 0.0, backward + scores[1], program.block_operators),
+        Work(_gradients((*products, *more)), 0.0, backward + scores[1], program.block_operators, added),
     )
 
 
@@ -125,8 +127,8 @@ def head(sizes: ModelSizes, tp: int, rows: int, program: Program) -> tuple[Work,
     logits = float(rows) * products[0].columns
     # The loss reads the logits, writes them as float32, and reads these for the maximum, the sum and the gradient.
     forward = Work(products, 0.0, logits * (HALF + 4 + 2 * 4), 8)
-    added = sizes.table_parameters / tp * (HALF + 2 * program.gradient_bytes)
-    return forward, Work(_gradients(products), 0.0, logits * (4 + HALF) + added, 8)
+    added = sizes.table_parameters / tp * (program.parameter_bytes + 2 * program.gradient_bytes)
+    return forward, Work(_gradients(products), 0.0, logits * (4 + HALF), 8, added)
 
 
 @cache

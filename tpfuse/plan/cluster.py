@@ -32,18 +32,26 @@ def planned_cluster(command: PlanCommand) -> Cluster:
 
 
 def _links(command: PlanCommand, known: tuple[str, ...]) -> str:
+    """Returns the name of the links, or the file that describes them. known: the links that the GPU can have."""
     if command.links or known:
         return command.links or known[0]
+    if "link" in read_toml(_file("gpus", command.gpu)):
+        return command.gpu
     raise UserError(f"--gpu {command.gpu} does not say which links it has: give --links")
 
 
 def sources_of(command: PlanCommand, cluster: Cluster) -> dict[str, str]:
     """Returns where the numbers of the GPU, of its links and of the network come from, by the number."""
-    files = [_file("gpus", command.gpu), _file("links", command.links or cluster.gpu.links[0])]
+    files = [_file("gpus", command.gpu), _file("links", _links(command, cluster.gpu.links))]
     if cluster.gpus > cluster.per_node:
         kind = "ethernet" if command.network.strip().endswith("E") else "infiniband"
         files.append(FOLDER / "networks" / f"{kind}.toml")
-    return {f"{file.stem} {name}": str(entry["source"]) for file in files for name, entry in read_toml(file).items()}
+    sources: dict[str, str] = {}
+    for file in files:
+        tables = read_toml(file)
+        tables |= {f"link {name}": entry for name, entry in tables.pop("link", {}).items()}
+        sources |= {f"{file.stem} {name}": str(entry["source"]) for name, entry in tables.items()}
+    return sources
 
 
 def _file(folder: str, name: str) -> Path:

@@ -24,6 +24,12 @@ _MOST_GPUS = 2**20
 
 def plan(command: PlanCommand) -> str:
     """Returns the report of `tpfuse plan`, or, for --json -, its JSON document. Raises UserError."""
+    if command.calibrate is not None:
+        if replace(command, calibrate=None) != PlanCommand():
+            raise UserError(f"--calibrate {command.calibrate} measures and plans nothing: leave out the other options")
+        from tpfuse.plan.calibrate import calibrate  # it imports what only ranks need
+
+        return calibrate(command.calibrate)
     cluster = planned_cluster(command)
     model = planned_model(command)
     _check_batch(model, cluster)

@@ -389,7 +389,7 @@ class MemoryCommand:
 class PlanCommand:
     """Predict which layout trains a model fastest, how fast, in how much memory.
 
-    Nothing is measured on this machine, and no GPU is needed.
+    Without --calibrate nothing is measured on this machine, and no GPU is needed.
     """
 
     model: str = ""
@@ -425,6 +425,9 @@ class PlanCommand:
     """Write the options of the best layout to this file, for `tpfuse train --config`."""
     picture: OptionalPath = None
     """Draw the predicted schedule of the best layout that is a pipeline to this PNG file."""
+    calibrate: OptionalPath = None
+    """Plan nothing, but measure the GPUs of this machine, or its CPU ranks if it has none, and write this TOML file,
+    for --gpu. This takes about half a minute."""
 
 
 @dataclass(frozen=True)
