@@ -103,7 +103,7 @@ def test_slower_names_the_kinds_that_take_more() -> None:
 
     assert told(products=8.0, bubble=2.2, data=0.5) == "7.0% slower: the bubble adds 12.0%"
     assert told(products=9.0, bubble=2.0, data=0.5) == "15.0% slower: matrix products add 10.0%, the bubble 10.0%"
-    assert told(products=8.0, bubble=1.0, data=1.0) == "equally fast, and needs no less memory"
+    assert told(products=8.0, bubble=1.0, data=1.0) == "equally fast as far as predictions tell"
 
 
 def test_plan_and_train_need_no_gpu_and_no_data_to_agree_on_a_decoder(
@@ -114,7 +114,7 @@ def test_plan_and_train_need_no_gpu_and_no_data_to_agree_on_a_decoder(
         ' "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}'
     )
     document = _document(capsys, "--model", str(tmp_path))
-    assert {each["layout"]["pp"] for each in document["layouts"]} == {1}
+    assert {each["layout"]["pp"] for each in document["layouts"]} == {1, 2}, "two layers"
     assert {each["layout"]["tp"] for each in document["layouts"]} == {1, 2}, "two heads of keys and values"
     assert {each["layout"]["recompute"] for each in document["layouts"]} <= {"none", "full"}
     assert with_layout(parse_train(document["train"]), 8).model.from_ == tmp_path

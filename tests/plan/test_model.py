@@ -29,7 +29,7 @@ def test_sizes_of_transformers_have_the_parameters_of_the_model(family: str, tmp
     for name in (folder, folder / "config.json"):
         model = planned_model(PlanCommand(model=str(name)))
         assert model.sizes.parameters == pytest.approx(counted, rel=0.002)  # but for norms of queries and keys
-        assert model.sizes.gated == (family not in ("gpt2", "neox")) and not model.is_gpt
+        assert model.sizes.gated == (family not in ("gpt2", "neox")) and model.recomputes == ("none", "full")
         assert model.sizes.tokens == 64 and model.sizes.vocabulary == 101
         assert model.options.train.batch * 64 == 2**20
 

@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from tpfuse.choices import PipelineSchedule
+from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.cost.hardware import Cluster, load_gpu, load_link, parse_network
 from tpfuse.cost.layout import Layout
-from tpfuse.cost.memory import rank_memory
-from tpfuse.cost.step import step_times
+from tpfuse.cost.memory import Memory, rank_memory
+from tpfuse.cost.step import Times, step_times
 from tpfuse.parallel.pipeline.order import SCHEDULES, order, stage_ranks
 from tpfuse.plan.model import PlannedModel, planned_model
 from tpfuse.plan.report import train_arguments
 from tpfuse.plan.search import (
+    Candidate,
+    Found,
     accepts,
     divisors,
     schedules,
@@ -122,6 +124,16 @@ def test_what_the_search_leaves_out_is_not_better(factor: float) -> None:
     if not fitting:
         assert found.nearest[0].memory.total == pytest.approx(min(bytes_of.values()), rel=0.02)
         assert smallest(model, cluster)[1].total == pytest.approx(min(bytes_of.values()), rel=0.02)
+
+
+def test_of_layouts_that_take_equally_long_the_simplest_is_first() -> None:
+    def of(seconds: float, zero: int, recompute: Recompute = "none") -> Candidate:
+        return Candidate(Layout(1, 1, 8, 1, "1f1b", 1, zero, recompute, 1, 8), Memory(), Times(products=seconds))
+
+    equal = [of(1.000, 3), of(1.001, 1, "full"), of(1.002, 1), of(1.003, 1)]
+    slower = of(1.02, 0)
+    other = replace(of(1.05, 0), layout=replace(slower.layout, dp=4, pp=2))
+    assert Found([*equal, other, slower], [], 6).best == [equal[2], other]
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1024, 1920), (16384, 16384)])

@@ -8,7 +8,6 @@ import tomli_w
 
 from tpfuse.cost.hardware import Cluster
 from tpfuse.cost.layout import Layout
-from tpfuse.models.gpt import GPTConfig
 from tpfuse.plan.cluster import PER_NODE, planned_cluster, sources_of
 from tpfuse.plan.model import PlannedModel, planned_model
 from tpfuse.plan.report import GIB, Report, missing, named
@@ -36,7 +35,7 @@ def plan(command: PlanCommand) -> str:
     found = search(model, cluster)
     if not found.fitting:
         raise UserError(_nothing_fits(model, cluster, found))
-    report = Report(model, cluster, found, train_options(model, found.fitting[0].layout), sources_of(command, cluster))
+    report = Report(model, cluster, found, train_options(model, found.best[0].layout), sources_of(command, cluster))
     written = []
     if command.toml is not None:
         _write(command.toml, tomli_w.dumps(resolved(report.options)))
@@ -99,12 +98,11 @@ def _write(path: Path, text: str) -> None:
 
 def _draw(path: Path, model: PlannedModel, found: Found) -> str:
     """Draws the schedule of the best layout that is a pipeline, and returns the layout in words."""
-    layout = next((each.layout for each in found.fitting if each.layout.pp > 1), None)
+    layout = next((each.layout for each in found.best if each.layout.pp > 1), None)
     if layout is None:
         raise UserError(f"--picture {path}: no layout that fits is a pipeline")
     options = train_options(model, layout)
     config = model_config(options, model.vocabulary)
-    assert isinstance(config, GPTConfig)
     from tpfuse.train.pipeline_picture import picture  # matplotlib takes long to import
 
     try:

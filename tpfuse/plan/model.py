@@ -39,14 +39,9 @@ class PlannedModel:
     program: Program
 
     @property
-    def is_gpt(self) -> bool:
-        """Return whether the model is the GPT. Others have no pipelines and no selective recomputation."""
-        return self.options.model.from_ is None
-
-    @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Return what the backward pass can compute again, the least first."""
-        return ("none", "selective", "full") if self.is_gpt else ("none", "full")
+        """Return what the backward pass can compute again, the least first. Only the GPT has a selection."""
+        return ("none", "selective", "full") if self.options.model.from_ is None else ("none", "full")
 
 
 def planned_model(command: PlanCommand) -> PlannedModel:

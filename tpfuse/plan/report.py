@@ -12,7 +12,7 @@ from tpfuse.cost.memory import Memory
 from tpfuse.cost.reliability import Reliability, reliability
 from tpfuse.cost.step import Times
 from tpfuse.plan.model import PlannedModel
-from tpfuse.plan.search import Candidate, Found, usable_memory
+from tpfuse.plan.search import EQUAL, Candidate, Found, usable_memory
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline import described_layout
 
@@ -47,8 +47,8 @@ class Report:
 
     @property
     def best(self) -> Candidate:
-        """Return the fastest layout that fits."""
-        return self.found.fitting[0]
+        """Return the layout to choose."""
+        return self.found.best[0]
 
     @property
     def reliability(self) -> Reliability:
@@ -76,17 +76,14 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the lines of the text."""
-        best_of_shapes: dict[tuple[int, int, int, int], Candidate] = {}
-        for each in self.found.fitting:
-            best_of_shapes.setdefault(each.shape, each)
-        shown = list(best_of_shapes.values())[:_ROWS]
+        shown = self.found.best[:_ROWS]
         return [
             *self._heading(),
             "",
             *_table(self._columns(shown)),
             "",
             *(f"{index} is {slower(self.best, each)}" for index, each in enumerate(shown[1:], 2)),
-            *_further(len(best_of_shapes) - len(shown), "fit and are slower"),
+            *_further(len(self.found.best) - len(shown), "fit and are slower"),
             *self._unfit(),
             "",
             "Seconds of a step, by kind. Communication is what nothing hides.",
@@ -205,8 +202,8 @@ def slower(best: Candidate, other: Candidate) -> str:
     whole = best.times.total
     more = {kind: (getattr(other.times, kind) - getattr(best.times, kind)) / whole for kind in _WORDS}
     share = other.times.total / whole - 1.0
-    if share < 0.0005:
-        return "equally fast, and needs no less memory"
+    if share < EQUAL:
+        return "equally fast as far as predictions tell"
     first, second, *_ = sorted(more, key=lambda kind: -more[kind])
     reason = f"{share:.1%} slower: {_WORDS[first]} {_verb(first)} {more[first]:.1%}"
     return reason + (f", {_WORDS[second]} {more[second]:.1%}" if more[second] > share / 4 else "")

@@ -13,8 +13,10 @@ Four rules leave out layouts that cannot be better than one that is tried, if th
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import get_args
 
-from tpfuse.choices import PipelineSchedule
+from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.cost.hardware import Cluster
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.memory import Memory, rank_memory
@@ -27,7 +29,9 @@ from tpfuse.train.setup import check_numbers, model_config, with_layout
 # Of a sequence on a context-parallel rank: inside a node the rows of a tile of attention; across nodes, where these
 # ranks belong only if sequences are long, a thirty-second of the sequences in the last stage of Llama 3's training.
 LEAST_TOKENS, LEAST_TOKENS_ACROSS = 128, 4096
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)  # the least first
 _MOST_STAGES = 8  # of a pipeline rank
+EQUAL = 0.01  # of a time: a difference that says nothing
 _USABLE = 0.97  # of a GPU's memory: predictions are about so exact
 
 
@@ -56,6 +60,26 @@ class Found:
     fitting: list[Candidate]
     nearest: list[Candidate]
     compared: int
+
+    @cached_property
+    def best(self) -> list[Candidate]:
+        """Return the layout to choose for each (tp, cp, dp, pp), fastest first.
+
+        Predictions do not tell times within 1 % of each other apart. Of layouts that are that near to the fastest, the
+        one is chosen that shards and recomputes the least, and of these the fastest.
+        """
+        groups: dict[tuple[int, int, int, int], list[Candidate]] = {}
+        for each in self.fitting:
+            group = groups.setdefault(each.shape, [each])
+            if each.times.total <= (1 + EQUAL) * group[0].times.total:
+                group.append(each)
+        simplest = [min(group, key=_complexity) for group in groups.values()]
+        return sorted(simplest, key=lambda each: each.times.total)
+
+
+def _complexity(candidate: Candidate) -> tuple[int, int, float]:
+    layout = candidate.layout
+    return layout.zero, RECOMPUTES.index(layout.recompute), candidate.times.total
 
 
 def search(model: PlannedModel, cluster: Cluster) -> Found:
@@ -140,7 +164,7 @@ def shapes(model: PlannedModel, cluster: Cluster) -> Iterator[tuple[int, int, in
                 continue
             for pp in divisors(cluster.gpus // (tp * cp)):
                 dp = cluster.gpus // (tp * cp * pp)
-                if (pp == 1 or (model.is_gpt and pp <= sizes.layers)) and model.options.train.batch % dp == 0:
+                if pp <= sizes.layers and model.options.train.batch % dp == 0:
                     yield tp, cp, dp, pp
 
 
