@@ -9,7 +9,7 @@ from tpfuse.cost.hardware import Cluster, Gpu, Link
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import TPFUSE, Program
 from tpfuse.cost.sizes import ModelSizes
-from tpfuse.cost.step import Times, step_times
+from tpfuse.cost.step import Times, played_step, step_times
 
 GPU = Gpu("toy", 80e9, 990e12, 495e12, 0.7, 0.6, 3e12, 132, 2e-6, 10e-6)
 CLUSTER = Cluster(GPU, 64, 8, Link("nvlink", 400e9, 2e-6, 10e-6), Link("network", 50e9, 5e-6, 20e-6))
@@ -97,3 +97,13 @@ def test_accumulated_gradients_are_reduced_once_and_stage_3_gathers_for_each_mic
     ):
         few, many = (_times(alone, dp=8, batch=8 * count, **options).data for count in (4, 16))
         assert (many > 2 * few) if grows else (many == pytest.approx(few)), options
+
+
+def test_the_played_step_of_a_pipeline_takes_the_time_of_its_passes() -> None:
+    for schedule, turns in (("1f1b", 1), ("zbv", 2)):
+        layout = replace(LAYOUT, pp=4, schedule=schedule, stages_per_rank=turns, micro_batch=4)  # type: ignore[arg-type]
+        times, played = step_times(SIZES, layout, CLUSTER, TPFUSE), played_step(SIZES, layout, CLUSTER, TPFUSE)
+        apart = times.pipeline + times.data + times.optimizer + TPFUSE.step_operators * GPU.host_seconds
+        assert played.length == pytest.approx(times.total - apart, rel=0.02), schedule
+        idle = played.idle_share(played.order.rank_of[-1])
+        assert idle == pytest.approx(times.bubble / (times.total - apart), abs=0.01), schedule

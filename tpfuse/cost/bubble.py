@@ -4,14 +4,15 @@ A step is played (`tpfuse.parallel.pipeline.timeline`). Only a few micro-batches
 of micro-batches takes as long as the one before, and so the length grows linearly.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.in_flight import stage_blocks
-from tpfuse.cost.played_order import KINDS, played_length
+from tpfuse.cost.played_order import KINDS, class_of, played_length
 from tpfuse.cost.sizes import ModelSizes
-from tpfuse.parallel.pipeline.order import Kind
+from tpfuse.parallel.pipeline.order import Action, Kind
 
 _STEPS = 16  # a ratio of times is rounded to 1 / _STEPS, so that few different steps are played
 _SPLIT = {Kind.FORWARD: (0, 1.0), Kind.BACKWARD: (1, 1.0), Kind.INPUT: (1, 0.5), Kind.WEIGHT: (1, 0.5)}
@@ -56,5 +57,16 @@ def _units(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: in
 
 def played(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes) -> float:
     """Return the length of a step, all micro-batches of which are played."""
+    return played_length(schedule, ranks, turns, micro_batches, _by_class(times))
+
+
+def action_seconds(times: StageTimes, stages: int) -> Callable[[Action], float]:
+    """Return the function that gives the seconds of an action of a pipeline of so many stages."""
+    seconds = _by_class(times)
+    return lambda action: seconds[class_of(action, stages)]
+
+
+def _by_class(times: StageTimes) -> list[float]:
+    """Return the seconds of each class of actions (`class_of`). The parts of a backward pass take equally long."""
     parts = [(stage, _SPLIT[kind]) for stage in times for kind in KINDS]
-    return played_length(schedule, ranks, turns, micro_batches, [stage[part] * share for stage, (part, share) in parts])
+    return [stage[part] * share for stage, (part, share) in parts]

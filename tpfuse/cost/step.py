@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 from tpfuse.choices import Recompute
 from tpfuse.cost import collectives, overlap, work
-from tpfuse.cost.bubble import Stages, cut, step_length
+from tpfuse.cost.bubble import Stages, StageTimes, action_seconds, cut, step_length
 from tpfuse.cost.hardware import Cluster, Gpu
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.products import product_seconds
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.cost.work import HALF, Work
+from tpfuse.parallel.pipeline.order import order
+from tpfuse.parallel.pipeline.timeline import Timeline, timeline
 
 
 @dataclass(frozen=True)
@@ -73,27 +75,17 @@ class _Parts(NamedTuple):
 
 def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Times:
     """Return the times of a step. It is fast: `tpfuse plan` calls it for tens of thousands of layouts."""
-    if cluster.gpu.is_host and (program.overlap_tp or program.overlap_dp):  # CPU ranks copy by themselves
-        program = replace(program, overlap_tp=False, overlap_dp=False)
-    parts = _parts(_without_layers(sizes), layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program)
-    stages = cut(sizes, layout.pp * layout.stages_per_rank, program.equal_stages)
+    program = _on(cluster, program)
+    parts, stages = _parts_of(sizes, layout, cluster, program)
     last = _rank_pass(parts, stages, layout)
-    forward, backward = sum(parts.block[0]), sum(parts.block[1])
-    extra, head = sum(parts.extra), (sum(parts.head[0]), sum(parts.head[1]))
-    front = sum(parts.embedding[0]), sum(parts.embedding[1])
-    message = _message(sizes, layout, cluster, program)
-    times = (
-        (stages.middle * forward + extra / 2 + front[0], stages.middle * backward + extra / 2 + front[1]),
-        (stages.middle * forward + extra / 2, stages.middle * backward + extra / 2),
-        (stages.last * forward + extra / 2 + head[0], stages.last * backward + extra / 2 + head[1]),
-    )
     busy = layout.micro_batches * sum(last)
     length = busy
     waits = 0.0
     if layout.pp > 1:
+        times = _stage_times(parts, stages)
         length = step_length(layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches, times)
         crossings = layout.pp * layout.stages_per_rank - 1
-        waits = 2 * crossings * message + _tied(sizes, layout, cluster, program)
+        waits = 2 * crossings * _message(sizes, layout, cluster, program) + _tied(sizes, layout, cluster, program)
     data, optimizer = _update(sizes, layout, cluster, program, stages, parts)
     count = layout.micro_batches
     found = Times(
@@ -109,6 +101,40 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
         count * last.launches + program.step_operators * cluster.gpu.host_seconds,
     )
     return _taking_turns(found, min(layout.ranks, cluster.per_node), cluster.gpu)
+
+
+def played_step(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Timeline:
+    """Return the passes of a step of a pipeline, in seconds, as the schedule orders them.
+
+    The first stage, the stages in the middle and the last one differ in time, as they do for `step_times`. A rank waits
+    for each message from another rank.
+    """
+    program = _on(cluster, program)
+    times = _stage_times(*_parts_of(sizes, layout, cluster, program))
+    played = order(layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches)
+    return timeline(played, action_seconds(times, played.stages), _message(sizes, layout, cluster, program))
+
+
+def _on(cluster: Cluster, program: Program) -> Program:
+    """Return the program as it runs on the cluster: CPU ranks copy by themselves, so nothing overlaps."""
+    if cluster.gpu.is_host and (program.overlap_tp or program.overlap_dp):
+        return replace(program, overlap_tp=False, overlap_dp=False)
+    return program
+
+
+def _parts_of(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> tuple[_Parts, Stages]:
+    """Return the passes of the parts of the model for a micro-batch, and the cut into stages."""
+    parts = _parts(_without_layers(sizes), layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program)
+    return parts, cut(sizes, layout.pp * layout.stages_per_rank, program.equal_stages)
+
+
+def _stage_times(parts: _Parts, stages: Stages) -> StageTimes:
+    """Return the seconds of the passes of the first stage, of each in the middle, and of the last."""
+    forward, backward, extra = sum(parts.block[0]), sum(parts.block[1]), sum(parts.extra) / 2
+    front, head = [sum(each) for each in parts.embedding], [sum(each) for each in parts.head]
+    middle = stages.middle * forward + extra, stages.middle * backward + extra
+    last = stages.last * forward + extra + head[0], stages.last * backward + extra + head[1]
+    return (middle[0] + front[0], middle[1] + front[1]), middle, last
 
 
 def _taking_turns(times: Times, ranks: int, gpu: Gpu) -> Times:

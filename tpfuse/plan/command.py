@@ -8,15 +8,14 @@ import tomli_w
 
 from tpfuse.cost.hardware import Cluster
 from tpfuse.cost.layout import Layout
+from tpfuse.cost.step import played_step
 from tpfuse.plan.cluster import PER_NODE, planned_cluster, sources_of
 from tpfuse.plan.model import PlannedModel, planned_model
-from tpfuse.plan.report import GIB, Report, missing, named
+from tpfuse.plan.report import GIB, Report, missing, named, number
 from tpfuse.plan.search import Found, search, shapes, smallest, tensor_ranks, train_options, usable_memory
 from tpfuse.train.config import resolved
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import PlanCommand
-from tpfuse.train.pipeline import predicted_timeline
-from tpfuse.train.setup import model_config
 
 _MOST_GPUS = 2**20
 
@@ -41,7 +40,7 @@ def plan(command: PlanCommand) -> str:
         _write(command.toml, tomli_w.dumps(resolved(report.options)))
         written.append(f"{command.toml}: the options of the best layout, for tpfuse train --config")
     if command.picture is not None:
-        layout = _draw(command.picture, model, found)
+        layout = _draw(command.picture, model, cluster, found)
         written.append(f"{command.picture}: the predicted schedule of {layout}")
     if command.json:
         text = json.dumps(report.document(), indent=1)
@@ -96,17 +95,17 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _draw(path: Path, model: PlannedModel, found: Found) -> str:
+def _draw(path: Path, model: PlannedModel, cluster: Cluster, found: Found) -> str:
     """Draws the schedule of the best layout that is a pipeline, and returns the layout in words."""
     layout = next((each.layout for each in found.best if each.layout.pp > 1), None)
     if layout is None:
         raise UserError(f"--picture {path}: no layout that fits is a pipeline")
-    options = train_options(model, layout)
-    config = model_config(options, model.vocabulary)
+    played = played_step(model.sizes, layout, cluster, model.program)
     from tpfuse.train.pipeline_picture import picture  # matplotlib takes long to import
 
     try:
-        picture(predicted_timeline(options, config), None, 0).savefig(path, format="png", bbox_inches="tight")
+        title = f"Predicted for {cluster.gpus:,} x {cluster.gpu.name}: {number(played.length)} seconds"
+        picture(played, None, 0, title).savefig(path, format="png", bbox_inches="tight")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     return named(layout)

@@ -29,6 +29,7 @@ SHADES = {
     Kind.WEIGHT: ("#F0E442", "#FBF7C0"),
 }
 _INK = {Kind.FORWARD: "white", Kind.BACKWARD: "black", Kind.INPUT: "black", Kind.WEIGHT: "black"}
+_BY_OPERATIONS = "Predicted: passes take time by their operations alone, and messages take none"
 _WIDTH, _DPI = 14.0, 110  # inches, and dots per inch
 _ROW, _MARGIN = 0.42, 0.95  # inches: of a row, and of what is above and below the rows of a panel
 _BAR = 0.84  # of the height of a row
@@ -51,10 +52,13 @@ def draw_pipeline(folder: Path, predicted: Timeline, measured: Timeline | None, 
         warn(f"cannot write {folder / NAME}: {error.strerror}")
 
 
-def picture(predicted: Timeline, measured: Timeline | None, step: int) -> Figure:
-    """Returns the figure of `draw_pipeline`: a panel of the predicted step and one of the measured step."""
+def picture(predicted: Timeline, measured: Timeline | None, step: int, title: str = _BY_OPERATIONS) -> Figure:
+    """Returns the figure of `draw_pipeline`: a panel of the predicted step and one of the measured step.
+
+    title: of the panel of the predicted step.
+    """
     order = predicted.order
-    panels = [("Predicted: passes take time by their operations alone, and messages take none", predicted)]
+    panels = [(title, predicted)]
     if measured is not None:
         panels.append((f"Measured in step {step}", measured))
     figure = Figure(figsize=(_WIDTH, 0.9 + len(panels) * (_MARGIN + _ROW * order.ranks)), dpi=_DPI)
