@@ -107,3 +107,24 @@ def test_the_played_step_of_a_pipeline_takes_the_time_of_its_passes() -> None:
         assert played.length == pytest.approx(times.total - apart, rel=0.02), schedule
         idle = played.idle_share(played.order.rank_of[-1])
         assert idle == pytest.approx(times.bubble / (times.total - apart), abs=0.01), schedule
+
+
+HOST = replace(GPU, multiprocessors=0, at_once=2.0, packing_share=0.25, half_rate=0.1e12, bandwidth=40e9)
+CPUS = Cluster(HOST, 4, 4, Link("memory", 10e9, 20e-6, 50e-6), Link("network", 1e9, 5e-6, 20e-6))
+
+
+def test_cpu_ranks_multiply_chunk_by_chunk_and_issue_the_operators_of_the_ring() -> None:
+    one, tp, cp = (step_times(SIZES, replace(LAYOUT, batch=1, **x), CPUS, TPFUSE) for x in ({}, {"tp": 2}, {"cp": 2}))  # type: ignore[arg-type]
+    packed = 3 * SIZES.block_weights * SIZES.layers * 2 / (HOST.bandwidth * HOST.packing_share)
+    assert tp.products - one.products / 2 > 0.4 * packed, "each chunk packs the rank's half of the weights again"
+    issued = HOST.host_seconds * SIZES.layers
+    assert cp.launches - one.launches == pytest.approx((5 + 9) * 2 * issued)
+    assert tp.launches - one.launches > (4 + 8) * issued, "a chunk more for each of the products"
+
+
+def test_ranks_that_take_turns_do_the_work_of_all() -> None:
+    few = replace(SIZES, layers=6, vocabulary=128)  # the last two ranks have one block, the others two
+    times = step_times(few, replace(LAYOUT, pp=4, micro_batch=8), CPUS, TPFUSE)
+    alone = step_times(few, LAYOUT, CPUS, TPFUSE)
+    assert times.total > 0.9 * alone.total / HOST.at_once, "two cores compute the work of four ranks"
+    assert times.bubble > 0.1 * times.total, "the last rank waits for those that have more blocks"

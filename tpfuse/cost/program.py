@@ -12,7 +12,8 @@ class Program:
 
     fused_attention: whether one kernel computes attention; otherwise scores are written to memory. sequence_parallel:
     whether tensor-parallel ranks share the tokens between their products, and gather and scatter them; otherwise they
-    all-reduce. overlap_tp: whether products overlap with this communication, chunk by chunk. overlap_dp: whether
+    all-reduce. overlap_tp: whether products overlap with this communication, chunk by chunk. chunked_products: whether
+    the product of each rank's tokens is an operator of its own. overlap_dp: whether
     gradients are reduced while the last micro-batch's backward pass computes, and parameters of ZeRO's stage 3 gathered
     ahead. block_operators: that the host issues for a block's forward pass, and again for its backward pass.
     collective_operators: how many operators take as long to issue as a collective. pass_operators: those of each pass
@@ -32,6 +33,7 @@ class Program:
     fused_attention: bool = True
     sequence_parallel: bool = True
     overlap_tp: bool = True
+    chunked_products: bool = False
     overlap_dp: bool = True
     block_operators: int = 16
     collective_operators: float = 2

@@ -22,6 +22,10 @@ from tpfuse.cost.work import HALF, Work
 from tpfuse.parallel.pipeline.order import order
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline
 
+# Operators of ring attention on CPU ranks for each rank, forward and backward: 27 calls of torch more for each further
+# rank in a block of which a rank alone makes 62, which count as 32 operators (torch's dispatcher, 4 x 128 features).
+_RING = (5, 9)
+
 
 @dataclass(frozen=True)
 class Times:
@@ -100,7 +104,8 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
         optimizer,
         count * last.launches + program.step_operators * cluster.gpu.host_seconds,
     )
-    return _taking_turns(found, min(layout.ranks, cluster.per_node), cluster.gpu)
+    mean = sum(_mean_pass(parts, sizes, layout)) - sum(last)
+    return _taking_turns(found, count * mean, min(layout.ranks, cluster.per_node), cluster.gpu)
 
 
 def played_step(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Timeline:
@@ -116,10 +121,16 @@ def played_step(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pr
 
 
 def _on(cluster: Cluster, program: Program) -> Program:
-    """Return the program as it runs on the cluster: CPU ranks copy by themselves, so nothing overlaps."""
-    if cluster.gpu.is_host and (program.overlap_tp or program.overlap_dp):
-        return replace(program, overlap_tp=False, overlap_dp=False)
-    return program
+    """Return the program as it runs on the cluster.
+
+    CPU ranks copy by themselves, so nothing overlaps, and multiply in place what each rank has (`tpfuse.ops.linear`).
+    """
+    return _on_host(program) if cluster.gpu.is_host else program
+
+
+@cache
+def _on_host(program: Program) -> Program:
+    return replace(program, overlap_tp=False, overlap_dp=False, chunked_products=True)
 
 
 def _parts_of(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> tuple[_Parts, Stages]:
@@ -137,22 +148,35 @@ def _stage_times(parts: _Parts, stages: Stages) -> StageTimes:
     return (middle[0] + front[0], middle[1] + front[1]), middle, last
 
 
-def _taking_turns(times: Times, ranks: int, gpu: Gpu) -> Times:
-    """Return the times of ranks that share cores. While a rank waits for others in the pipeline, these compute."""
+def _taking_turns(times: Times, more: float, ranks: int, gpu: Gpu) -> Times:
+    """Return the times of ranks that share cores. more: the seconds by which the mean rank computes longer.
+
+    While a rank waits for others in the pipeline, these compute. So a step takes at least the work of all ranks.
+    """
     if not gpu.at_once or ranks <= gpu.at_once:
         return times
-    slower = ranks / gpu.at_once
+    alone = times.total - times.bubble
+    length = max(times.total, (alone + more) * ranks / gpu.at_once)
+    slower = min(ranks / gpu.at_once, length / alone)
     busy = {kind.name: getattr(times, kind.name) * slower for kind in fields(times) if kind.name != "bubble"}
-    return Times(**busy, bubble=max(0.0, times.total - sum(busy.values())))
+    return Times(**busy, bubble=max(0.0, length - sum(busy.values())))
 
 
 def _rank_pass(parts: _Parts, stages: Stages, layout: Layout) -> Pass:
     """Return the passes of one micro-batch on the rank of the last stage."""
     blocks = stages.last + (layout.stages_per_rank - 1) * stages.middle
-    total = parts.extra.plus(parts.block[0], blocks).plus(parts.block[1], blocks)
+    total = Pass().plus(parts.extra, layout.stages_per_rank).plus(parts.block[0], blocks).plus(parts.block[1], blocks)
     total = total.plus(parts.head[0]).plus(parts.head[1])
     if layout.pp == 1:
         total = total.plus(parts.embedding[0]).plus(parts.embedding[1])
+    return total
+
+
+def _mean_pass(parts: _Parts, sizes: ModelSizes, layout: Layout) -> Pass:
+    """Return the passes of one micro-batch on the mean pipeline rank."""
+    total = Pass().plus(parts.extra, layout.stages_per_rank)
+    for each, times in ((parts.block, sizes.layers), (parts.head, 1), (parts.embedding, 1)):
+        total = total.plus(each[0], times / layout.pp).plus(each[1], times / layout.pp)
     return total
 
 
@@ -188,10 +212,11 @@ def _parts(
     tensor = [_tensor(sizes, rows, tp, cluster, program, each.products, again=each is device[1]) for each in device]
     context = _context(sizes, rows, tp, cp, cluster, program, device[0].attention)
     count = 0 if tp == 1 else (2 if not program.sequence_parallel else 4)
-    collective = program.collective_operators
+    more = count * program.collective_operators
+    ring = (_RING[0] * cp, _RING[1] * cp) if gpu.is_host and cp > 1 else (0, 0)
     twice = 2 if recompute == "full" else 1
     block = (
-        _passed(gpu, device[0]._replace(tensor=tensor[0], context=context), works[0], count * collective),
+        _passed(gpu, device[0]._replace(tensor=tensor[0], context=context), works[0], more + ring[0]),
         _passed(
             gpu,
             device[1]._replace(
@@ -199,7 +224,7 @@ def _parts(
                 context=context * (2 if recompute == "none" else 3),
             ),
             works[1],
-            twice * count * collective,
+            twice * more + ring[1] + (twice - 1) * ring[0],
         ),
     )
     edge = collectives.all_reduce(float(program.parameter_bytes * rows * sizes.width), tp, cluster.link(tp, 1))
@@ -231,7 +256,7 @@ def _device(gpu: Gpu, program: Program, *works: Work) -> Pass:
 
 
 def _passed(gpu: Gpu, device: Pass, works: tuple[Work, ...], collective: float) -> Pass:
-    """Return the seconds of works on the device and the host. collective: the operators that collectives take."""
+    """Return the seconds of works on the device and the host. collective: the operators of communication."""
     operators = sum(each.operators for each in works) + collective
     host, seconds = operators * gpu.host_seconds, sum(device)
     if gpu.is_host:

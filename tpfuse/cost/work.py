@@ -58,12 +58,15 @@ def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Progra
     """Return the forward and the backward pass of a block."""
     rows, width, inner = micro_batch * sizes.tokens // cp, sizes.width, -(-sizes.inner // tp)
     heads, kv_heads = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
+    chunks = tp if program.chunked_products else 1
     products = (
-        Product(rows, (heads + 2 * kv_heads) * sizes.head_size, width),
-        Product(rows, width, heads * sizes.head_size),
-        Product(rows, (1 + sizes.gated) * inner, width),
-        Product(rows, width, inner),
+        Product(-(-rows // chunks), (heads + 2 * kv_heads) * sizes.head_size, width, chunks),
+        Product(-(-rows // chunks), width, heads * sizes.head_size, chunks),
+        Product(-(-rows // chunks), (1 + sizes.gated) * inner, width, chunks),
+        Product(-(-rows // chunks), width, inner, chunks),
     )
+    operators = program.block_operators + len(products) * (chunks - 1)
+    operators_back = program.block_operators + 2 * len(products) * (chunks - 1)
     between = rows * width / (tp if program.sequence_parallel else 1)
     hidden = float(rows) * inner
     # Forward: two norms read and write, two additions read two tensors and write one, the activation reads its inputs.
@@ -77,13 +80,13 @@ def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Progra
     attention = 4.0 * rows * sizes.tokens * heads * sizes.head_size
     if program.fused_attention:  # causal: half of the scores; backward computes five products instead of two
         return (
-            Work(products, attention / 2, forward, program.block_operators),
-            Work(_gradients(products), 2.5 * attention / 2, backward, program.block_operators, added),
+            Work(products, attention / 2, forward, operators),
+            Work(_gradients(products), 2.5 * attention / 2, backward, operators_back, added),
         )
     more, scores = _scores(sizes, rows, heads, micro_batch * heads)
     return (
-        Work((*products, *more), 0.0, forward + scores[0], program.block_operators),
-        Work(_gradients((*products, *more)), 0.0, backward + scores[1], program.block_operators, added),
+        Work((*products, *more), 0.0, forward + scores[0], operators),
+        Work(_gradients((*products, *more)), 0.0, backward + scores[1], operators_back, added),
     )
 
 
