@@ -37,7 +37,7 @@ def _percent(*values: float | None) -> tuple[str, ...]:
 
 
 def _vtrain(row: Row) -> Iterator[tuple[str, ...]]:
-    what = f"{row['runs']:,} layouts of Megatron-DeepSpeed on 2 to 8 A100 (vTrain)"
+    what = f"{row['runs']:,} runs of Megatron-DeepSpeed on 2 to 8 A100 (vTrain)"
     for each in row["table"]:
         ours, untimed = each["planner"] == "tpfuse.cost", each["error_folds"] is None
         fitted = "other models" if ours else "nothing" if untimed else "all: one rate"

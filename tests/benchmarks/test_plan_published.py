@@ -32,9 +32,9 @@ def test_models_and_layouts_are_those_that_were_measured() -> None:
         for layout in case.layouts:
             assert layout.ranks == case.cluster.gpus
             assert layout.batch == layout.micro_batches * layout.micro_batch * layout.dp
-        # The measured layout with the most recomputation fits: torchtitan's H100 have 96 GB.
+        # A layout that was measured fits, with the most recomputation that it may have. torchtitan's H100 have 96 GB.
         needed = max(memory.total for memory in memories(case.sizes, case.layouts[-1], case.program))
-        assert needed < 96e9, case.name
+        assert needed < (96e9 if "H100" in case.source else case.cluster.gpu.memory), case.name
 
 
 def test_the_page_has_all_errors() -> None:
