@@ -31,7 +31,7 @@ from statistics import mean, median
 
 from benchmarks.harness import Row, aligned
 from benchmarks.plan_b200 import DATA as B200
-from tpfuse.choices import Recompute
+from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.cost.hardware import Cluster, load_gpu, load_link, parse_network
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import Program
@@ -102,7 +102,7 @@ def _megatron() -> Iterator[Case]:
                 name, layers, width, heads, heads, width // heads, 4 * width, False, 51200, 2048,
                 positions=2048, dropout=True,
             )  # fmt: skip
-            schedule = "1f1b" if stages == 1 else "interleaved_1f1b"
+            schedule: PipelineSchedule = "1f1b" if stages == 1 else "interleaved_1f1b"
             layout = Layout(
                 tp, 1, gpus // (tp * pp), pp, schedule, stages, 0, "full", int(row["micro_batch"]), batch
             )  # fmt: skip

@@ -35,7 +35,9 @@ def test_regret_is_what_a_choice_loses() -> None:
 @pytest.mark.exhaustive
 def test_errors_and_regrets() -> None:
     ours = _ours()
-    assert ours == pytest.approx(newest()["vtrain"]["table"][0], rel=1e-3), "benchmarks/results/plan.jsonl is out of date"
+    kept = newest()["vtrain"]["table"][0]
+    figures = [key for key in ours if key != "planner"]
+    assert [ours[key] for key in figures] == pytest.approx([kept[key] for key in figures], rel=1e-3)
     assert ours["error_folds"] <= 8 and ours["error_to_8_gpus"] <= 8
     assert ours["regret_median"] <= 2 and ours["regret_mean"] <= 4
 
