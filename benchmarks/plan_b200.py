@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness import Row
 from tpfuse.cost.hardware import Cluster, load_gpu, load_link, parse_network
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.memory import memories
@@ -97,8 +98,11 @@ def fitted_share(measured: Sequence[Case]) -> float:
     return min(_SHARES, key=error)
 
 
-def main() -> None:
-    """Print a row for each run, and the mean and the worst of the absolute errors."""
+def main() -> Row:
+    """Print a row for each run, and the mean and the worst of the absolute errors.
+
+    Return what benchmarks/results/plan.jsonl keeps, with the errors in percent.
+    """
     measured = cases()
     errors: list[tuple[float, float, float]] = []
     print(f"{'layout':<18}{'micro-batches':>14}{'ms':>9}{'b200.toml':>11}{'one fitted':>12}{'GiB':>8}{'predicted':>11}")
@@ -117,10 +121,13 @@ def main() -> None:
             f"{case.name:<18}{case.layout.micro_batches:>14}{case.seconds * 1e3:>9.1f}{plain:>+11.1%}{fitted:>+12.1%}"
             f"{case.peak / 2**30:>8.2f}{memory:>+11.2%}"
         )
+    table: list[Row] = []
     for name, column in zip(("b200.toml", "one fitted", "memory"), zip(*errors, strict=True), strict=True):
-        sizes = [abs(error) for error in column]
-        print(f"{name}: mean {sum(sizes) / len(sizes):.2%}, worst {max(sizes):.2%}")
+        sizes = [abs(error) * 100 for error in column]
+        table.append({"name": name, "error_mean": sum(sizes) / len(sizes), "error_worst": max(sizes)})
+        print(f"{name}: mean {table[-1]['error_mean']:.2f}%, worst {table[-1]['error_worst']:.2f}%")
     print("fitted shares:", ", ".join(f"{share:.3f} without {name}" for name, share in shares.items()))
+    return {"subject": "b200", "runs": len(measured), "table": table}
 
 
 if __name__ == "__main__":

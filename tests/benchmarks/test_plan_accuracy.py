@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.harness import Row
 from benchmarks.plan_accuracy import DATA, constant_rate, pure_dp, read_vtrain, regrets, scores
+from benchmarks.plan_page import newest
 
 
 @functools.cache
@@ -34,6 +35,9 @@ def test_regret_is_what_a_choice_loses() -> None:
 @pytest.mark.exhaustive
 def test_errors_and_regrets() -> None:
     ours = _ours()
+    kept = newest()["vtrain"]["table"][0]
+    figures = [key for key in ours if key != "planner"]
+    assert [ours[key] for key in figures] == pytest.approx([kept[key] for key in figures], rel=1e-3)
     assert ours["error_folds"] <= 8 and ours["error_to_8_gpus"] <= 8
     assert ours["regret_median"] <= 2 and ours["regret_mean"] <= 4
 
