@@ -12,7 +12,7 @@ from tpfuse.cost.memory import memories
 BOUNDS = {
     "Megatron-LM, A100": (10, 0.08, 0.13),
     "torchtitan, A100": (8, 0.18, 0.21),
-    "torchtitan, H100": (8, 0.35, 0.48),
+    "torchtitan, H100": (8, 0.31, 0.42),
 }
 
 

@@ -55,6 +55,12 @@ def test_overlap_hides_communication() -> None:
         assert getattr(_times(**options), kind) < getattr(_times(alone, **options), kind)
 
 
+def test_a_share_of_what_could_be_hidden_is_hidden() -> None:
+    alone, all_hidden = replace(TPFUSE, overlap_tp=False), replace(TPFUSE, hidden_share=1.0)
+    most, least = (_times(program, tp=8).tensor for program in (alone, all_hidden))
+    assert _times(tp=8).tensor == pytest.approx(most - TPFUSE.hidden_share * (most - least)) and least < 0.5 * most
+
+
 def test_recomputation_and_the_host_cost_time() -> None:
     assert _times().total < _times(recompute="selective").total < _times(recompute="full").total
     lazy = replace(CLUSTER, gpu=replace(GPU, host_seconds=10e-3))

@@ -277,12 +277,14 @@ def _tensor(
     size, link = float(program.parameter_bytes * rows * sizes.width), cluster.link(tp, 1)
     if not program.sequence_parallel:
         return 2 * collectives.all_reduce(size, tp, link)
+    gathers = 4 if again else 2
+    alone = gathers * collectives.all_gather(size, tp, link) + 2 * collectives.reduce_scatter(size, tp, link)
     if not program.overlap_tp:
-        gathers = 4 if again else 2
-        return gathers * collectives.all_gather(size, tp, link) + 2 * collectives.reduce_scatter(size, tp, link)
+        return alone
     message = collectives.send(size / tp, link)
     each = products / 4  # a block has four products; two of them gather and two scatter
-    return 2 * (overlap.gather_exposed(each, message, tp) + overlap.scatter_exposed(each, message, tp))
+    exposed = 2 * (overlap.gather_exposed(each, message, tp) + overlap.scatter_exposed(each, message, tp))
+    return alone - program.hidden_share * max(0.0, alone - exposed)
 
 
 def _context(
