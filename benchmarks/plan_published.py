@@ -2,7 +2,8 @@
 
     python -m benchmarks.plan_published
 
-Nothing is fitted: the GPUs, links and networks are those of tpfuse/cost/hardware. benchmarks/data/README.md names the
+Nothing is fitted here: the GPUs, links and networks are those of tpfuse/cost/hardware. The two rows with asynchronous
+tensor parallelism have given tpfuse.cost.program its share of what overlap hides. benchmarks/data/README.md names the
 sources. Beside the model is a constant rate: one share of the GPU's highest rate for the model's operations, which is
 fitted to the rows that it predicts, so that their median ratio is 1.
 
