@@ -104,6 +104,8 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
         optimizer,
         count * last.launches + program.step_operators * cluster.gpu.host_seconds,
     )
+    if not cluster.gpu.is_host:
+        return found
     mean = sum(_mean_pass(parts, sizes, layout)) - sum(last)
     return _taking_turns(found, count * mean, min(layout.ranks, cluster.per_node), cluster.gpu)
 
@@ -149,11 +151,11 @@ def _stage_times(parts: _Parts, stages: Stages) -> StageTimes:
 
 
 def _taking_turns(times: Times, more: float, ranks: int, gpu: Gpu) -> Times:
-    """Return the times of ranks that share cores. more: the seconds by which the mean rank computes longer.
+    """Return the times of CPU ranks, which share cores. more: the seconds by which the mean rank computes longer.
 
     While a rank waits for others in the pipeline, these compute. So a step takes at least the work of all ranks.
     """
-    if not gpu.at_once or ranks <= gpu.at_once:
+    if ranks <= gpu.at_once:
         return times
     alone = times.total - times.bubble
     length = max(times.total, (alone + more) * ranks / gpu.at_once)
