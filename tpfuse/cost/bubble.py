@@ -1,7 +1,8 @@
 """How the blocks of a model are cut into pipeline stages, and how long a step of all stages takes.
 
 A step is played (`tpfuse.parallel.pipeline.timeline`). Only a few micro-batches are: in steady state each further group
-of micro-batches takes as long as the one before, and so the length grows linearly.
+of micro-batches takes as long as the one before, and so the length grows linearly. Schedules that split the backward
+pass reach this state later than the others.
 """
 
 from collections.abc import Callable
@@ -47,8 +48,9 @@ def step_length(schedule: PipelineSchedule, ranks: int, turns: int, micro_batche
 
 @cache
 def _units(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes) -> float:
-    """Return the length of a step, which is extended beyond 3 micro-batches for each rank."""
-    least, more = 2 * ranks, 3 * ranks
+    """Return the length of a step, which is extended beyond 2 or 3 micro-batches for each rank."""
+    rounds = 2 if schedule in ("zero_bubble", "zbv") else 1
+    least, more = rounds * ranks, (rounds + 1) * ranks
     if micro_batches <= more:
         return played(schedule, ranks, turns, micro_batches, times)
     short, long = (_units(schedule, ranks, turns, count, times) for count in (least, more))

@@ -7,7 +7,7 @@ from operator import ge
 from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.parallel.pipeline.cut import Cost, cut_layers
-from tpfuse.parallel.pipeline.order import Order, order, stage_ranks
+from tpfuse.parallel.pipeline.order import Kind, Order, order, stage_ranks
 from tpfuse.parallel.pipeline.runner import routes
 from tpfuse.parallel.pipeline.timeline import Holding, holdings
 
@@ -96,11 +96,17 @@ def tied_apart(schedule: PipelineSchedule, ranks: int, stages_per_rank: int) -> 
 
 
 def _part(made: Order, layers: tuple[int, ...], rank: int) -> Part:
-    stages, each = made.stages_of(rank), list(holdings(made, rank))
-    # Most of what a rank holds is less than what it holds after its next action, or after the one before.
+    stages, actions = made.stages_of(rank), made.actions[rank]
+    # A forward pass frees nothing. So a rank holds no less after it than after the action before.
+    most = [
+        holding
+        for holding, following in zip(holdings(made, rank), [*actions[1:], None], strict=True)
+        if following is None or following.kind is not Kind.FORWARD
+    ]
+    # Most of what a rank holds is less than what it holds after the next of these actions, or after the one before.
     seen = {
         here
-        for before, here, after in zip([None, *each], each, [*each[1:], None], strict=False)
+        for before, here, after in zip([None, *most], most, [*most[1:], None], strict=False)
         if not any(other is not None and other != here and _holds(other, here) for other in (before, after))
     }
     peaks = tuple(peak for peak in seen if not any(_holds(other, peak) for other in seen - {peak}))

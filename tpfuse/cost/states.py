@@ -28,6 +28,7 @@ class Kind:
     largest: int
 
 
+@cache
 def held(
     sizes: ModelSizes,
     part: tuple[int, bool, bool, bool],

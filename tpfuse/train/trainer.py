@@ -215,7 +215,7 @@ class Trainer:
         return Timeline(
             self.runner.order,
             tuple(
-                tuple(replace(each, start=each.start + began - first, end=each.end + began - first) for each in row)
+                tuple(each._replace(start=each.start + began - first, end=each.end + began - first) for each in row)
                 for began, row in rows
             ),
         )

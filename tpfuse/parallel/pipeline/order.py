@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from torch import nn
 from torch.distributed.pipelining import schedules
@@ -65,8 +65,7 @@ _KINDS = {  # by torch's names
 }
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """A computation of one stage for one micro-batch."""
 
     kind: Kind
@@ -195,11 +194,13 @@ def _interleaved(
         rows = _CLASSES[schedule](stages, micro_batches).pipeline_order
     except ValueError:
         return None
+    found = {each.computation_type for row in rows.values() for each in row if each is not None}
+    kinds = {each: _KINDS[each.name] for each in found if each.name in _KINDS}
     return tuple(
         tuple(
-            Action(_KINDS[each.computation_type.name], each.stage_index, each.microbatch_index)
+            Action(kinds[each.computation_type], each.stage_index, each.microbatch_index)
             for each in rows[rank]
-            if each is not None and each.computation_type.name in _KINDS
+            if each is not None and each.computation_type in kinds
         )
         for rank in range(ranks)
     )

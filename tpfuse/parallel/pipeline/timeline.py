@@ -8,6 +8,7 @@ share of each rank; the durations that a step has measured give what its order m
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpfuse.parallel.pipeline.cut import Cost
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
@@ -20,8 +21,7 @@ def usual_seconds(action: Action) -> float:
     return 2.0 if action.kind is Kind.BACKWARD else 1.0
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """An action of a rank and when it begins and ends, in the unit of the durations."""
 
     action: Action
@@ -131,8 +131,7 @@ class Held:
     gradients: int = 0
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """How much a rank holds after one of its actions, in the order of its stages.
 
     saved, gradients: by stage, the number of micro-batches of which it holds `Held.saved` and `Held.gradients`. passed:
@@ -155,6 +154,13 @@ def holdings(order: Order, rank: int) -> Iterator[Holding]:
     saved = dict.fromkeys(order.stages_of(rank), 0)
     gradients = dict.fromkeys(saved, 0)
     holders: dict[tuple[bool, int, int], set[int]] = {}  # by (whether it is a gradient, source, micro-batch): stages
+
+    def let_go(tensor: tuple[bool, int, int], stage: int) -> None:
+        if tensor in holders:
+            holders[tensor].discard(stage)
+            if not holders[tensor]:
+                del holders[tensor]
+
     for action in order.actions[rank]:
         stage, number, forward = action.stage, action.micro_batch, action.kind is Kind.FORWARD
         ends_first_part = action.kind is Kind.INPUT and stage > 0  # of the first stage there is no first part
@@ -166,13 +172,13 @@ def holdings(order: Order, rank: int) -> Iterator[Holding]:
         if target in saved and (forward or ends_first_part or action.kind is Kind.BACKWARD):
             holders.setdefault((not forward, stage, number), set()).add(target)
         if ends_first_part or action.ends:
-            holders.get((False, stage, number), set()).discard(stage)
+            let_go((False, stage, number), stage)
         if action.ends:
             saved[stage] -= 1
             gradients[stage] -= action.kind is Kind.WEIGHT and stage > 0
-            for taken in ((False, stage - 1, number), (True, stage + 1, number)):
-                holders.get(taken, set()).discard(stage)
-        yield Holding(tuple(saved.values()), tuple(gradients.values()), sum(map(bool, holders.values())))
+            let_go((False, stage - 1, number), stage)
+            let_go((True, stage + 1, number), stage)
+        yield Holding(tuple(saved.values()), tuple(gradients.values()), len(holders))
 
 
 def most_held(order: Order, rank: int, held: Mapping[int, Held], passed: int) -> int:
