@@ -20,7 +20,7 @@ from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.testing.decoders import FAMILIES, decoder, exact
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive, pairwise
-from tpfuse.testing.training import Result, check_same, new_trainer, options_of, ranks_of, train
+from tpfuse.testing.training import Result, check_same, new_trainer, options_of, ranks_of, train, trained_decoder
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError
 from tpfuse.train.memory import _account, _part
@@ -51,22 +51,10 @@ def _options(layout: Layout, schedule: str = "1f1b", **more: Any) -> TrainComman
     return options_of(2 * pp, batch=BATCH, tp=tp, cp=cp, dp=dp, pp=pp, pp_schedule=schedule, **more)
 
 
-def _steps(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
-    with exact(config.empty(torch.float64)):
-        return train(options, steps, "auto", *folders, config=config)
-
-
-def _run(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
-    first, *others = pool(ranks_of(options)).run(_steps, config, options, steps, *folders)
-    for other in others:
-        check_same(other, first)
-    return first
-
-
 @functools.cache
 def _one_rank(family: str) -> Result:
     """Returns what one rank finds in 3 steps. Its gradients are clipped: norms exceed `clip`, which is 0.5."""
-    found = _run(_config(family), ONE_RANK, 3)
+    found = trained_decoder(_config(family), ONE_RANK, 3)
     assert min(found[1]) > 0.5
     return found
 
@@ -93,7 +81,7 @@ def _check(family: str, found: Result) -> None:
 def test_every_schedule_and_layout_trains_as_one_rank(
     family: str, layout: Layout, schedule: str, stage: int, recompute: str
 ) -> None:
-    _check(family, _run(_config(family), _options(layout, schedule, stage=stage, recompute=recompute), 3))
+    _check(family, trained_decoder(_config(family), _options(layout, schedule, stage=stage, recompute=recompute), 3))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +101,7 @@ def test_every_schedule_and_layout_trains_as_one_rank(
     ],
 )
 def test_layers_of_several_kinds_and_more_dimensions_train_as_one_rank(family: str, options: TrainCommand) -> None:
-    _check(family, _run(_config(family), options, 3))
+    _check(family, trained_decoder(_config(family), options, 3))
 
 
 @pytest.mark.parametrize(
@@ -132,8 +120,8 @@ def test_a_run_resumes_with_and_without_a_pipeline(
     tmp_path: Path, family: str, before: TrainCommand, after: TrainCommand
 ) -> None:
     config = _config(family)
-    _run(config, before, 2, tmp_path)
-    losses, norms, weights = _run(config, after, 1, None, tmp_path)
+    trained_decoder(config, before, 2, tmp_path)
+    losses, norms, weights = trained_decoder(config, after, 1, None, tmp_path)
     whole = _one_rank(family)
     _check(family, (whole[0][:2] + losses, whole[1][:2] + norms, weights))
 
@@ -230,10 +218,10 @@ def test_losses_in_fewer_bits_are_near_those_of_one_rank(schedule: str, more: di
 def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     """Layers that are computed again draw the same masks, and stages draw different ones."""
     config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
-    whole = _run(config, _options((1, 1, 1, 2), "zbv"), 3)
+    whole = trained_decoder(config, _options((1, 1, 1, 2), "zbv"), 3)
     assert abs(whole[0][0] / _one_rank("gpt2")[0][0] - 1) > 1e-4
-    _run(config, _options((1, 1, 1, 2), "zbv"), 2, tmp_path)
-    resumed = _run(config, _options((1, 1, 1, 2), "zbv", recompute="full"), 1, None, tmp_path)
+    trained_decoder(config, _options((1, 1, 1, 2), "zbv"), 2, tmp_path)
+    resumed = trained_decoder(config, _options((1, 1, 1, 2), "zbv", recompute="full"), 1, None, tmp_path)
     check_same(resumed, (whole[0][2:], whole[1][2:], whole[2]))
 
 

@@ -19,7 +19,7 @@ from tpfuse.testing.command import Command, Commands
 from tpfuse.testing.decoders import decoder, exact
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import Result, check_same, new_trainer, options_of, ranks_of, train
+from tpfuse.testing.training import new_trainer, options_of, trained_decoder
 from tpfuse.train.config import read_toml
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError
@@ -36,19 +36,6 @@ TRAINING = (
 
 def _config(family: str, **settings: Any) -> DecoderConfig:
     return DecoderConfig.of(json.loads(decoder(family, **settings).config.to_json_string()), n_positions=7)
-
-
-def _steps(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
-    """Trains with norms and losses in the dtype of the model; transformers' own would compute in float32."""
-    with exact(config.empty(torch.float64)):
-        return train(options, steps, "auto", *folders, config=config)
-
-
-def _run(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
-    first, *others = pool(ranks_of(options)).run(_steps, config, options, steps, *folders)
-    for other in others:
-        check_same(other, first)
-    return first
 
 
 def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainCommand:
@@ -76,10 +63,10 @@ def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainComma
 )
 def test_every_layout_trains_as_one_rank(family: str, layouts: list[TrainCommand]) -> None:
     config = _config(family)
-    alone = _run(config, options_of(batch=4), 3)
+    alone = trained_decoder(config, options_of(batch=4), 3)
     assert alone[0][-1] < alone[0][0]
     for options in layouts:
-        found = _run(config, options, 3)
+        found = trained_decoder(config, options, 3)
         assert found[0] == pytest.approx(alone[0], rel=1e-9)
         assert found[1] == pytest.approx(alone[1], rel=1e-9)
         for name, weight in alone[2].items():
@@ -118,9 +105,9 @@ def test_a_run_resumes_in_another_layout(
     tmp_path: Path, family: str, before: TrainCommand, after: TrainCommand
 ) -> None:
     config = _config(family)
-    whole = _run(config, after, 5)
-    _run(config, before, 3, tmp_path)
-    found = _run(config, after, 2, None, tmp_path)
+    whole = trained_decoder(config, after, 5)
+    trained_decoder(config, before, 3, tmp_path)
+    found = trained_decoder(config, after, 2, None, tmp_path)
     assert found[0] == pytest.approx(whole[0][3:], rel=1e-9)
     for name, weight in whole[2].items():
         torch.testing.assert_close(found[2][name], weight, rtol=1e-9, atol=1e-11, msg=name)
@@ -130,12 +117,12 @@ def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
     options = _layout(2, 1, 1, 0, accumulation=2)
     torch.manual_seed(1)
-    whole = _run(config, options, 3)
-    plain = _run(_config("gpt2"), options, 3)
+    whole = trained_decoder(config, options, 3)
+    plain = trained_decoder(_config("gpt2"), options, 3)
     assert abs(whole[0][0] / plain[0][0] - 1) > 1e-4
-    _run(config, options, 2, tmp_path)
+    trained_decoder(config, options, 2, tmp_path)
     torch.manual_seed(2)
-    resumed = _run(config, options, 1, None, tmp_path)
+    resumed = trained_decoder(config, options, 1, None, tmp_path)
     assert resumed[0] == whole[0][2:] and all(torch.equal(resumed[2][name], whole[2][name]) for name in whole[2])
 
 

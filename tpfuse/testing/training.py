@@ -18,10 +18,13 @@ from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.decoders import exact
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import newest_good, save
+from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.pipeline import rank_count
 from tpfuse.train.setup import ulysses_ranks
@@ -58,7 +61,7 @@ def ranks_of(options: TrainCommand) -> int:
     return rank_count(options.parallel)
 
 
-def new_trainer(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trainer, Windows]:
+def new_trainer(options: TrainCommand, config: ModelConfig = CONFIG) -> tuple[Trainer, Windows]:
     """Return a trainer on all ranks of the pool, and batches of a sequence that can be learned."""
     parallel, mesh = options.parallel, None
     if ranks_of(options) > 1:
@@ -93,7 +96,7 @@ def train(
     name: Implementation = "auto",
     save_to: Path | None = None,
     resume: Path | None = None,
-    config: GPTConfig = CONFIG,
+    config: ModelConfig = CONFIG,
 ) -> Result:
     """Train on this rank of a pool, from the checkpoint in `resume` if there is one, and save one in `save_to`."""
     # If the checkout is in memory, the file may be too.
@@ -118,6 +121,25 @@ def train(
 def trained(options: TrainCommand, steps: int, *more: Any) -> list[Result]:
     """Return the results of `train` on the ranks of a pool."""
     return pool(ranks_of(options)).run(train, options, steps, *more)
+
+
+def train_decoder(
+    config: DecoderConfig, options: TrainCommand, steps: int, save_to: Path | None = None, resume: Path | None = None
+) -> Result:
+    """Train a model of transformers on this rank of a pool as `train` does, with its norms and losses in float64."""
+    with exact(config.empty(torch.float64)):
+        return train(options, steps, "auto", save_to, resume, config)
+
+
+def trained_decoder(config: DecoderConfig, options: TrainCommand, steps: int, *folders: Path | None) -> Result:
+    """Return the result of `train_decoder` on the ranks of a pool. Raise AssertionError if they differ.
+
+    folders: `save_to` and `resume` of `train`.
+    """
+    results: list[Result] = pool(ranks_of(options)).run(train_decoder, config, options, steps, *folders)
+    for other in results[1:]:
+        check_same(other, results[0])
+    return results[0]
 
 
 def check_same(found: Result, expected: Result, tolerance: float = 1e-10) -> None:
