@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import harness, plan_b200, plan_page, plan_published
+from benchmarks.plan_published import MEGATRON
 from tpfuse.cost.hardware import Cluster, Gpu, Link
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import Program
@@ -41,18 +42,6 @@ _SPREAD = 0.05
 # NVIDIA A100 data sheet, 2021: dense products in 16-bit types, and memory. Most of the rest is fitted. The products are
 # cuBLAS's, which chooses among many tiles: waves of tiles are not counted (multiprocessors is 0).
 A100 = Gpu("A100", 80e9, 312e12, 156e12, 0.8, 0.5, 1.5e12, 0, 2e-6, 50e-6)
-# Megatron-DeepSpeed of 2022: attention writes its scores, tensor-parallel ranks all-reduce, gradients have 16 bits and
-# are reduced at the end, and the blocks are cut equally. A block launches about 20 operators forward.
-MEGATRON = Program(
-    "Megatron-DeepSpeed",
-    fused_attention=False,
-    sequence_parallel=False,
-    overlap_tp=False,
-    overlap_dp=False,
-    block_operators=20,
-    equal_stages=True,
-    gradient_bytes=2,
-)
 # Megatron's fused softmax takes 4 heads of all sequences at once; otherwise torch computes it, with a cast to float32,
 # the scale, the mask and a cast back besides.
 _SOFTMAX_HEADS, _SOFTMAX_OPERATORS = 4, 5

@@ -21,10 +21,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
 
 
 def test_one_rank_takes_no_time() -> None:
-    times = [
-        function(1e9, 1, LINK) for function in (collectives.all_reduce, collectives.all_gather, collectives.all_to_all)
-    ]
-    assert times == [0.0, 0.0, 0.0]
+    assert collectives.all_reduce(1e9, 1, LINK) == collectives.all_gather(1e9, 1, LINK) == 0.0
 
 
 def test_a_tree_is_faster_for_small_tensors_only() -> None:

@@ -1,7 +1,7 @@
 """The time of collectives by latency and bandwidth; of the algorithms that a link allows the fastest counts.
 
 Sizes are the bytes of the whole tensor, which every rank has before an all-reduce, after an all-gather, and before a
-reduce-scatter or an all-to-all. A ring takes ranks - 1 steps, each with the link's latency, and an all-reduce twice as
+reduce-scatter. A ring takes ranks - 1 steps, each with the link's latency, and an all-reduce twice as
 many (Thakur, Rabenseifner and Gropp, 2005). A tree takes log2(ranks) steps twice; NCCL has trees between nodes only.
 Switches that reduce take one step up and one down, and each rank sends its bytes once.
 """
@@ -34,13 +34,6 @@ def all_gather(size: float, ranks: int, link: Link) -> float:
 def reduce_scatter(size: float, ranks: int, link: Link) -> float:
     """Return the seconds of a reduce-scatter, which sends as much as an all-gather."""
     return all_gather(size, ranks, link)
-
-
-def all_to_all(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of an all-to-all, in which a rank sends all but its own share, to all ranks at once."""
-    if ranks == 1:
-        return 0.0
-    return link.start + link.latency + size * (ranks - 1) / ranks / link.bandwidth
 
 
 def send(size: float, link: Link) -> float:
