@@ -49,7 +49,7 @@ _VOCABULARY, _VOCABULARY_MULTIPLE = 50257, 128  # GPT-2's, which tensor-parallel
 
 
 class Parameters(NamedTuple):
-    """What is fitted: fields of the GPU and of the program, with the values that the fit begins with."""
+    """The fields of the GPU and of the program that are fitted, with the values that the fit begins with."""
 
     product_share: float = 0.8
     bandwidth: float = 1.4e12

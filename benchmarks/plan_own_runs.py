@@ -165,13 +165,14 @@ def measure(name: str, ranks: int, missing: bool) -> None:
 
 
 def typical(found: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the median of the seconds of quiet steps, and the largest share of others in these.
+    """Return the seconds that a fifth of the quiet steps fall below, and the largest share of others in these.
 
-    If fewer than two were `QUIET`, the two with the least share of others count.
+    Calibration takes the same part: what else the machine does only adds time. If fewer than two were `QUIET`, the two
+    with the least share of others count.
     """
     quiet = [each for each in found if each[1] <= QUIET]
     chosen = quiet if len(quiet) > 1 else sorted(found, key=lambda each: each[1])[:2]
-    return statistics.median(x for x, _ in chosen), max(x for _, x in chosen)
+    return sorted(x for x, _ in chosen)[len(chosen) // 5], max(x for _, x in chosen)
 
 
 def described(layout: Layout) -> str:

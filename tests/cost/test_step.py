@@ -2,9 +2,11 @@
 
 from dataclasses import fields, replace
 from time import perf_counter
+from typing import Any
 
 import pytest
 
+from tpfuse.cost.bubble import cut
 from tpfuse.cost.hardware import Cluster, Gpu, Link
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import TPFUSE, Program
@@ -108,7 +110,11 @@ def test_accumulated_gradients_are_reduced_once_and_stage_3_gathers_for_each_mic
 def test_the_played_step_of_a_pipeline_takes_the_time_of_its_passes() -> None:
     for schedule, turns in (("1f1b", 1), ("zbv", 2)):
         layout = replace(LAYOUT, pp=4, schedule=schedule, stages_per_rank=turns, micro_batch=4)  # type: ignore[arg-type]
-        times, played = step_times(SIZES, layout, CLUSTER, TPFUSE), played_step(SIZES, layout, CLUSTER, TPFUSE)
+        stages = cut(SIZES, 4 * turns, False)
+        blocks = [stages.middle] * (4 * turns - 1) + [
+            stages.last
+        ]  # as `step_times` counts them
+        times, played = step_times(SIZES, layout, CLUSTER, TPFUSE), played_step(SIZES, layout, CLUSTER, TPFUSE, blocks)
         apart = times.pipeline + times.data + times.optimizer + TPFUSE.step_operators * GPU.host_seconds
         assert played.length == pytest.approx(times.total - apart, rel=0.02), schedule
         idle = played.idle_share(played.order.rank_of[-1])
@@ -134,3 +140,22 @@ def test_ranks_that_take_turns_do_the_work_of_all() -> None:
     alone = step_times(few, LAYOUT, CPUS, TPFUSE)
     assert times.total > 0.9 * alone.total / HOST.at_once, "two cores compute the work of four ranks"
     assert times.bubble > 0.1 * times.total, "the last rank waits for those that have more blocks"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "count"),
+    [
+        ({"tp": 4}, "tensor", 8 * 32),
+        ({"cp": 4}, "context", 3 * 3 * 32),
+        ({"pp": 4, "micro_batch": 2}, "pipeline", 2 * 2 * 4),
+        ({"dp": 2, "tp": 2, "recompute": "full"}, "tensor", 12 * 32),
+        ({"tp": 2}, "tensor", 0),
+    ],
+)
+def test_ranks_that_take_turns_lose_time_when_they_wait(ranks: dict[str, Any], kind: str, count: int) -> None:
+    """Two of them do not take turns on two cores."""
+    layout = replace(LAYOUT, **{"micro_batch": 8, "batch": 8 * ranks.get("dp", 1), **ranks})
+    waiting = replace(CPUS, gpu=replace(HOST, wait_seconds=1e-3))
+    before, after = (step_times(SIZES, layout, cpus, TPFUSE) for cpus in (CPUS, waiting))
+    assert getattr(after, kind) - getattr(before, kind) == pytest.approx(count * 1e-3)
+    assert after.total - before.total == pytest.approx(count * 1e-3)

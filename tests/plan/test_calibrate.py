@@ -75,6 +75,7 @@ def test_ranks_with_cores_of_their_own_take_no_turns() -> None:
         (lambda x: x.collectives["all-gather"].__setitem__(0, 45e-6), {"link.start"}),
         (lambda x: x.message.__setitem__(0, 15e-6), {"link.latency", "link.start"}),
         (lambda x: x.rates.update({4: 2.0}), {"at_once"}),
+        (lambda x: setattr(x, "wait", 1e-3), {"wait_seconds"}),
     ],
 )
 def test_slow_times_show_in_their_own_numbers(plant: Callable[[Found], None], slower: set[str]) -> None:

@@ -3,15 +3,17 @@
 A step is played (`tpfuse.parallel.pipeline.timeline`). Only a few micro-batches are: in steady state each further group
 of micro-batches takes as long as the one before, and so the length grows linearly. Schedules that split the backward
 pass reach this state later than the others.
+
+cores: on a CPU, those of each pipeline, which its ranks share equally while more of them compute.
 """
 
-from collections.abc import Callable
 from functools import cache
+from math import inf
 from typing import NamedTuple
 
 from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.in_flight import stage_blocks
-from tpfuse.cost.played_order import KINDS, class_of, played_length
+from tpfuse.cost.played_order import KINDS, played_length, shared_length
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.parallel.pipeline.order import Action, Kind
 
@@ -36,39 +38,47 @@ def cut(sizes: ModelSizes, stages: int, equal: bool) -> Stages:
     return Stages(max(blocks[:-1], default=blocks[-1]), blocks[-1])
 
 
-def step_length(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes) -> float:
+def step_length(
+    schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes, cores: float = inf
+) -> float:
     """Return the seconds of a step. turns: the stages of a rank. Ratios of `times` are rounded."""
     unit = times[1][0]
     first, middle, last = (tuple(max(1, round(_STEPS * part / unit)) for part in stage) for stage in times)
-    rounded = _units(schedule, ranks, turns, micro_batches, (first, middle, last))
+    rounded = _units(schedule, ranks, turns, micro_batches, (first, middle, last), cores)
     busiest = max(sum(times[2]) + (turns - 1) * sum(times[1]), sum(times[1]) * turns)
     in_units = max(sum(last) + (turns - 1) * sum(middle), sum(middle) * turns)
     return rounded * busiest / in_units
 
 
 @cache
-def _units(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes) -> float:
+def _units(
+    schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes, cores: float
+) -> float:
     """Return the length of a step, which is extended beyond 2 or 3 micro-batches for each rank."""
     rounds = 2 if schedule in ("zero_bubble", "zbv") else 1
     least, more = rounds * ranks, (rounds + 1) * ranks
     if micro_batches <= more:
-        return played(schedule, ranks, turns, micro_batches, times)
-    short, long = (_units(schedule, ranks, turns, count, times) for count in (least, more))
+        return played(schedule, ranks, turns, micro_batches, times, cores)
+    short, long = (_units(schedule, ranks, turns, count, times, cores) for count in (least, more))
     return long + (micro_batches - more) * (long - short) / (more - least)
 
 
-def played(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes) -> float:
+def played(
+    schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes, cores: float = inf
+) -> float:
     """Return the length of a step, all micro-batches of which are played."""
-    return played_length(schedule, ranks, turns, micro_batches, _by_class(times))
+    if cores >= ranks:
+        return played_length(schedule, ranks, turns, micro_batches, _by_class(times))
+    return shared_length(schedule, ranks, turns, micro_batches, _by_class(times), cores)
 
 
-def action_seconds(times: StageTimes, stages: int) -> Callable[[Action], float]:
-    """Return the function that gives the seconds of an action of a pipeline of so many stages."""
-    seconds = _by_class(times)
-    return lambda action: seconds[class_of(action, stages)]
+def pass_seconds(stage: Stage, action: Action) -> float:
+    """Return the seconds of an action of a stage. The parts of a backward pass take equally long."""
+    part, share = _SPLIT[action.kind]
+    return stage[part] * share
 
 
 def _by_class(times: StageTimes) -> list[float]:
-    """Return the seconds of each class of actions (`class_of`). The parts of a backward pass take equally long."""
+    """Return the seconds of each class of actions (`class_of`)."""
     parts = [(stage, _SPLIT[kind]) for stage in times for kind in KINDS]
     return [stage[part] * share for stage, (part, share) in parts]

@@ -39,7 +39,7 @@ class Gpu:
     one operator of autograd, forward or backward; a step cannot be shorter than its operators take to issue. price: of
     an hour, in dollars; 0 if it is not known. links: the names of the links that it can have to its neighbours; () for
     any. at_once: of a CPU, the number of ranks that compute at these rates at the same time; more of them take turns. 0
-    for a GPU.
+    for a GPU. wait_seconds: what a rank that takes turns loses each time it waits for another one.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Gpu:
     unaligned_share: float = 0.5
     elementwise_share: float = 1.0
     packing_share: float = 1.0
+    wait_seconds: float = 0.0
 
     def rate(self, size: int) -> float:
         """Return the operations per second of products on numbers of `size` bytes."""
@@ -110,11 +111,6 @@ class Cluster:
         return self.inside if ranks * stride <= self.per_node else self.network
 
 
-def gpu_names() -> list[str]:
-    """Return the names of the known GPUs."""
-    return _names("gpus")
-
-
 def link_names() -> list[str]:
     """Return the names of the known links inside a node."""
     return _names("links")
@@ -123,6 +119,17 @@ def link_names() -> list[str]:
 def load_gpu(name_or_path: str) -> Gpu:
     """Return a GPU by its name, or from a TOML file. Raise ValueError for an unknown name and a malformed file."""
     return _load(Gpu, "GPU", "gpus", name_or_path)
+
+
+def known_gpu(device: str, memory: float) -> Gpu | None:
+    """Return the GPU that torch names `device`, with so many bytes of memory; None if no file describes it.
+
+    The files describe modules (SXM). Cards of the same chips (PCIe, NVL) are slower.
+    """
+    if "PCIe" in device or "NVL" in device:
+        return None
+    found = [load_gpu(name) for name in _names("gpus") if name.partition("-")[0].upper() in device]
+    return min(found, key=lambda gpu: abs(gpu.memory - memory), default=None)
 
 
 def load_link(name_or_path: str) -> Link:
@@ -226,7 +233,7 @@ def _value(table: Any, kind: Any, where: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise ValueError(f"{where}: expected a list of names, not {value!r}")
         return tuple(value)
-    zero = where.endswith(("multiprocessors", "price", "at_once"))  # of a CPU; not known; of a GPU
+    zero = where.endswith(("multiprocessors", "price", "at_once", "wait_seconds"))  # of a CPU; not known; of a GPU
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{where}: expected a positive number, not {value!r}")

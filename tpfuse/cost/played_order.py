@@ -2,6 +2,8 @@
 
 `tpfuse.parallel.pipeline.timeline` plays an order once. Which action waits for which does not depend on how long they
 take, so this module asks for it once, and then computes the ends of all actions in a plain loop.
+
+On CPU ranks that share cores, an action takes the longer the more ranks compute at the same time.
 """
 
 from collections.abc import Sequence
@@ -29,6 +31,41 @@ def played_length(
         start, ready = ends[before], ends[needed]
         ends.append((start if start > ready else ready) + seconds[index])
     return max(ends)
+
+
+def shared_length(
+    schedule: PipelineSchedule,
+    ranks: int,
+    stages_per_rank: int,
+    micro_batches: int,
+    seconds: Sequence[float],
+    cores: float,
+) -> float:
+    """Return the length of a step of ranks that share `cores` equally while more of them compute.
+
+    seconds: as for `played_length`, of a rank that has a core for itself.
+    """
+    waits = _waits(schedule, ranks, stages_per_rank, micro_batches)
+    after: list[list[int]] = [[] for _ in range(len(waits) + 1)]
+    open_needs = [0] * (len(waits) + 1)
+    for number, (_, before, needed) in enumerate(waits, start=1):
+        for other in {before, needed} - {0}:
+            after[other].append(number)
+            open_needs[number] += 1
+    left = {number: seconds[waits[number - 1][0]] for number in range(1, len(waits) + 1) if not open_needs[number]}
+    length = 0.0
+    while left:
+        rate = min(1.0, cores / len(left))
+        least = min(left.values())
+        length += least / rate
+        left = {number: rest - least for number, rest in left.items()}
+        for ended in [number for number, rest in left.items() if rest <= 1e-9 * least]:
+            del left[ended]
+            for number in after[ended]:
+                open_needs[number] -= 1
+                if not open_needs[number]:
+                    left[number] = seconds[waits[number - 1][0]]
+    return length
 
 
 @cache

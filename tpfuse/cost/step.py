@@ -5,15 +5,17 @@ The host issues operators while the device runs those before. Of a pass that tak
 pass takes the root of host^2 + device^2, which is the larger of both where they are far apart.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from math import hypot
+from math import ceil, hypot, inf
 from typing import NamedTuple
 
 from tpfuse.choices import Recompute
 from tpfuse.cost import collectives, overlap, work
-from tpfuse.cost.bubble import Stages, StageTimes, action_seconds, cut, step_length
+from tpfuse.cost.bubble import Stage, Stages, StageTimes, cut, pass_seconds, step_length
 from tpfuse.cost.hardware import Cluster, Gpu
+from tpfuse.cost.in_flight import stage_blocks
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.products import product_seconds
 from tpfuse.cost.program import Program
@@ -22,8 +24,9 @@ from tpfuse.cost.work import HALF, Work
 from tpfuse.parallel.pipeline.order import order
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline
 
-# Operators of ring attention on CPU ranks for each rank, forward and backward: 27 calls of torch more for each further
-# rank in a block of which a rank alone makes 62, which count as 32 operators (torch's dispatcher, 4 x 128 features).
+# On CPU ranks, ring attention issues so many operators for each rank, forward and backward: a block makes 27 calls of
+# torch more for each further rank, beside the 62 of a rank alone, which count as 32 operators (torch's dispatcher, 4 x
+# 128 features).
 _RING = (5, 9)
 
 
@@ -87,7 +90,8 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
     waits = 0.0
     if layout.pp > 1:
         times = _stage_times(parts, stages)
-        length = step_length(layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches, times)
+        pipeline = layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches
+        length = step_length(*pipeline, times, _cores(layout, cluster))
         crossings = layout.pp * layout.stages_per_rank - 1
         waits = 2 * crossings * _message(sizes, layout, cluster, program) + _tied(sizes, layout, cluster, program)
     data, optimizer = _update(sizes, layout, cluster, program, stages, parts)
@@ -104,22 +108,25 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
         optimizer,
         count * last.launches + program.step_operators * cluster.gpu.host_seconds,
     )
-    if not cluster.gpu.is_host:
-        return found
-    mean = sum(_mean_pass(parts, sizes, layout)) - sum(last)
-    return _taking_turns(found, count * mean, min(layout.ranks, cluster.per_node), cluster.gpu)
+    return _taking_turns(found, busy, layout, stages, cluster, program) if cluster.gpu.is_host else found
 
 
-def played_step(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Timeline:
+def played_step(
+    sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program, blocks: Sequence[int] = ()
+) -> Timeline:
     """Return the passes of a step of a pipeline, in seconds, as the schedule orders them.
 
-    The first stage, the stages in the middle and the last one differ in time, as they do for `step_times`. A rank waits
-    for each message from another rank.
+    blocks: the number of blocks of each stage; () for the cut of `tpfuse train`. A rank waits for each message from
+    another rank.
     """
     program = _on(cluster, program)
-    times = _stage_times(*_parts_of(sizes, layout, cluster, program))
+    parts, _ = _parts_of(sizes, layout, cluster, program)
     played = order(layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches)
-    return timeline(played, action_seconds(times, played.stages), _message(sizes, layout, cluster, program))
+    blocks = blocks or stage_blocks(sizes, played.stages, program.equal_stages)
+    stages = [_stage(parts, count, stage == 0, stage == played.stages - 1) for stage, count in enumerate(blocks)]
+    return timeline(
+        played, lambda action: pass_seconds(stages[action.stage], action), _message(sizes, layout, cluster, program)
+    )
 
 
 def _on(cluster: Cluster, program: Program) -> Program:
@@ -143,42 +150,81 @@ def _parts_of(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Prog
 
 def _stage_times(parts: _Parts, stages: Stages) -> StageTimes:
     """Return the seconds of the passes of the first stage, of each in the middle, and of the last."""
-    forward, backward, extra = sum(parts.block[0]), sum(parts.block[1]), sum(parts.extra) / 2
-    front, head = [sum(each) for each in parts.embedding], [sum(each) for each in parts.head]
-    middle = stages.middle * forward + extra, stages.middle * backward + extra
-    last = stages.last * forward + extra + head[0], stages.last * backward + extra + head[1]
-    return (middle[0] + front[0], middle[1] + front[1]), middle, last
+    middle, last = stages
+    return (
+        _stage(parts, middle, first=True, last=False),
+        _stage(parts, middle, first=False, last=False),
+        _stage(parts, last, first=False, last=True),
+    )
 
 
-def _taking_turns(times: Times, more: float, ranks: int, gpu: Gpu) -> Times:
-    """Return the times of CPU ranks, which share cores. more: the seconds by which the mean rank computes longer.
+def _stage(parts: _Parts, blocks: int, first: bool, last: bool) -> Stage:
+    """Return the seconds of the forward and of the backward pass of a stage."""
+    forward, backward = (
+        blocks * sum(parts.block[index])
+        + sum(parts.extra) / 2
+        + first * sum(parts.embedding[index])
+        + last * sum(parts.head[index])
+        for index in (0, 1)
+    )
+    return forward, backward
 
-    While a rank waits for others in the pipeline, these compute. So a step takes at least the work of all ranks.
+
+def _cores(layout: Layout, cluster: Cluster) -> float:
+    """Return how many ranks of each pipeline can compute at the same time."""
+    pipelines = max(1, min(layout.ranks, cluster.per_node) // layout.pp)
+    return cluster.gpu.at_once / pipelines if cluster.gpu.is_host else inf
+
+
+def _taking_turns(
+    times: Times, passes: float, layout: Layout, stages: Stages, cluster: Cluster, program: Program
+) -> Times:
+    """Return the times of CPU ranks, which share cores. passes: the seconds of a rank's passes, if it had a core.
+
+    The length of a pipeline's step knows of the cores already: while a rank waits, others compute. A rank that takes
+    turns also loses time whenever it waits for another one, as long as the cores compute a third one.
     """
-    if ranks <= gpu.at_once:
-        return times
-    alone = times.total - times.bubble
-    length = max(times.total, (alone + more) * ranks / gpu.at_once)
-    slower = min(ranks / gpu.at_once, length / alone)
-    busy = {kind.name: getattr(times, kind.name) * slower for kind in fields(times) if kind.name != "bubble"}
-    return Times(**busy, bubble=max(0.0, length - sum(busy.values())))
+    gpu, ranks = cluster.gpu, min(layout.ranks, cluster.per_node)
+    slower = max(1.0, ranks / gpu.at_once)
+    in_passes = slower if layout.pp == 1 else min(slower, 1 + times.bubble / passes)
+    scaled = {name: in_passes * value for name, value in vars(times).items()}
+    scaled["bubble"] = max(0.0, passes + times.bubble - in_passes * passes)
+    for name in ("pipeline", "data", "optimizer"):
+        scaled[name] = slower * getattr(times, name)
+    if ranks > ceil(gpu.at_once):
+        waits = _waits(layout, layout.micro_batches * _blocks(layout, stages), program)
+        for name, count in zip(("tensor", "context", "pipeline"), waits, strict=True):
+            scaled[name] += count * gpu.wait_seconds
+    return Times(**scaled)
+
+
+def _waits(layout: Layout, blocks: int, program: Program) -> tuple[int, int, int]:
+    """Return how often a rank waits for others of its dimensions tp, cp and pp. blocks: those of all its micro-batches.
+
+    A backward pass of ring attention passes gradients on too. A message between stages has two ends.
+    """
+    passes = 3 if layout.recompute == "full" else 2
+    messages = 2 * layout.micro_batches * layout.stages_per_rank if layout.pp > 1 else 0
+    return passes * _collectives(layout.tp, program) * blocks, (passes + 1) * (layout.cp - 1) * blocks, 2 * messages
+
+
+def _collectives(tp: int, program: Program) -> int:
+    """Return the collectives of tensor-parallel ranks in one pass of a block."""
+    return 0 if tp == 1 else 4 if program.sequence_parallel else 2
+
+
+def _blocks(layout: Layout, stages: Stages) -> int:
+    """Return the blocks of the rank of the last stage."""
+    return stages.last + (layout.stages_per_rank - 1) * stages.middle
 
 
 def _rank_pass(parts: _Parts, stages: Stages, layout: Layout) -> Pass:
     """Return the passes of one micro-batch on the rank of the last stage."""
-    blocks = stages.last + (layout.stages_per_rank - 1) * stages.middle
+    blocks = _blocks(layout, stages)
     total = Pass().plus(parts.extra, layout.stages_per_rank).plus(parts.block[0], blocks).plus(parts.block[1], blocks)
     total = total.plus(parts.head[0]).plus(parts.head[1])
     if layout.pp == 1:
         total = total.plus(parts.embedding[0]).plus(parts.embedding[1])
-    return total
-
-
-def _mean_pass(parts: _Parts, sizes: ModelSizes, layout: Layout) -> Pass:
-    """Return the passes of one micro-batch on the mean pipeline rank."""
-    total = Pass().plus(parts.extra, layout.stages_per_rank)
-    for each, times in ((parts.block, sizes.layers), (parts.head, 1), (parts.embedding, 1)):
-        total = total.plus(each[0], times / layout.pp).plus(each[1], times / layout.pp)
     return total
 
 
@@ -207,42 +253,48 @@ def _parts(
 ) -> _Parts:
     """Return the passes of the parts of a model for one micro-batch."""
     gpu, rows = cluster.gpu, micro_batch * sizes.tokens // cp
+    edge = collectives.all_reduce(float(program.parameter_bytes * rows * sizes.width), tp, cluster.link(tp, 1))
+
+    def passed(part: Work, tensor: float = 0.0) -> Pass:
+        return _passed(gpu, _device(gpu, program, part)._replace(tensor=tensor), (part,), 0.0)
+
+    looked_up, embedded_back = work.embedding(sizes, rows)
+    head, head_back = work.head(sizes, tp, rows, program)
+    return _Parts(
+        _block(sizes, tp, cp, micro_batch, recompute, cluster, program),
+        (passed(looked_up, edge), passed(embedded_back)),
+        (passed(head), passed(head_back, edge)),
+        Pass(launches=2 * program.pass_operators * gpu.host_seconds),
+    )
+
+
+def _block(
+    sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Recompute, cluster: Cluster, program: Program
+) -> tuple[Pass, Pass]:
+    """Return the forward and the backward pass of a block, which computes the former again for `full` recomputation."""
+    gpu, rows = cluster.gpu, micro_batch * sizes.tokens // cp
     first, second = work.block(sizes, tp, cp, micro_batch, program)
     again = work.recomputed(sizes, tp, cp, micro_batch, program, recompute)
-    works = ((first,), (second,) if again is None else (second, again))
-    device = [_device(gpu, program, *each) for each in works]
-    tensor = [_tensor(sizes, rows, tp, cluster, program, each.products, again=each is device[1]) for each in device]
-    context = _context(sizes, rows, tp, cp, cluster, program, device[0].attention)
-    count = 0 if tp == 1 else (2 if not program.sequence_parallel else 4)
-    more = count * program.collective_operators
-    ring = (_RING[0] * cp, _RING[1] * cp) if gpu.is_host and cp > 1 else (0, 0)
-    twice = 2 if recompute == "full" else 1
-    block = (
-        _passed(gpu, device[0]._replace(tensor=tensor[0], context=context), works[0], more + ring[0]),
+    works = (second,) if again is None else (second, again)
+    forward, backward = _device(gpu, program, first), _device(gpu, program, *works)
+    tensor, tensor_back = (
+        _tensor(sizes, rows, tp, cluster, program, each.products, again=each is backward)
+        for each in (forward, backward)
+    )
+    context = _context(sizes, rows, tp, cp, cluster, program, forward.attention)
+    issued = _collectives(tp, program) * program.collective_operators
+    ring, ring_back = (each * cp if gpu.is_host and cp > 1 else 0 for each in _RING)
+    repeated = recompute == "full"
+    return (
+        _passed(gpu, forward._replace(tensor=tensor, context=context), (first,), issued + ring),
         _passed(
             gpu,
-            device[1]._replace(
-                tensor=tensor[1] + (tensor[0] if recompute == "full" else 0.0),
-                context=context * (2 if recompute == "none" else 3),
+            backward._replace(
+                tensor=tensor_back + repeated * tensor, context=context * (2 if recompute == "none" else 3)
             ),
-            works[1],
-            twice * more + ring[1] + (twice - 1) * ring[0],
+            works,
+            (1 + repeated) * issued + ring_back + repeated * ring,
         ),
-    )
-    edge = collectives.all_reduce(float(program.parameter_bytes * rows * sizes.width), tp, cluster.link(tp, 1))
-    ends = work.embedding(sizes, rows), work.head(sizes, tp, rows, program)
-    embedding, head = (
-        tuple(
-            _passed(gpu, _device(gpu, program, each)._replace(tensor=edge if communicates else 0.0), (each,), 0.0)
-            for each, communicates in zip(both, sides, strict=True)
-        )
-        for both, sides in zip(ends, ((True, False), (False, True)), strict=True)
-    )
-    return _Parts(
-        block,
-        (embedding[0], embedding[1]),
-        (head[0], head[1]),
-        Pass(launches=2 * program.pass_operators * gpu.host_seconds),
     )
 
 
@@ -305,7 +357,7 @@ def _update(
     sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program, stages: Stages, parts: _Parts
 ) -> tuple[float, float]:
     """Return the seconds of data-parallel communication that nothing hides, and those of the optimizer."""
-    blocks = stages.last + (layout.stages_per_rank - 1) * stages.middle
+    blocks = _blocks(layout, stages)
     one = sizes.block_parameters / layout.tp
     parameters = blocks * one + sizes.table_parameters / layout.tp
     ranks, stride = layout.dp * layout.cp, layout.tp

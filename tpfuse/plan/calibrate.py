@@ -150,6 +150,7 @@ def described(name: str, found: Found, device: Device) -> tuple[Gpu, Link | None
         host_seconds=found.blocks / (2 * TPFUSE.block_operators * BLOCKS),
         unaligned_share=0.5 if device.multiprocessors else 1.0,
         at_once=0.0 if device.multiprocessors else min(at_once, float(device.ranks)),
+        wait_seconds=found.wait,
     )
     link = linked(name, found, min(device.ranks, max(2, found.computing)))
     return gpu, link, _sources(found, device, link)
@@ -198,6 +199,7 @@ def _sources(found: Found, device: Device, link: Link | None) -> dict[str, str]:
         "elementwise_share": f"of {', '.join(COMPUTING)}, forward and backward",
         "launch_seconds": "an addition to 256 numbers",
         "host_seconds": f"blocks of width 16, counted as {2 * TPFUSE.block_operators} operators, forward and backward",
+        "wait_seconds": f"what an all-reduce of two ranks adds while {device.ranks} compute",
         "at_once": f"rate of each rank, as a share of that of one alone: {', '.join(busy)}",
     }
     sources = {field.name: f"{by}: {details[field.name]}" if field.name in details else by for field in fields(Gpu)[1:]}
@@ -248,5 +250,8 @@ def _report(path: Path, gpu: Gpu, link: Link | None) -> list[str]:
             f" {link.start * 1e6:.1f} us for a collective"
         )
     if gpu.is_host:
-        lines.append(f"more than {gpu.at_once:.1f} ranks take turns")
+        lines.append(
+            f"more than {gpu.at_once:.1f} ranks take turns, and lose {gpu.wait_seconds * 1e6:.0f} us when they wait for"
+            " each other"
+        )
     return [*lines, f"plan with it: tpfuse plan --gpu {path} --gpus N"]

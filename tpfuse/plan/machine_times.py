@@ -2,7 +2,7 @@
 
 Every rank runs `measure`. Ranks on GPUs measure together. CPU ranks share cores, caches and memory, so a time depends
 on the number of busy ranks: as many ranks as can compute at once measure what a rank does, and then all ranks together
-measure how they share the cores.
+measure how they share the cores, and what they lose when they wait for each other.
 """
 
 import time
@@ -25,6 +25,7 @@ from tpfuse.ops.adamw import adamw_
 SECONDS = 0.25  # for which one operator is measured
 SMALL, LARGE = 1 << 8, 1 << 20  # elements of the messages that show the latency and the bandwidth
 CALLS = {SMALL: 200, LARGE: 12}  # of a collective or message of so many elements
+WAITS = 20  # of ranks for each other in one call that is measured
 _IN_A_ROW = 20  # calls on a GPU, so that the host runs ahead as in training
 
 Shape = tuple[int, int, int]
@@ -35,7 +36,7 @@ SHAPES: dict[str, Sequence[Shape]] = {
 }
 # Tokens, features, sequences, heads and length of the operators that the memory's bandwidth bounds, and of attention.
 SIZES = {"cpu": (1024, 768, 8, 4, 128), "cuda": (8192, 4096, 8, 16, 1024)}
-STREAM = {"cpu": 1 << 22, "cuda": 1 << 27}  # elements that are copied and updated, more than caches hold
+STREAM = {"cpu": 1 << 24, "cuda": 1 << 27}  # elements that are copied and updated, more than caches hold
 HEAD = 64  # features of a head
 BLOCKS = 4  # of the model whose operators take no time but that of the host
 
@@ -49,7 +50,8 @@ class Found:
     `BLOCKS` blocks, forward and backward, of a model so small that its operators take only the host's time.
     collectives: by name, of `SMALL` and `LARGE` elements. message: of both sizes too. rates: by the number of busy
     ranks, the products per second of each. computing: the number of ranks that can compute at the same time. share: of
-    its cores' time, which a rank had while so many computed.
+    its cores' time, which a rank had while so many computed. wait: what a rank loses whenever it waits for another one,
+    if more ranks compute than can at the same time.
     """
 
     products: dict[str, list[float]] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class Found:
     rates: dict[int, float] = field(default_factory=dict)
     computing: int = 1
     share: float = 1.0
+    wait: float = 0.0
 
 
 class Clock:
@@ -120,6 +123,8 @@ def measure(device: torch.device, at_once: int, members: int) -> Found:
         if rank < busy:
             found.rates[busy], share = _rate(device)
             found.share = share if busy == at_once else found.share
+    if at_once < ranks:
+        found.wait = _wait(device)
     return found
 
 
@@ -203,6 +208,28 @@ def _measure_communication(found: Found, clock: Clock, device: torch.device, gro
         clock(partial(there_and_back, torch.randn(size, device=device)), calls) / 2 for size, calls in CALLS.items()
     ]
     messages.finish()
+
+
+def _wait(device: torch.device) -> float:
+    """Return the seconds that an all-reduce of two ranks adds to what both compute, while all other pairs do the same.
+
+    Collective among all ranks of the default group.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    everyone = dist.new_group(range(ranks))
+    pairs = [dist.new_group(range(first, min(first + 2, ranks))) for first in range(0, ranks, 2)]
+    pair, clock = pairs[rank // 2], Clock(device, everyone)
+    calls, number = products(SHAPES[device.type][0], device, torch.float32), torch.zeros(1, device=device)
+
+    def compute(*, waits: bool) -> None:
+        for _ in range(WAITS):
+            for call in calls:
+                call()
+            if waits:
+                all_reduce(number, pair)
+
+    alone, waiting = (clock(partial(compute, waits=waits), CALLS[LARGE]) for waits in (False, True))
+    return max(0.0, waiting - alone) / WAITS
 
 
 def _rate(device: torch.device) -> tuple[float, float]:

@@ -26,13 +26,14 @@ from tpfuse.plan.model import PlannedModel
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import check_numbers, model_config, with_layout
 
-# Of a sequence on a context-parallel rank: inside a node the rows of a tile of attention; across nodes, where these
-# ranks belong only if sequences are long, a thirty-second of the sequences in the last stage of Llama 3's training.
+# A context-parallel rank has at least so many tokens of a sequence: inside a node as many as a tile of attention has
+# rows; across nodes, where these ranks belong only if sequences are long, a thirty-second of the sequences in the last
+# stage of Llama 3's training.
 LEAST_TOKENS, LEAST_TOKENS_ACROSS = 128, 4096
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)  # the least first
 _MOST_STAGES = 8  # of a pipeline rank
-EQUAL = 0.01  # of a time: a difference that says nothing
-_USABLE = 0.97  # of a GPU's memory: predictions are about so exact
+EQUAL = 0.01  # the share of a time by which predictions do not tell layouts apart
+_USABLE = 0.97  # the share of a GPU's memory that a layout may need, since predictions are about so exact
 
 
 @dataclass(frozen=True)
