@@ -8,7 +8,7 @@ from tpfuse.testing.training import CONFIG
 from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages, predicted_idle
+from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages, predicted_timeline
 from tpfuse.train.setup import with_layout
 
 
@@ -70,7 +70,8 @@ def test_predicted_idle_shares_are_those_of_the_papers_where_stages_are_equal() 
     """A pipeline of p ranks and m micro-batches idles for (p - 1) / (m + p - 1) of the step (arXiv:1811.06965)."""
     config = replace(CONFIG, n_layer=4, vocab_size=1)
     blocks, _, head = config.part_costs()
-    idle = predicted_idle(options_of("--parallel.pp 4 --train.batch 8 --train.micro-batch 1"), config)
+    played = predicted_timeline(options_of("--parallel.pp 4 --train.batch 8 --train.micro-batch 1"), config)
+    idle = [played.idle_share(rank) for rank in range(4)]
     longer = (blocks[-1] + head).flops / blocks[-1].flops  # the last stage also has the head
     assert idle[0] == idle[1] == idle[2] and idle[3] < idle[0]
     assert idle[0] == pytest.approx(3 / 11, abs=2 * (longer - 1))

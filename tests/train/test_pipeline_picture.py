@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import re
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -19,13 +20,14 @@ from tpfuse.parallel.pipeline.timeline import Timeline, timeline, usual_seconds
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.training import new_trainer, options_of
-from tpfuse.train import hardware, pipeline_picture
+from tpfuse.train import hardware, loop, pipeline_picture
 from tpfuse.train.config import parse_train
 from tpfuse.train.launch import RankInfo
 from tpfuse.train.loop import TrainingLoop
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.pipeline import pipeline_order
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture, shade
+from tpfuse.train.predicted import prediction
 from tpfuse.train.setup import Run, prepare_run, with_layout
 from tpfuse.train.stop import StopRequest
 
@@ -95,8 +97,14 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, capfd: py
     assert (tmp_path / NAME).read_bytes().startswith(b"\x89PNG")
 
 
-def _drawn(run: Run, stop_after: int) -> tuple[Timeline, Timeline | None, int] | None:
-    """Train until rank 1 is asked to stop, as by SIGTERM, after some steps of this call; return what rank 0 draws."""
+Drawn = tuple[Timeline, Timeline | None, int, str]
+
+
+def _drawn(run: Run, stop_after: int, gpu: tuple[str, int] = ("", 0)) -> tuple[Drawn | None, str]:
+    """Train until rank 1 is asked to stop, as by SIGTERM, after some steps of this call.
+
+    Return what rank 0 draws, and what the run prints. gpu: the name and the memory of the device.
+    """
     rank, steps = dist.get_rank(), itertools.count(1)
     mesh = mesh_of(1, 1, pp=2)
 
@@ -104,32 +112,33 @@ def _drawn(run: Run, stop_after: int) -> tuple[Timeline, Timeline | None, int] |
         return next(steps) >= stop_after and rank == 1
 
     with (
-        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()) as out,
         mock.patch.object(hardware, "PROBE_SECONDS", 0.01),
+        mock.patch.object(loop, "name_and_memory", return_value=gpu),
         mock.patch.object(pipeline_picture, "draw_pipeline", wraps=draw_pipeline) as draw,
     ):
         info = RankInfo(rank, 2, rank, 2, None)
         TrainingLoop(info, run, mesh, torch.device("cpu"), cast(StopRequest, stop)).run_to_end()
     assert draw.call_count <= 1
-    return draw.call_args.args[1:] if draw.called else None
+    return draw.call_args.args[1:] if draw.called else None, out.getvalue()
 
 
 @pytest.mark.processes
 def test_a_stopped_run_draws_the_step_that_it_has_taken_last(flags: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
 
-    def train(steps: int, stop_after: int = 99) -> tuple[Timeline, Timeline | None, int] | None:
+    def train(steps: int, stop_after: int = 99) -> Drawn | None:
         words = f"--train.eval-every 0 --train.steps {steps} --parallel.pp 2 --out {out}".split()
         options = with_layout(parse_train([*flags, *words, *(["--resume"] if out.exists() else [])]), 2)
-        drawn, other = pool(2).run(_drawn, prepare_run(options), stop_after)
+        (drawn, _), (other, _) = pool(2).run(_drawn, prepare_run(options), stop_after)
         assert other is None
         assert drawn is None or drawn[0].order == pipeline_order(options)
-        return cast("tuple[Timeline, Timeline | None, int] | None", drawn)
+        return cast("Drawn | None", drawn)
 
     for steps, stop_after, step in ((9, 2, 2), (4, 99, 4)):
         drawn = train(steps, stop_after)
         assert drawn is not None
-        predicted, measured, of_step = drawn
+        predicted, measured, of_step, _ = drawn
         assert of_step == step and read_metrics(out / "metrics.jsonl")[-1]["step"] == step
         assert measured is not None and measured.order == predicted.order
         assert [[each.action for each in row] for row in measured.intervals] == list(map(list, predicted.order.actions))
@@ -140,6 +149,22 @@ def test_a_stopped_run_draws_the_step_that_it_has_taken_last(flags: list[str], t
     (out / NAME).unlink()
     drawn = train(4)
     assert drawn is not None and drawn[1] is None and (out / NAME).exists()
+
+
+@pytest.mark.processes
+def test_a_run_on_a_known_gpu_is_predicted_by_the_model_of_cost(flags: list[str], tmp_path: Path) -> None:
+    """Its first lines, its picture and its metrics say the same."""
+    words = f"--train.steps 2 --parallel.pp 2 --out {tmp_path / 'run'}".split()
+    run, gpu = prepare_run(with_layout(parse_train([*flags, *words]), 2)), ("NVIDIA H100 80GB HBM3", 85 * 10**9)
+    (drawn, printed), _ = pool(2).run(_drawn, run, 99, gpu)
+    expected = prediction(run.options, run.config, *gpu, 2)
+    assert drawn is not None and expected is not None
+    assert drawn[0] == expected.timeline
+    assert drawn[3] == f"Predicted for 2 x h100: {expected.timeline.length * 1e3:.4g} ms"
+    assert f"plan     {expected.described()} (predicted, see tpfuse plan)\n" in printed
+    idle = [expected.timeline.idle_share(rank) for rank in range(2)]
+    assert re.search(rf"\n +0 +0 +{idle[0]:.1%} +", printed), printed
+    assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["predicted_idle"] == pytest.approx(idle)
 
 
 def _measured() -> tuple[Timeline | None, Timeline | None]:

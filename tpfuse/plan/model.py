@@ -2,26 +2,20 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
 
 from tpfuse.choices import Recompute
-from tpfuse.cost.program import TPFUSE, Program
+from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.nearest import nearest
 from tpfuse.train.config import PRESETS, parse_train
-from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
-from tpfuse.train.language_model import ModelConfig, blocks_of
 from tpfuse.train.memory import vocabulary
 from tpfuse.train.options import PlanCommand, TrainCommand
+from tpfuse.train.predicted import program_of, sizes_of
 from tpfuse.train.setup import model_config
 
 _USUAL_TOKENS = 2**20  # of a step: GPT-3's batches begin at half a million tokens (arXiv:2005.14165, table 2.1)
 _GPT_LENGTH = 1024  # tokens, GPT-2's
-_STATES = {"float32": (4, 8), "bfloat16": (2, 12), "float16": (2, 12)}  # parameter_bytes and state_bytes of a Program
 
 
 @dataclass(frozen=True)
@@ -59,14 +53,11 @@ def planned_model(command: PlanCommand) -> PlannedModel:
     if batch:
         arguments += ["--train.batch", str(batch)]
         options = replace(options, train=replace(options.train, batch=batch))
-    _check_counted(options)
+    program = program_of(options)
     alone = replace(options.parallel, tp=1, cp=1, dp=1, pp=1, pp_layers="", pp_schedule="1f1b", pp_stages_per_rank=0)
     size = vocabulary(options, command.vocab_size)
     config = model_config(replace(options, parallel=replace(alone, cp_ulysses=0, cp_schedule="auto")), size)
-    parameters, states = _STATES[options.train.dtype]
-    gradients = 4 if options.zero.gradient_dtype == "float32" else parameters
-    program = replace(TPFUSE, parameter_bytes=parameters, gradient_bytes=gradients, state_bytes=states)
-    return PlannedModel(tuple(arguments), options, size, _sizes(_name(command), config), program)
+    return PlannedModel(tuple(arguments), options, size, sizes_of(_name(command), config), program)
 
 
 def _name(command: PlanCommand) -> str:
@@ -114,55 +105,3 @@ def _folder(name: str) -> Path | None:
     if path.name != "config.json":
         raise UserError(f"--model {name}: expected the name config.json, by which `tpfuse train` reads it")
     return path.parent
-
-
-def _check_counted(options: TrainCommand) -> None:
-    """Raises UserError for options that the model of cost does not know."""
-    train, zero = options.train, options.zero
-    if train.dtype not in _STATES:
-        raise UserError(f"train.dtype {train.dtype}: tpfuse plan knows {', '.join(_STATES)}")
-    for name, value in (("train.autocast", train.autocast), ("zero.offload", zero.offload)):
-        if value != "none":
-            raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")
-
-
-def _sizes(name: str, config: ModelConfig) -> ModelSizes:
-    if isinstance(config, DecoderConfig):
-        return _sizes_of_decoder(name, config)
-    return ModelSizes(
-        name, config.n_layer, config.n_embd, config.n_head, config.n_head, config.n_embd // config.n_head,
-        4 * config.n_embd, False, config.vocab_size, config.n_positions, positions=config.n_positions,
-        biases=config.bias, norm_bias=config.bias, dropout=config.dropout > 0,
-    )  # fmt: skip
-
-
-def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
-    """Returns the sizes of a model of transformers. Raises UserError for blocks that are not attention and an MLP.
-
-    What its configuration leaves open is found in the parameters of the model, which is made without memory.
-    """
-    model = config.empty(torch.float32)
-    theirs: Any = model.config
-    block = [tuple(parameter.shape) for parameter in blocks_of(model)[0].parameters()]
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    vectors = sum(shape[0] for shape in block if len(shape) == 1)
-    inner = [getattr(theirs, key, None) for key in ("intermediate_size", "n_inner", "ffn_dim")]
-    sizes = ModelSizes(
-        name, config.n_layer, config.n_embd, config.n_head,
-        kv_heads=getattr(theirs, "num_key_value_heads", None) or config.n_head,
-        head_size=getattr(theirs, "head_dim", None) or config.n_embd // config.n_head,
-        inner=next((size for size in inner if size), 4 * config.n_embd), gated=False, vocabulary=config.vocab_size,
-        tokens=config.n_positions, positions=sum(len(table) for table in tables if len(table) != config.vocab_size),
-        tied=head is None or any(head.weight is table for table in tables), biases=vectors > 4 * config.n_embd,
-        norm_bias=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
-    )  # fmt: skip
-    found = sum(shape[0] * shape[1] for shape in block if len(shape) == 2)
-    for gated in (False, True):
-        sizes = replace(sizes, gated=gated)
-        if sizes.block_weights == found and all(len(shape) < 3 for shape in block):
-            return sizes
-    raise UserError(
-        f"--model {name}: a block of {theirs.model_type} has {found:,} weights, and attention with an MLP"
-        f" would have {sizes.block_weights:,}: tpfuse plan knows no other blocks, such as mixtures of experts"
-    )

@@ -9,15 +9,22 @@ from time import perf_counter
 
 import torch
 
+from tpfuse.cost.hardware import known_gpu
+
 PROBE_SECONDS = 0.3
-# These are dense tensor-core rates in FLOP/s from NVIDIA's data sheets: A100 (2021), H100 SXM (2023), H200 (2024) and
-# B200 (2025).
-_HALF_RATES = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def device_count() -> int:
     """Returns the number of GPUs of this machine that torch can use."""
     return torch.cuda.device_count()
+
+
+def name_and_memory(device: torch.device) -> tuple[str, int]:
+    """Returns the name that torch gives to a GPU, and its bytes; a CPU has no name."""
+    if device.type != "cuda":
+        return "", 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.total_memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -33,11 +40,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     of the square matrix products of this dtype that fit into `PROBE_SECONDS`, with the threads of this process. Another
     process may slow down all of these products, so training may later reach a higher rate.
     """
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device)
-        for key, rate in _HALF_RATES.items():
-            if key in name:
-                return rate, f"{key} data sheet"
+    gpu = known_gpu(*name_and_memory(device))
+    if gpu is not None and dtype in (torch.bfloat16, torch.float16):
+        return gpu.half_rate, f"{gpu.name} data sheet"
     size = 4096 if device.type == "cuda" else 512
     a = torch.randn(size, size, device=device).to(dtype)
     best, end = float("inf"), perf_counter() + PROBE_SECONDS

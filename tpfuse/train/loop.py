@@ -25,6 +25,7 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
 from tpfuse.layers.explain import plans, summary
+from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
@@ -37,6 +38,7 @@ from tpfuse.train.hardware import (
     is_out_of_memory,
     keep_freed_memory,
     memory_bytes,
+    name_and_memory,
     peak_flops,
     set_threads,
 )
@@ -52,9 +54,9 @@ from tpfuse.train.pipeline import (
     micro_batch_size,
     pipeline_costs,
     pipeline_stages,
-    predicted_idle,
     predicted_timeline,
 )
+from tpfuse.train.predicted import prediction
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
@@ -162,10 +164,12 @@ class TrainingLoop:
             run.options.profile, self.trainer.model, self.trainer.layout, world, device, options.compile
         )
         self.stragglers = Stragglers(options.straggler_share, run.options.parallel.pp)
+        self.prediction = prediction(run.options, run.config, *name_and_memory(device), info.local_world)
         self.predicted_idle: list[float] | None = None  # of each rank
         if self.trainer.runner is not None:
             size = info.world // run.options.parallel.pp  # ranks with the same stages follow each other
-            self.predicted_idle = [share for share in predicted_idle(run.options, run.config) for _ in range(size)]
+            played = self._predicted_timeline()
+            self.predicted_idle = [played.idle_share(rank // size) for rank in range(info.world)]
         self.hosts: list[str] = []  # the host of each rank, if the ranks' times are measured
         if self.trainer.clock.measures and world is not None:
             self.hosts = gather_objects(gethostname(), world, op="gathering names of hosts")
@@ -266,6 +270,8 @@ class TrainingLoop:
         say(f"memory   {self._counted()}")
         peak = self.peak * self.info.world
         say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.info.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
+        if self.prediction is not None:
+            say(f"plan     {self.prediction.described()} (predicted, see tpfuse plan)")
         say(f"run      {self.run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
 
     def _pipeline(self) -> list[str]:
@@ -273,8 +279,15 @@ class TrainingLoop:
         runner, options, config = self.trainer.runner, self.options, self.run.config
         if runner is None:
             return []
-        plan = runner.plan(pipeline_stages(options, config), pipeline_costs(options, config), self.trainer.dtype)
+        stages, costs = pipeline_stages(options, config), pipeline_costs(options, config)
+        plan = runner.plan(stages, costs, self.trainer.dtype, self._predicted_timeline())
         return plan.explanation(f" of {micro_batch_size(options)} sequences")
+
+    def _predicted_timeline(self) -> Timeline:
+        """Returns the step of the pipeline as the model of cost predicts it, or else by operations alone."""
+        if self.prediction is not None:
+            return self.prediction.timeline
+        return predicted_timeline(self.options, self.run.config)
 
     def _described_data(self) -> str:
         """Returns in words how many tokens there are, and how often the run reads each."""
@@ -465,14 +478,19 @@ class TrainingLoop:
 
         A resumed run that has taken no step keeps the picture that it finds.
         """
-        measured, config = self.trainer.measured_timeline(), self.run.config
+        measured = self.trainer.measured_timeline()
         if not self.first or self.trainer.runner is None:
             return ""
-        from tpfuse.train.pipeline_picture import NAME, draw_pipeline  # matplotlib takes long to import
+        from tpfuse.train.pipeline_picture import BY_OPERATIONS, NAME, draw_pipeline  # matplotlib takes long to import
 
         if not self.trainer.runner.intervals and (self.run.folder / NAME).exists():
             return NAME
-        draw_pipeline(self.run.folder, predicted_timeline(self.options, config), measured, self.trainer.step)
+        played, title = self._predicted_timeline(), BY_OPERATIONS
+        if self.prediction is not None:
+            title = (
+                f"Predicted for {self.info.world} x {self.prediction.cluster.gpu.name}: {played.length * 1e3:.4g} ms"
+            )
+        draw_pipeline(self.run.folder, played, measured, self.trainer.step, title)
         return NAME
 
     def _conclude(self, seconds: float, picture: str) -> None:

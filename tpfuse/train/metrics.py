@@ -37,9 +37,9 @@ class Row:
     other ranks; a step's seconds are known one step later, so these are means of the steps from the previous row's to
     the one before this row's. stragglers: the ranks that were stragglers then (see `tpfuse.train.stragglers`). These
     three are None on GPUs and for a single rank. pipeline_idle: for each rank the mean share of the pipeline's time, in
-    the steps since the previous row, in which it did not compute; predicted_idle: that share if passes took time by
-    their operations alone; both are None without a pipeline, and the first also on GPUs. The other values are None in a
-    row that has only a val_loss.
+    the steps since the previous row, in which it did not compute; predicted_idle: that share as it was predicted for
+    the GPU, or, where the GPU is not known, if passes took time by their operations alone; both are None without a
+    pipeline, and the first also on GPUs. The other values are None in a row that has only a val_loss.
     """
 
     step: int

@@ -77,12 +77,6 @@ def predicted_timeline(options: TrainCommand, config: Described) -> Timeline:
     return predicted(pipeline_order(options), pipeline_costs(options, config))
 
 
-def predicted_idle(options: TrainCommand, config: Described) -> list[float]:
-    """Returns the idle share of each pipeline rank in the predicted step."""
-    played = predicted_timeline(options, config)
-    return [played.idle_share(rank) for rank in range(options.parallel.pp)]
-
-
 def pipeline_costs(options: TrainCommand, config: Described) -> list[Cost]:
     """Returns the costs of the stages, as they are counted for the cut. Raises as `pipeline_stages` does."""
     return stage_costs(pipeline_stages(options, config), *config.part_costs())

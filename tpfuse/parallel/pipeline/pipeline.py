@@ -32,6 +32,7 @@ from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks,
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
 from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.runner import Passes, Runner
+from tpfuse.parallel.pipeline.timeline import predicted
 
 MicroBatch = tuple[Tensor, ...]
 
@@ -193,7 +194,7 @@ class Pipeline:
         Raises ValueError as `tpfuse.comm.choice.choose_implementation` does.
         """
         dtype = next((parameter.dtype for parameter in self.model.parameters()), torch.get_default_dtype())
-        return self._runner.plan(self._all_stages, self._costs, dtype)
+        return self._runner.plan(self._all_stages, self._costs, dtype, predicted(self._runner.order, self._costs))
 
     def explanation(self) -> list[str]:
         """Return the lines that `tpfuse.explain` prints of the pipeline. Collective, and raises as `plan` does."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tpfuse.parallel.pipeline.cut import Cost, Stage
 from tpfuse.parallel.pipeline.order import Order
-from tpfuse.parallel.pipeline.timeline import Timeline, most_in_flight, predicted
+from tpfuse.parallel.pipeline.timeline import Timeline, most_in_flight
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class PipelinePlan:
 
     order: the order of a step. stages: those of all ranks. costs: of each stage, as they are counted for the cut.
     implementation: what carries messages between ranks, "fused", "direct" or "collective" (`tpfuse.backend`), or
-    "local" for one rank. reason: why.
+    "local" for one rank. reason: why. predicted: a step whose passes take the time that is expected of them.
     """
 
     order: Order
@@ -22,17 +22,12 @@ class PipelinePlan:
     costs: tuple[Cost, ...]
     implementation: str
     reason: str
-
-    @property
-    def predicted(self) -> Timeline:
-        """Return a step whose passes take time by their operations alone."""
-        return predicted(self.order, self.costs)
+    predicted: Timeline
 
     @property
     def idle(self) -> list[float]:
         """Return the share of the predicted step in which each pipeline rank does not compute."""
-        played = self.predicted
-        return [played.idle_share(rank) for rank in range(self.order.ranks)]
+        return [self.predicted.idle_share(rank) for rank in range(self.order.ranks)]
 
     @property
     def in_flight(self) -> list[int]:

@@ -29,7 +29,7 @@ from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
 from tpfuse.parallel.pipeline.plan import PipelinePlan
-from tpfuse.parallel.pipeline.timeline import Interval, slots, timeline
+from tpfuse.parallel.pipeline.timeline import Interval, Timeline, slots, timeline
 
 Compute = Callable[[int, Tensor | None, Any], Tensor]
 
@@ -105,16 +105,19 @@ class Runner:
         found = (p for module in self._modules[stage] for p in module.parameters() if p.requires_grad)
         return list(dict.fromkeys(found))
 
-    def plan(self, stages: Sequence[Stage], costs: Sequence[Cost], dtype: torch.dtype) -> PipelinePlan:
+    def plan(
+        self, stages: Sequence[Stage], costs: Sequence[Cost], dtype: torch.dtype, predicted: Timeline
+    ) -> PipelinePlan:
         """Return the plan of the pipeline, with what carried messages last, or would carry those of `dtype`, and why.
 
-        stages, costs: of all ranks. Collective. Raise ValueError as `tpfuse.comm.choice.choose_implementation` does.
+        stages, costs: of all ranks. predicted: as for `PipelinePlan`. Collective. Raise ValueError as
+        `tpfuse.comm.choice.choose_implementation` does.
         """
         implementation, reason = "local", "one rank"
         if self.group is not None:
             choice = self._choice or choose_implementation(self.device, dtype, self.group)
             implementation, reason = choice.implementation, reason_of(choice)
-        return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason)
+        return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason, predicted)
 
     def train(self, batches: Sequence[Any], engine: Passes | None = None) -> list[Tensor]:
         """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.

@@ -1,0 +1,69 @@
+"""A run's prediction is what `tpfuse plan` says of its layout, on GPUs that are described."""
+
+from dataclasses import replace
+
+import pytest
+
+from tpfuse.cost.hardware import known_gpu
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.plan.cluster import planned_cluster
+from tpfuse.plan.model import planned_model
+from tpfuse.plan.search import search, train_options
+from tpfuse.train.config import parse_train
+from tpfuse.train.options import PlanCommand, TrainCommand
+from tpfuse.train.predicted import prediction
+from tpfuse.train.setup import model_config, with_layout
+
+H100 = "NVIDIA H100 80GB HBM3", 85 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "name"),
+    [
+        (*H100, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 42 * 10**9, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 85 * 10**9, "a100"),
+        ("NVIDIA H200", 150 * 10**9, "h200"),
+        ("NVIDIA H100 PCIe", 85 * 10**9, None),
+        ("NVIDIA GeForce RTX 4090", 24 * 10**9, None),
+        ("", 0, None),
+    ],
+)
+def test_gpus_are_known_by_the_names_that_torch_gives_them(device: str, memory: int, name: str | None) -> None:
+    found = known_gpu(device, memory)
+    assert (found and found.name) == name
+
+
+def _options(words: str, gpus: int) -> TrainCommand:
+    return with_layout(parse_train(words.split()), gpus)
+
+
+def test_a_run_takes_as_long_as_the_plan_of_its_layout_says() -> None:
+    command = PlanCommand(model="gpt2-350m", gpus=8)
+    model, cluster = planned_model(command), planned_cluster(command)
+    fitting = search(model, cluster).fitting
+    best = [next(each for each in fitting if each.shape[place] > 1) for place in range(4)]
+    assert len(best) == 4, "with tensor-, context-, data- and pipeline-parallel ranks"
+    for candidate in best:
+        options = train_options(model, candidate.layout)
+        found = prediction(options, model_config(options, model.vocabulary), *H100, 8)
+        assert found is not None and found.layout == candidate.layout and found.program == model.program
+        assert replace(found.sizes, name=model.sizes.name) == model.sizes and found.times == candidate.times
+        assert found.described().startswith(f"{found.times.total * 1e3:.4g} ms a step on h100, ")
+
+
+def test_the_cut_of_the_options_counts() -> None:
+    options = _options("--model.preset tiny --parallel.pp 2 --parallel.pp-layers 1,3 --train.micro-batch 1", 2)
+    config = GPTConfig(256, 128, 128, 4, 4)
+    found = prediction(options, config, *H100, 2)
+    assert found is not None and found.blocks == (1, 3)
+    even = replace(found, blocks=(2, 2)).timeline
+    assert found.timeline.idle_share(0) > even.idle_share(0) + 0.1, "the first rank waits for that with three blocks"
+
+
+@pytest.mark.parametrize("flag", ["--train.autocast bfloat16", "--zero.offload optimizer"])
+def test_unknown_options_and_gpus_are_not_predicted(flag: str) -> None:
+    config = GPTConfig(256, 128, 128, 4, 4)
+    assert prediction(_options("--model.preset tiny", 1), config, *H100, 1) is not None
+    assert prediction(_options(f"--model.preset tiny {flag}", 1), config, *H100, 1) is None
+    assert prediction(_options("--model.preset tiny", 1), config, "NVIDIA T4", 16 * 10**9, 1) is None
