@@ -1,7 +1,7 @@
 """Compare the step times that `tpfuse plan` predicts with those of runs on this machine's CPU, over all layouts.
 
     python -m benchmarks.plan_own_runs measure [--model tiny] [--ranks 4] [--rounds 2]
-    python -m benchmarks.plan_own_runs compare MACHINE.toml
+    python -m benchmarks.plan_own_runs compare [FILE.toml]
 
 measure times training steps of GPT tiny and of a GPT of 6 layers x 768 features with a small vocabulary and short
 sequences. It covers every way to share them among 1, 2 and 4 ranks of one thread each: tp, cp, dp and pp, the stages 0
@@ -11,7 +11,8 @@ count during which other programs took at most 5 % of the cores; each layout has
 
 compare predicts each of them from the file that `tpfuse plan --calibrate` has written on the same machine. It prints
 each layout, and for each model and number of ranks how well the predictions order the layouts (Spearman's rank
-correlation), and at which place the prediction has the layout that was measured to be the fastest.
+correlation), and at which place the prediction has the layout that was measured to be the fastest. MACHINE is the file
+that was written beside the rows.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from tpfuse.train.trainer import Trainer
 
 VOCABULARY = 256
 RANKS = (1, 2, 4)
+MACHINE = RESULTS / "plan_own_runs.toml"
 QUIET = 0.05  # the share of the cores that other programs may take
 LIMIT = 5.0  # seconds for the steps of a layout
 PROGRAM = replace(TPFUSE, parameter_bytes=4, gradient_bytes=4, state_bytes=8)  # float32
@@ -210,29 +212,45 @@ def correlation(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.corrcoef(*places)[0, 1])
 
 
+def agreement(found: Sequence[float], predictions: Sequence[float]) -> tuple[float, int, float]:
+    """Return the rank correlation of times with predictions, the predicted place of the smallest time, and the regret.
+
+    The regret is the share by which the time of the smallest prediction is longer than the smallest time.
+    """
+    numbers = range(len(found))
+    best, chosen = min(numbers, key=found.__getitem__), min(numbers, key=predictions.__getitem__)
+    place = sorted(predictions).index(predictions[best]) + 1
+    return correlation(found, predictions), place, found[chosen] / found[best] - 1
+
+
+def measured(name: str) -> dict[Layout, float]:
+    """Return the seconds of a model's step in each layout, but for layouts without quiet steps."""
+    found = {layout: typical(each) for layout, each in kept()[name].items()}
+    return {layout: seconds for layout, (seconds, others) in found.items() if others <= QUIET}
+
+
 def compare(machine: str) -> None:
     """Print each layout as it was measured and as it is predicted, and how well the predictions order them."""
-    for name, each in kept().items():
-        found = {layout: typical(x) for layout, x in each.items()}
-        times = {layout: seconds for layout, (seconds, others) in found.items() if others <= QUIET}
-        if len(times) < len(found):
-            print(f"{name}: {len(found) - len(times)} layouts without quiet steps are left out")
-        predictions = {layout: predicted(SUBJECTS[name], layout, machine) for layout in times}
+    table = [
+        ("model", "ranks", "layouts", "rank correlation", "predicted place of the fastest", "regret", "mean error")
+    ]
+    for name, subject in SUBJECTS.items():
+        times = measured(name)
+        predictions = {layout: predicted(subject, layout, machine) for layout in times}
         for layout, seconds in sorted(times.items(), key=lambda item: (item[0].ranks, item[1])):
             kinds = {kind.name: getattr(predictions[layout], kind.name) * 1e3 for kind in fields(Times)}
             text = ", ".join(f"{kind} {ms:.0f}" for kind, ms in kinds.items() if ms >= 0.5)
             total = predictions[layout].total
             print(f"{name:<9}{described(layout):<48}{seconds * 1e3:>8.1f}{total * 1e3:>8.1f} ms: {text}")
-        for ranks in RANKS:
-            own = [layout for layout in times if layout.ranks == ranks]
-            if own:
-                best = min(own, key=lambda layout: times[layout])
-                place = sorted(own, key=lambda layout: predictions[layout].total).index(best) + 1
-                rank_order = correlation([times[x] for x in own], [predictions[x].total for x in own])
-                print(f"{name}, {ranks} ranks: {len(own)} layouts, correlation {rank_order:.3f}, best at place {place}")
-        error = statistics.fmean(abs(predictions[layout].total / x - 1) for layout, x in times.items())
-        rank_order = correlation([*times.values()], [predictions[layout].total for layout in times])
-        print(f"{name}: {len(times)} layouts, correlation {rank_order:.3f}, mean error {error:.1%}")
+        for ranks in (RANKS, *((count,) for count in RANKS)):
+            own = [layout for layout in times if layout.ranks in ranks]
+            seconds, expected = [times[x] for x in own], [predictions[x].total for x in own]
+            agrees, place, regret = agreement(seconds, expected)
+            error = statistics.fmean(abs(a / b - 1) for a, b in zip(expected, seconds, strict=True))
+            some = ", ".join(map(str, ranks))
+            table.append((name, some, str(len(own)), f"{agrees:.2f}", str(place), f"{regret:.1%}", f"{error:.1%}"))
+    table.insert(1, ("---",) * len(table[0]))
+    print("", *(f"| {' | '.join(row)} |" for row in table), sep="\n")
 
 
 def main() -> None:
@@ -244,7 +262,7 @@ def main() -> None:
     measuring.add_argument("--ranks", type=int, choices=RANKS, help="measure this number of ranks (default: all)")
     measuring.add_argument("--rounds", type=int, default=2)
     measuring.add_argument("--missing", action="store_true", help="leave out layouts that have quiet steps already")
-    commands.add_parser("compare").add_argument("machine", metavar="MACHINE.toml")
+    commands.add_parser("compare").add_argument("machine", metavar="FILE.toml", nargs="?", default=str(MACHINE))
     arguments = parser.parse_args()
     if arguments.command == "compare":
         compare(arguments.machine)

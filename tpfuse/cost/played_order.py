@@ -27,9 +27,10 @@ def played_length(
 ) -> float:
     """Return the length of a step whose messages take no time. seconds: by `class_of`."""
     ends = [0.0]  # the first entry stands for what does not wait
+    append = ends.append
     for index, before, needed in _waits(schedule, ranks, stages_per_rank, micro_batches):
         start, ready = ends[before], ends[needed]
-        ends.append((start if start > ready else ready) + seconds[index])
+        append((start if start > ready else ready) + seconds[index])
     return max(ends)
 
 

@@ -28,10 +28,13 @@ def product_seconds(product: Product, gpu: Gpu, size: int = HALF) -> float:
     compute = product.flops / rate
     if gpu.multiprocessors:
         compute *= min(_slowdown(product, gpu.multiprocessors, tile) for tile in TILES)
-    moved = size * count * (rows * inner + inner * columns + rows * columns)
-    if gpu.is_host:  # a core packs a matrix before it computes with it
+    matrices = rows * inner, inner * columns, rows * columns
+    if gpu.is_host:
+        # A core packs a matrix before it computes with it. Chunks of rows follow each other and have one weight, or its
+        # gradient, which remains in the caches.
+        moved = size * (count * sum(matrices) - (count - 1) * max(matrices))
         return compute + moved / (gpu.bandwidth * gpu.packing_share)
-    return max(compute, moved / gpu.bandwidth)
+    return max(compute, size * count * sum(matrices) / gpu.bandwidth)
 
 
 def _slowdown(product: Product, multiprocessors: int, tile: tuple[int, int, float]) -> float:

@@ -145,13 +145,10 @@ def simulate(made: Order, counts: Slots, seconds: Callable[[Action], float]) -> 
 
 def slots_of(made: Order) -> dict[tuple[int, bool], int]:
     """Return the slots for all messages between ranks."""
-    played = timeline(made)
     return {
-        (stage, forward): slots(played, stage, forward=forward)
-        for stage in range(made.stages)
-        for forward in (True, False)
-        for source in [stage - 1 if forward else stage + 1]
-        if 0 <= source < made.stages and made.rank_of[source] != made.rank_of[stage]
+        (stage, forward): count
+        for (stage, forward), count in slots(timeline(made)).items()
+        if made.rank_of[stage] != made.rank_of[stage - 1 if forward else stage + 1]
     }
 
 

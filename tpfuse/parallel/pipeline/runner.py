@@ -329,12 +329,12 @@ def routes(order: Order) -> tuple[list[Route], dict[int, int], dict[int, int]]:
     found: list[Route] = []
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
-    played = timeline(order)
+    counts = slots(timeline(order))
     for stage in range(order.stages):
         for source, by_stage, what in ((stage - 1, forward, "activations"), (stage + 1, backward, "gradients")):
             if 0 <= source < order.stages and order.rank_of[source] != order.rank_of[stage]:
-                count = slots(played, stage, forward=by_stage is forward)
                 by_stage[stage] = len(found)
+                count = counts[stage, by_stage is forward]
                 found.append(Route(f"{what} for stage {stage}", order.rank_of[source], order.rank_of[stage], count))
     return found, forward, backward
 

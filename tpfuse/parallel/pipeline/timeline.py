@@ -197,24 +197,31 @@ def holding_bytes(holding: Holding, stages: Sequence[Held], passed: int) -> int:
     return saved + gradients + passed * holding.passed
 
 
-def slots(played: Timeline, stage: int, *, forward: bool) -> int:
-    """Return the slots for messages to a stage with which no sender ever waits.
+def slots(played: Timeline) -> dict[tuple[int, bool], int]:
+    """Return the slots for messages to each stage with which no sender ever waits.
 
-    played: the order, of which all actions take their usual time. forward: whether the messages are activations, which
-    the previous stage sends; otherwise they are gradients. A slot is in use from the end of the action that sends the
-    message to the end of the backward pass that frees it. Since the played order keeps to these slots, no order of
-    events on real ranks can make them wait for each other in a circle.
+    played: the order, of which all actions take their usual time. The keys are the stage, and whether the messages are
+    activations, which the previous stage sends; otherwise they are gradients. A slot is in use from the end of the
+    action that sends the message to the end of the backward pass that frees it. Since the played order keeps to these
+    slots, no order of events on real ranks can make them wait for each other in a circle.
     """
-    source, sends = (stage - 1, Kind.FORWARD) if forward else (stage + 1, Kind.INPUT)
-    order, sent, freed = played.order, [], []
-    for rank in {order.rank_of[source], order.rank_of[stage]}:
-        for interval in played.intervals[rank]:
-            action = interval.action
-            kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
-            if action.stage == source and kind is sends:
-                sent.append(interval.end)
-            if action.stage == stage and action.ends:
-                freed.append(interval.end)
-    freed.sort()
+    last = played.order.stages - 1
+    sent: dict[tuple[int, bool], list[float]] = {}
+    freed: list[list[float]] = [[] for _ in range(last + 1)]
+    for row in played.intervals:
+        for (kind, stage, _), _, end in row:
+            if kind is Kind.FORWARD:
+                if stage < last:
+                    sent.setdefault((stage + 1, True), []).append(end)
+                continue
+            if kind is not Kind.WEIGHT and stage > 0:
+                sent.setdefault((stage - 1, False), []).append(end)
+            if kind is not Kind.INPUT:
+                freed[stage].append(end)
+    for ends in (*sent.values(), *freed):
+        ends.sort()
     # What is freed before a message is sent was sent before it.
-    return max(index + 1 - bisect_right(freed, end) for index, end in enumerate(sorted(sent)))
+    return {
+        key: max(index - bisect_right(freed[key[0]], end) for index, end in enumerate(ends, start=1))
+        for key, ends in sent.items()
+    }
