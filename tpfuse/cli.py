@@ -158,6 +158,7 @@ def _plan(arguments: Sequence[str]) -> int:
 
         print(plan(options))
     finally:
+        gc.freeze()
         gc.enable()
     return 0
 

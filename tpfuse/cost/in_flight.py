@@ -98,25 +98,26 @@ def tied_apart(schedule: PipelineSchedule, ranks: int, stages_per_rank: int) -> 
 def _part(made: Order, layers: tuple[int, ...], rank: int) -> Part:
     stages, actions = made.stages_of(rank), made.actions[rank]
     # A forward pass frees nothing. So a rank holds no less after it than after the action before.
-    most = [
+    most = {
         holding
         for holding, following in zip(holdings(made, rank), [*actions[1:], None], strict=True)
         if following is None or following.kind is not Kind.FORWARD
-    ]
-    # Most of what a rank holds is less than what it holds after the next of these actions, or after the one before.
-    seen = {
-        here
-        for before, here, after in zip([None, *most], most, [*most[1:], None], strict=False)
-        if not any(other is not None and other != here and _holds(other, here) for other in (before, after))
     }
-    peaks = tuple(peak for peak in seen if not any(_holds(other, peak) for other in seen - {peak}))
+    peaks: list[Holding] = []
+    for holding in sorted(most, key=_count, reverse=True):  # the first of two that are not equal does not hold less
+        if not any(_holds(peak, holding) for peak in peaks):
+            peaks.append(holding)
     first = stages.index(0) if 0 in stages else None
     last = stages.index(made.stages - 1) if made.stages - 1 in stages else None
-    return Part(tuple(layers[stage] for stage in stages), first, last, peaks)
+    return Part(tuple(layers[stage] for stage in stages), first, last, tuple(peaks))
 
 
 def _times(part: Part, micro_batches: int) -> Part:
     return Part(part.layers, part.first, part.last, (Holding((micro_batches,), (0,), 0),))
+
+
+def _count(holding: Holding) -> int:
+    return sum(holding.saved) + sum(holding.gradients) + holding.passed
 
 
 def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

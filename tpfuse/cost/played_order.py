@@ -86,7 +86,7 @@ def _waits(
         before = len(waits)
         for rank, actions in enumerate(made.actions):
             for action in actions[done[rank] :]:
-                kind, stage, batch = action.kind, action.stage, action.micro_batch
+                kind, stage, batch = action
                 needed = 0
                 if kind is Kind.FORWARD and stage > 0:
                     needed = forward[stage - 1][batch]

@@ -90,7 +90,7 @@ def _ready(order: Order, action: Action, forward: Ends, inputs: Ends, delay: flo
 
     forward, inputs: when each stage's forward passes and gradients of its inputs have ended.
     """
-    stage, kind, number = action.stage, action.kind, action.micro_batch
+    kind, stage, number = action
     if kind is Kind.FORWARD:
         if stage == 0:
             return 0.0
