@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer", "models"},
     "train": {
         "nearest", "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
-        "parallel.pipeline", "drop_in", "zero", "models",
+        "parallel.pipeline", "drop_in", "zero", "models", "cost",
     },
     "plan": {
         "nearest", "choices", "comm", "comm.collectives", "comm.messages", "ops", "cost", "models", "parallel.pipeline",
