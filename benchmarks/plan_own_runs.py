@@ -35,13 +35,13 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.cost.hardware import Cluster, load_gpu, load_link
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import TPFUSE
-from tpfuse.cost.sizes import ModelSizes
 from tpfuse.cost.step import Times, step_times
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import PRELOADED, RankPool
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import parse_train
 from tpfuse.train.hardware import keep_freed_memory
+from tpfuse.train.predicted import sizes_of
 from tpfuse.train.trainer import Trainer
 
 VOCABULARY = 256
@@ -63,6 +63,11 @@ class Subject:
     tokens: int
     batch: int
     steps: int
+
+    @property
+    def config(self) -> GPTConfig:
+        """Return the GPT."""
+        return GPTConfig(VOCABULARY, self.tokens, self.width, self.layers, self.heads)
 
 
 SUBJECTS = {"tiny": Subject(4, 128, 4, 128, 16, 5), "6 x 768": Subject(6, 768, 12, 32, 8, 2)}
@@ -129,9 +134,8 @@ def prepared(subject: Subject, layout: Layout) -> tuple[Trainer, Windows]:
     train = replace(options.train, batch=subject.batch, micro_batch=layout.micro_batch)
     zero = replace(options.zero, stage=layout.zero)
     options = replace(options, parallel=parallel, train=train, zero=zero)
-    config = GPTConfig(VOCABULARY, subject.tokens, subject.width, subject.layers, subject.heads)
     mesh = build_mesh("cpu", dp=layout.dp, tp=layout.tp, cp=layout.cp, pp=layout.pp) if layout.ranks > 1 else None
-    trainer = Trainer(options, config, mesh, torch.device("cpu"), draw=False)
+    trainer = Trainer(options, subject.config, mesh, torch.device("cpu"), draw=False)
     for parameter in trainer.model.parameters():  # it is faster than drawing them, and times do not depend on them
         torch.nn.init.uniform_(getattr(parameter, "_local_tensor", parameter.data), -0.02, 0.02)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 1 << 14).astype(np.uint16)
@@ -198,10 +202,7 @@ def kept() -> dict[str, dict[Layout, list[tuple[float, float]]]]:
 
 def predicted(subject: Subject, layout: Layout, machine: str) -> Times:
     """Return the times that the model of cost predicts. machine: the file of `tpfuse plan --calibrate`."""
-    sizes = ModelSizes(
-        "GPT", subject.layers, subject.width, subject.heads, subject.heads, subject.width // subject.heads,
-        4 * subject.width, False, VOCABULARY, subject.tokens, positions=subject.tokens,
-    )  # fmt: skip
+    sizes = sizes_of("GPT", subject.config)
     link = load_link(machine)
     return step_times(sizes, layout, Cluster(load_gpu(machine), layout.ranks, layout.ranks, link, link), PROGRAM)
 

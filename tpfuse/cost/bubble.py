@@ -15,7 +15,7 @@ from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.in_flight import stage_blocks
 from tpfuse.cost.played_order import KINDS, played_length, shared_length
 from tpfuse.cost.sizes import ModelSizes
-from tpfuse.parallel.pipeline.order import Action, Kind
+from tpfuse.parallel.pipeline.order import Kind
 
 _STEPS = 16  # a ratio of times is rounded to 1 / _STEPS, so that few different steps are played
 _SPLIT = {Kind.FORWARD: (0, 1.0), Kind.BACKWARD: (1, 1.0), Kind.INPUT: (1, 0.5), Kind.WEIGHT: (1, 0.5)}
@@ -72,13 +72,12 @@ def played(
     return shared_length(schedule, ranks, turns, micro_batches, _by_class(times), cores)
 
 
-def pass_seconds(stage: Stage, action: Action) -> float:
+def pass_seconds(stage: Stage, kind: Kind) -> float:
     """Return the seconds of an action of a stage. The parts of a backward pass take equally long."""
-    part, share = _SPLIT[action.kind]
+    part, share = _SPLIT[kind]
     return stage[part] * share
 
 
 def _by_class(times: StageTimes) -> list[float]:
     """Return the seconds of each class of actions (`class_of`)."""
-    parts = [(stage, _SPLIT[kind]) for stage in times for kind in KINDS]
-    return [stage[part] * share for stage, (part, share) in parts]
+    return [pass_seconds(stage, kind) for stage in times for kind in KINDS]

@@ -125,7 +125,9 @@ def played_step(
     blocks = blocks or stage_blocks(sizes, played.stages, program.equal_stages)
     stages = [_stage(parts, count, stage == 0, stage == played.stages - 1) for stage, count in enumerate(blocks)]
     return timeline(
-        played, lambda action: pass_seconds(stages[action.stage], action), _message(sizes, layout, cluster, program)
+        played,
+        lambda action: pass_seconds(stages[action.stage], action.kind),
+        _message(sizes, layout, cluster, program),
     )
 
 

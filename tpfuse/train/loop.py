@@ -165,11 +165,15 @@ class TrainingLoop:
         )
         self.stragglers = Stragglers(options.straggler_share, run.options.parallel.pp)
         self.prediction = prediction(run.options, run.config, *name_and_memory(device), info.local_world)
+        self.predicted: Timeline | None = None  # the step of a pipeline
         self.predicted_idle: list[float] | None = None  # of each rank
         if self.trainer.runner is not None:
+            if self.prediction is not None:
+                self.predicted = self.prediction.timeline
+            else:
+                self.predicted = predicted_timeline(run.options, run.config)
             size = info.world // run.options.parallel.pp  # ranks with the same stages follow each other
-            played = self._predicted_timeline()
-            self.predicted_idle = [played.idle_share(rank // size) for rank in range(info.world)]
+            self.predicted_idle = [self.predicted.idle_share(rank // size) for rank in range(info.world)]
         self.hosts: list[str] = []  # the host of each rank, if the ranks' times are measured
         if self.trainer.clock.measures and world is not None:
             self.hosts = gather_objects(gethostname(), world, op="gathering names of hosts")
@@ -277,17 +281,11 @@ class TrainingLoop:
     def _pipeline(self) -> list[str]:
         """Returns the lines that explain the pipeline; [] if there is none. Collective."""
         runner, options, config = self.trainer.runner, self.options, self.run.config
-        if runner is None:
+        if runner is None or self.predicted is None:
             return []
         stages, costs = pipeline_stages(options, config), pipeline_costs(options, config)
-        plan = runner.plan(stages, costs, self.trainer.dtype, self._predicted_timeline())
+        plan = runner.plan(stages, costs, self.trainer.dtype, self.predicted)
         return plan.explanation(f" of {micro_batch_size(options)} sequences")
-
-    def _predicted_timeline(self) -> Timeline:
-        """Returns the step of the pipeline as the model of cost predicts it, or else by operations alone."""
-        if self.prediction is not None:
-            return self.prediction.timeline
-        return predicted_timeline(self.options, self.run.config)
 
     def _described_data(self) -> str:
         """Returns in words how many tokens there are, and how often the run reads each."""
@@ -479,18 +477,17 @@ class TrainingLoop:
         A resumed run that has taken no step keeps the picture that it finds.
         """
         measured = self.trainer.measured_timeline()
-        if not self.first or self.trainer.runner is None:
+        if not self.first or self.trainer.runner is None or self.predicted is None:
             return ""
         from tpfuse.train.pipeline_picture import BY_OPERATIONS, NAME, draw_pipeline  # matplotlib takes long to import
 
         if not self.trainer.runner.intervals and (self.run.folder / NAME).exists():
             return NAME
-        played, title = self._predicted_timeline(), BY_OPERATIONS
+        title = BY_OPERATIONS
         if self.prediction is not None:
-            title = (
-                f"Predicted for {self.info.world} x {self.prediction.cluster.gpu.name}: {played.length * 1e3:.4g} ms"
-            )
-        draw_pipeline(self.run.folder, played, measured, self.trainer.step, title)
+            gpu, milliseconds = self.prediction.cluster.gpu.name, self.predicted.length * 1e3
+            title = f"Predicted for {self.info.world} x {gpu}: {milliseconds:.4g} ms"
+        draw_pipeline(self.run.folder, self.predicted, measured, self.trainer.step, title)
         return NAME
 
     def _conclude(self, seconds: float, picture: str) -> None:

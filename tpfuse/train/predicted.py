@@ -1,4 +1,4 @@
-"""What the model of cost (`tpfuse.cost`) predicts of a run: how `tpfuse plan` counts a model and its options.
+"""This module predicts a run by the model of cost (`tpfuse.cost`), and counts models and options for `tpfuse plan`.
 
 A run is predicted if `tpfuse.cost.hardware` describes its GPUs and the model of cost knows its options.
 """
