@@ -125,7 +125,9 @@ CPUS = Cluster(HOST, 4, 4, Link("memory", 10e9, 20e-6, 50e-6), Link("network", 1
 
 def test_cpu_ranks_multiply_chunk_by_chunk_and_issue_the_operators_of_the_ring() -> None:
     one, tp, cp = (step_times(SIZES, replace(LAYOUT, batch=1, **x), CPUS, TPFUSE) for x in ({}, {"tp": 2}, {"cp": 2}))  # type: ignore[arg-type]
-    assert tp.products == pytest.approx(one.products / 2, rel=0.02), "the second chunk finds the weights in the caches"
+    packed = 3 * SIZES.block_weights * SIZES.layers * 2 / (HOST.bandwidth * HOST.packing_share)
+    more = tp.products - one.products / 2  # packing all rows of the inputs, which a rank alone does once
+    assert 0 < more < 0.3 * packed, "the second chunk finds the rank's half of the weights in the caches"
     issued = HOST.host_seconds * SIZES.layers
     assert cp.launches - one.launches == pytest.approx((5 + 9) * 2 * issued)
     assert tp.launches - one.launches > (4 + 8) * issued, "a chunk more for each of the products"
