@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tpfuse.choices import PipelineSchedule
-from tpfuse.cost.played_order import KINDS, class_of, played_length, shared_length
+from tpfuse.cost.played_order import KINDS, index_of, played_length, shared_length
 from tpfuse.parallel.pipeline.order import order
 from tpfuse.parallel.pipeline.timeline import timeline
 
@@ -17,9 +17,9 @@ from tpfuse.parallel.pipeline.timeline import timeline
 def test_a_length_is_that_of_the_timeline(schedule: PipelineSchedule, ranks: int, turns: int, count: int) -> None:
     for seed in range(5):
         draw = random.Random(seed)
-        seconds = [draw.uniform(0.1, 9.0) for _ in range(3 * len(KINDS))]
+        seconds = [draw.uniform(0.1, 9.0) for _ in range(ranks * turns * len(KINDS))]
         made = order(schedule, ranks, turns, count)
-        times = {action: seconds[class_of(action, made.stages)] for row in made.actions for action in row}
+        times = {action: seconds[index_of(action)] for row in made.actions for action in row}
         expected = timeline(made, times.__getitem__).length
         assert played_length(schedule, ranks, turns, count, seconds) == pytest.approx(expected, rel=1e-12)
 
@@ -30,9 +30,9 @@ def test_a_length_is_that_of_the_timeline(schedule: PipelineSchedule, ranks: int
 )
 def test_ranks_share_cores(schedule: PipelineSchedule, ranks: int, turns: int, count: int) -> None:
     draw, pipeline = random.Random(0), (schedule, ranks, turns, count)
-    seconds = [draw.uniform(0.1, 9.0) for _ in range(3 * len(KINDS))]
+    seconds = [draw.uniform(0.1, 9.0) for _ in range(ranks * turns * len(KINDS))]
     made = order(*pipeline)
-    work = sum(seconds[class_of(action, made.stages)] for row in made.actions for action in row)
+    work = sum(seconds[index_of(action)] for row in made.actions for action in row)
     free = played_length(*pipeline, seconds)
     lengths = [shared_length(*pipeline, seconds, cores) for cores in (ranks, 2, 1.5, 1)]
     assert lengths[0] == pytest.approx(free) and lengths[-1] == pytest.approx(work)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tpfuse.cost.bubble import cut
 from tpfuse.cost.hardware import Cluster, Gpu, Link
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.program import TPFUSE, Program
@@ -110,13 +109,14 @@ def test_accumulated_gradients_are_reduced_once_and_stage_3_gathers_for_each_mic
 def test_the_played_step_of_a_pipeline_takes_the_time_of_its_passes() -> None:
     for schedule, turns in (("1f1b", 1), ("zbv", 2)):
         layout = replace(LAYOUT, pp=4, schedule=schedule, stages_per_rank=turns, micro_batch=4)  # type: ignore[arg-type]
-        stages = cut(SIZES, 4 * turns, False)
-        blocks = [stages.middle] * (4 * turns - 1) + [stages.last]  # as `step_times` counts them
-        times, played = step_times(SIZES, layout, CLUSTER, TPFUSE), played_step(SIZES, layout, CLUSTER, TPFUSE, blocks)
-        apart = times.pipeline + times.data + times.optimizer + TPFUSE.step_operators * GPU.host_seconds
-        assert played.length == pytest.approx(times.total - apart, rel=0.02), schedule
-        idle = played.idle_share(played.order.rank_of[-1])
-        assert idle == pytest.approx(times.bubble / (times.total - apart), abs=0.01), schedule
+        for blocks in ((), [32 - 4 * turns + 1] + [1] * (4 * turns - 1)):
+            times, played = (step(SIZES, layout, CLUSTER, TPFUSE, blocks) for step in (step_times, played_step))
+            apart = times.pipeline + times.data + times.optimizer + TPFUSE.step_operators * GPU.host_seconds
+            assert played.length == pytest.approx(times.total - apart, rel=0.02), schedule
+            last = played.order.rank_of[-1]
+            assert played.busy(last) == pytest.approx(times.total - apart - times.bubble, rel=1e-9), schedule
+            idle = played.idle_share(last)
+            assert idle == pytest.approx(times.bubble / (times.total - apart), abs=0.01), schedule
 
 
 HOST = replace(GPU, multiprocessors=0, at_once=2.0, packing_share=0.25, half_rate=0.1e12, bandwidth=40e9)

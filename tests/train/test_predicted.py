@@ -57,8 +57,9 @@ def test_the_cut_of_the_options_counts() -> None:
     config = GPTConfig(256, 128, 128, 4, 4)
     found = prediction(options, config, *H100, 2)
     assert found is not None and found.blocks == (1, 3)
-    even = replace(found, blocks=(2, 2)).timeline
-    assert found.timeline.idle_share(0) > even.idle_share(0) + 0.1, "the first rank waits for that with three blocks"
+    even = replace(found, blocks=(2, 2))
+    assert found.timeline.idle_share(0) > even.timeline.idle_share(0) + 0.1, "rank 0 waits for that with three blocks"
+    assert found.times.total > 1.1 * even.times.total, "so the step takes longer"
 
 
 @pytest.mark.parametrize("flag", ["--train.autocast bfloat16", "--zero.offload optimizer"])

@@ -7,6 +7,7 @@ pass reach this state later than the others.
 cores: on a CPU, those of each pipeline, which its ranks share equally while more of them compute.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from math import inf
 from typing import NamedTuple
@@ -15,69 +16,117 @@ from tpfuse.choices import PipelineSchedule
 from tpfuse.cost.in_flight import stage_blocks
 from tpfuse.cost.played_order import KINDS, played_length, shared_length
 from tpfuse.cost.sizes import ModelSizes
-from tpfuse.parallel.pipeline.order import Kind
+from tpfuse.parallel.pipeline.order import Kind, stage_ranks
 
 _STEPS = 16  # a ratio of times is rounded to 1 / _STEPS, so that few different steps are played
 _SPLIT = {Kind.FORWARD: (0, 1.0), Kind.BACKWARD: (1, 1.0), Kind.INPUT: (1, 0.5), Kind.WEIGHT: (1, 0.5)}
 
 Stage = tuple[float, float]  # the seconds of its forward and of its backward pass
-StageTimes = tuple[Stage, Stage, Stage]  # of the first stage, of each in the middle, and of the last
 
 
-class Stages(NamedTuple):
-    """The blocks of the last stage, and the most of any other stage."""
+class StageKind(NamedTuple):
+    """What stages have that take equally long: the number of their blocks, and whether they are the first, the last."""
 
-    middle: int
-    last: int
+    blocks: int
+    first: bool
+    last: bool
+
+
+class Cut(NamedTuple):
+    """The stages of a pipeline.
+
+    kinds: the kinds of its stages. of_stages: the index of each stage's kind. of_ranks: the indices of a rank's stages,
+    each combination once. of_last: those of the rank with the last stage.
+    """
+
+    kinds: tuple[StageKind, ...]
+    of_stages: tuple[int, ...]
+    of_ranks: tuple[tuple[int, ...], ...]
+    of_last: tuple[int, ...]
+
+    @property
+    def last_blocks(self) -> int:
+        """Return the number of blocks of the rank with the last stage."""
+        return sum(self.kinds[index].blocks for index in self.of_last)
 
 
 @cache
-def cut(sizes: ModelSizes, stages: int, equal: bool) -> Stages:
-    """Return the cut of `tpfuse train`; with `equal`, one into equally many blocks."""
-    blocks = stage_blocks(sizes, stages, equal)
-    return Stages(max(blocks[:-1], default=blocks[-1]), blocks[-1])
+def usual_cut(sizes: ModelSizes, schedule: PipelineSchedule, ranks: int, turns: int, equal: bool) -> Cut:
+    """Return the cut of `tpfuse train`; with `equal`, one into equally many blocks. turns: the stages of a rank."""
+    rank_of = stage_ranks(schedule, ranks, turns) if ranks > 1 else (0,)
+    return cut_of(stage_blocks(sizes, rank_of, equal), rank_of)
+
+
+def cut_of(blocks: Sequence[int], rank_of: Sequence[int]) -> Cut:
+    """Return the cut into stages of so many blocks. rank_of: the rank of each stage."""
+    stages = [StageKind(count, stage == 0, stage == len(blocks) - 1) for stage, count in enumerate(blocks)]
+    kinds = tuple(dict.fromkeys(stages))
+    indices = tuple(map(kinds.index, stages))
+    on_ranks: list[list[int]] = [[] for _ in range(max(rank_of) + 1)]
+    for index, rank in zip(indices, rank_of, strict=True):
+        on_ranks[rank].append(index)
+    different = dict.fromkeys(tuple(sorted(each)) for each in on_ranks)
+    return Cut(kinds, indices, tuple(different), tuple(on_ranks[rank_of[-1]]))
 
 
 def step_length(
-    schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes, cores: float = inf
+    schedule: PipelineSchedule,
+    ranks: int,
+    turns: int,
+    micro_batches: int,
+    cut: Cut,
+    times: Sequence[Stage],
+    cores: float = inf,
 ) -> float:
-    """Return the seconds of a step. turns: the stages of a rank. Ratios of `times` are rounded."""
-    unit = times[1][0]
-    first, middle, last = (tuple(max(1, round(_STEPS * part / unit)) for part in stage) for stage in times)
-    rounded = _units(schedule, ranks, turns, micro_batches, (first, middle, last), cores)
-    busiest = max(sum(times[2]) + (turns - 1) * sum(times[1]), sum(times[1]) * turns)
-    in_units = max(sum(last) + (turns - 1) * sum(middle), sum(middle) * turns)
-    return rounded * busiest / in_units
+    """Return the seconds of a step. times: of each kind of stages; their ratios are rounded."""
+    unit = max(forward for forward, _ in times)
+    rounded = tuple(
+        (max(1, round(_STEPS * forward / unit)), max(1, round(_STEPS * backward / unit))) for forward, backward in times
+    )
+    length = _units(schedule, ranks, turns, micro_batches, cut.of_stages, rounded, cores)
+    return length * _busiest(cut, times) / _busiest(cut, rounded)
+
+
+def _busiest(cut: Cut, times: Sequence[Stage]) -> float:
+    """Return how long the rank that computes the most is busy with a micro-batch."""
+    return max(sum(sum(times[index]) for index in indices) for indices in cut.of_ranks)
 
 
 @cache
 def _units(
-    schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes, cores: float
+    schedule: PipelineSchedule,
+    ranks: int,
+    turns: int,
+    micro_batches: int,
+    of_stages: tuple[int, ...],
+    times: tuple[Stage, ...],
+    cores: float,
 ) -> float:
     """Return the length of a step, which is extended beyond 2 or 3 micro-batches for each rank."""
     rounds = 2 if schedule in ("zero_bubble", "zbv") else 1
     least, more = rounds * ranks, (rounds + 1) * ranks
     if micro_batches <= more:
-        return played(schedule, ranks, turns, micro_batches, times, cores)
-    short, long = (_units(schedule, ranks, turns, count, times, cores) for count in (least, more))
+        return played(schedule, ranks, turns, micro_batches, [times[index] for index in of_stages], cores)
+    short, long = (_units(schedule, ranks, turns, count, of_stages, times, cores) for count in (least, more))
     return long + (micro_batches - more) * (long - short) / (more - least)
 
 
 def played(
-    schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, times: StageTimes, cores: float = inf
+    schedule: PipelineSchedule,
+    ranks: int,
+    turns: int,
+    micro_batches: int,
+    stages: Sequence[Stage],
+    cores: float = inf,
 ) -> float:
-    """Return the length of a step, all micro-batches of which are played."""
+    """Return the length of a step, all micro-batches of which are played. stages: the times of each stage."""
+    seconds = [pass_seconds(stage, kind) for stage in stages for kind in KINDS]
     if cores >= ranks:
-        return played_length(schedule, ranks, turns, micro_batches, _by_class(times))
-    return shared_length(schedule, ranks, turns, micro_batches, _by_class(times), cores)
+        return played_length(schedule, ranks, turns, micro_batches, seconds)
+    return shared_length(schedule, ranks, turns, micro_batches, seconds, cores)
 
 
 def pass_seconds(stage: Stage, kind: Kind) -> float:
     """Return the seconds of an action of a stage. The parts of a backward pass take equally long."""
     part, share = _SPLIT[kind]
     return stage[part] * share
-
-
-def _by_class(times: StageTimes) -> list[float]:
-    """Return the seconds of each class of actions (`class_of`)."""
-    return [pass_seconds(stage, kind) for stage in times for kind in KINDS]

@@ -29,11 +29,12 @@ class Part:
 
 
 @cache
-def stage_blocks(sizes: ModelSizes, stages: int, equal: bool) -> tuple[int, ...]:
+def stage_blocks(sizes: ModelSizes, rank_of: tuple[int, ...], equal: bool) -> tuple[int, ...]:
     """Return the number of blocks of each stage, as `tpfuse train` cuts models, or as equal as possible.
 
-    Raise ValueError for fewer blocks than stages.
+    rank_of: the rank of each stage. Raise ValueError for fewer blocks than stages.
     """
+    stages = len(rank_of)
     if equal and sizes.layers >= stages:
         return tuple(sizes.layers // stages + (stage < sizes.layers % stages) for stage in range(stages))
     products = sizes.block_weights
@@ -42,7 +43,7 @@ def stage_blocks(sizes: ModelSizes, stages: int, equal: bool) -> tuple[int, ...]
     table = sizes.table_parameters
     embeddings = Cost(0, table + sizes.positions * sizes.width)
     head = Cost(6 * table, table + sizes.width * (1 + sizes.norm_bias))
-    return tuple(len(stage.layers) for stage in cut_layers([block] * sizes.layers, embeddings, head, stages))
+    return tuple(len(stage.layers) for stage in cut_layers([block] * sizes.layers, embeddings, head, rank_of))
 
 
 def parts(
@@ -74,7 +75,7 @@ def _parts(
     equal: bool,
 ) -> tuple[tuple[Part, ...], int]:
     made = order(schedule, ranks, stages_per_rank, min(micro_batches, _ROUNDS * ranks))
-    layers = stage_blocks(sizes, made.stages, equal)
+    layers = stage_blocks(sizes, made.rank_of, equal)
     found = [_part(made, layers, rank) for rank in range(ranks)]
     found = [_times(part, micro_batches) for part in found] if schedule == "gpipe" else found
     kept = [

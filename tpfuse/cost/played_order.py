@@ -16,16 +16,15 @@ KINDS = tuple(Kind)
 _INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
 
-def class_of(action: Action, stages: int) -> int:
-    """Return the index of an action's seconds: KINDS of the first stage, of those in the middle, and of the last."""
-    place = 0 if action.stage == 0 else 2 if action.stage == stages - 1 else 1
-    return place * len(KINDS) + _INDEX[action.kind]
+def index_of(action: Action) -> int:
+    """Return the index of an action's seconds: those of the KINDS of the first stage come first."""
+    return action.stage * len(KINDS) + _INDEX[action.kind]
 
 
 def played_length(
     schedule: PipelineSchedule, ranks: int, stages_per_rank: int, micro_batches: int, seconds: Sequence[float]
 ) -> float:
-    """Return the length of a step whose messages take no time. seconds: by `class_of`."""
+    """Return the length of a step whose messages take no time. seconds: by `index_of`."""
     ends = [0.0]  # the first entry stands for what does not wait
     append = ends.append
     for index, before, needed in _waits(schedule, ranks, stages_per_rank, micro_batches):
@@ -73,9 +72,10 @@ def shared_length(
 def _waits(
     schedule: PipelineSchedule, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> list[tuple[int, int, int]]:
-    """Return for each action its class, and the numbers of the actions before it on its rank and in the data's path.
+    """Return for each action the index of its seconds, and the numbers of two actions that it waits for.
 
-    Actions are numbered from 1 in an order in which each comes after those that it waits for.
+    These are the one before it on its rank and the one whose result it takes; 0 stands for none. Actions are numbered
+    from 1, each after those that it waits for.
     """
     made = order(schedule, ranks, stages_per_rank, micro_batches)
     last = made.stages - 1
@@ -94,7 +94,7 @@ def _waits(
                     needed = forward[last][batch] if stage == last else inputs[stage + 1][batch]
                 if not needed and kind is not Kind.WEIGHT and (kind is not Kind.FORWARD or stage > 0):
                     break
-                waits.append((class_of(action, made.stages), newest[rank], needed))
+                waits.append((index_of(action), newest[rank], needed))
                 newest[rank] = len(waits)
                 done[rank] += 1
                 if kind is Kind.FORWARD:

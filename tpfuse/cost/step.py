@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 from tpfuse.choices import Recompute
 from tpfuse.cost import collectives, overlap, work
-from tpfuse.cost.bubble import Stage, Stages, StageTimes, cut, pass_seconds, step_length
+from tpfuse.cost.bubble import Cut, Stage, StageKind, cut_of, pass_seconds, step_length, usual_cut
 from tpfuse.cost.hardware import Cluster, Gpu
-from tpfuse.cost.in_flight import stage_blocks
 from tpfuse.cost.layout import Layout
 from tpfuse.cost.products import product_seconds
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.cost.work import HALF, Work
-from tpfuse.parallel.pipeline.order import order
+from tpfuse.parallel.pipeline.order import order, stage_ranks
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline
 
 # On CPU ranks, ring attention issues so many operators for each rank, forward and backward: a block makes 27 calls of
@@ -80,21 +79,26 @@ class _Parts(NamedTuple):
     extra: Pass
 
 
-def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> Times:
-    """Return the times of a step. It is fast: `tpfuse plan` calls it for tens of thousands of layouts."""
+def step_times(
+    sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program, blocks: Sequence[int] = ()
+) -> Times:
+    """Return the times of a step. It is fast: `tpfuse plan` calls it for tens of thousands of layouts.
+
+    blocks: the number of blocks of each stage of a pipeline; () for the cut of `tpfuse train`.
+    """
     program = _on(cluster, program)
-    parts, stages = _parts_of(sizes, layout, cluster, program)
-    last = _rank_pass(parts, stages, layout)
+    parts, cut = _parts_of(sizes, layout, cluster, program), _cut(sizes, layout, program, blocks)
+    last = _rank_pass(parts, cut)
     busy = layout.micro_batches * sum(last)
     length = busy
     waits = 0.0
     if layout.pp > 1:
-        times = _stage_times(parts, stages)
+        times = [_stage(parts, kind) for kind in cut.kinds]
         pipeline = layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches
-        length = step_length(*pipeline, times, _cores(layout, cluster))
+        length = step_length(*pipeline, cut, times, _cores(layout, cluster))
         crossings = layout.pp * layout.stages_per_rank - 1
         waits = 2 * crossings * _message(sizes, layout, cluster, program) + _tied(sizes, layout, cluster, program)
-    data, optimizer = _update(sizes, layout, cluster, program, stages, parts)
+    data, optimizer = _update(sizes, layout, cluster, program, cut, parts)
     count = layout.micro_batches
     found = Times(
         count * last.products,
@@ -108,7 +112,7 @@ def step_times(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Pro
         optimizer,
         count * last.launches + program.step_operators * cluster.gpu.host_seconds,
     )
-    return _taking_turns(found, busy, layout, stages, cluster, program) if cluster.gpu.is_host else found
+    return _taking_turns(found, busy, layout, cut, cluster, program) if cluster.gpu.is_host else found
 
 
 def played_step(
@@ -116,17 +120,14 @@ def played_step(
 ) -> Timeline:
     """Return the passes of a step of a pipeline, in seconds, as the schedule orders them.
 
-    blocks: the number of blocks of each stage; () for the cut of `tpfuse train`. A rank waits for each message from
-    another rank.
+    blocks: as for `step_times`. A rank waits for each message from another rank.
     """
     program = _on(cluster, program)
-    parts, _ = _parts_of(sizes, layout, cluster, program)
-    played = order(layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches)
-    blocks = blocks or stage_blocks(sizes, played.stages, program.equal_stages)
-    stages = [_stage(parts, count, stage == 0, stage == played.stages - 1) for stage, count in enumerate(blocks)]
+    parts, cut = _parts_of(sizes, layout, cluster, program), _cut(sizes, layout, program, blocks)
+    times = [_stage(parts, kind) for kind in cut.kinds]
     return timeline(
-        played,
-        lambda action: pass_seconds(stages[action.stage], action.kind),
+        order(layout.schedule, layout.pp, layout.stages_per_rank, layout.micro_batches),
+        lambda action: pass_seconds(times[cut.of_stages[action.stage]], action.kind),
         _message(sizes, layout, cluster, program),
     )
 
@@ -144,29 +145,25 @@ def _on_host(program: Program) -> Program:
     return replace(program, overlap_tp=False, overlap_dp=False, chunked_products=True)
 
 
-def _parts_of(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> tuple[_Parts, Stages]:
-    """Return the passes of the parts of the model for a micro-batch, and the cut into stages."""
-    parts = _parts(_without_layers(sizes), layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program)
-    return parts, cut(sizes, layout.pp * layout.stages_per_rank, program.equal_stages)
+def _parts_of(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> _Parts:
+    """Return the passes of the parts of the model for a micro-batch."""
+    return _parts(_without_layers(sizes), layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program)
 
 
-def _stage_times(parts: _Parts, stages: Stages) -> StageTimes:
-    """Return the seconds of the passes of the first stage, of each in the middle, and of the last."""
-    middle, last = stages
-    return (
-        _stage(parts, middle, first=True, last=False),
-        _stage(parts, middle, first=False, last=False),
-        _stage(parts, last, first=False, last=True),
-    )
+def _cut(sizes: ModelSizes, layout: Layout, program: Program, blocks: Sequence[int]) -> Cut:
+    """Return the cut into stages. blocks: as for `step_times`."""
+    if blocks:
+        return cut_of(blocks, stage_ranks(layout.schedule, layout.pp, layout.stages_per_rank))
+    return usual_cut(sizes, layout.schedule, layout.pp, layout.stages_per_rank, program.equal_stages)
 
 
-def _stage(parts: _Parts, blocks: int, first: bool, last: bool) -> Stage:
+def _stage(parts: _Parts, kind: StageKind) -> Stage:
     """Return the seconds of the forward and of the backward pass of a stage."""
     forward, backward = (
-        blocks * sum(parts.block[index])
+        kind.blocks * sum(parts.block[index])
         + sum(parts.extra) / 2
-        + first * sum(parts.embedding[index])
-        + last * sum(parts.head[index])
+        + kind.first * sum(parts.embedding[index])
+        + kind.last * sum(parts.head[index])
         for index in (0, 1)
     )
     return forward, backward
@@ -178,9 +175,7 @@ def _cores(layout: Layout, cluster: Cluster) -> float:
     return cluster.gpu.at_once / pipelines if cluster.gpu.is_host else inf
 
 
-def _taking_turns(
-    times: Times, passes: float, layout: Layout, stages: Stages, cluster: Cluster, program: Program
-) -> Times:
+def _taking_turns(times: Times, passes: float, layout: Layout, cut: Cut, cluster: Cluster, program: Program) -> Times:
     """Return the times of CPU ranks, which share cores. passes: the seconds of a rank's passes, if it had a core.
 
     The length of a pipeline's step knows of the cores already: while a rank waits, others compute. A rank that takes
@@ -194,7 +189,7 @@ def _taking_turns(
     for name in ("pipeline", "data", "optimizer"):
         scaled[name] = slower * getattr(times, name)
     if ranks > ceil(gpu.at_once):
-        waits = _waits(layout, layout.micro_batches * _blocks(layout, stages), program)
+        waits = _waits(layout, layout.micro_batches * cut.last_blocks, program)
         for name, count in zip(("tensor", "context", "pipeline"), waits, strict=True):
             scaled[name] += count * gpu.wait_seconds
     return Times(**scaled)
@@ -215,18 +210,16 @@ def _collectives(tp: int, program: Program) -> int:
     return 0 if tp == 1 else 4 if program.sequence_parallel else 2
 
 
-def _blocks(layout: Layout, stages: Stages) -> int:
-    """Return the blocks of the rank of the last stage."""
-    return stages.last + (layout.stages_per_rank - 1) * stages.middle
-
-
-def _rank_pass(parts: _Parts, stages: Stages, layout: Layout) -> Pass:
+def _rank_pass(parts: _Parts, cut: Cut) -> Pass:
     """Return the passes of one micro-batch on the rank of the last stage."""
-    blocks = _blocks(layout, stages)
-    total = Pass().plus(parts.extra, layout.stages_per_rank).plus(parts.block[0], blocks).plus(parts.block[1], blocks)
-    total = total.plus(parts.head[0]).plus(parts.head[1])
-    if layout.pp == 1:
-        total = total.plus(parts.embedding[0]).plus(parts.embedding[1])
+    total = Pass()
+    for index in cut.of_last:
+        blocks, first, last = cut.kinds[index]
+        total = total.plus(parts.extra).plus(parts.block[0], blocks).plus(parts.block[1], blocks)
+        if first:
+            total = total.plus(parts.embedding[0]).plus(parts.embedding[1])
+        if last:
+            total = total.plus(parts.head[0]).plus(parts.head[1])
     return total
 
 
@@ -356,10 +349,10 @@ def _context(
 
 
 def _update(
-    sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program, stages: Stages, parts: _Parts
+    sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program, cut: Cut, parts: _Parts
 ) -> tuple[float, float]:
     """Return the seconds of data-parallel communication that nothing hides, and those of the optimizer."""
-    blocks = _blocks(layout, stages)
+    blocks = cut.last_blocks
     one = sizes.block_parameters / layout.tp
     parameters = blocks * one + sizes.table_parameters / layout.tp
     ranks, stride = layout.dp * layout.cp, layout.tp

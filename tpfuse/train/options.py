@@ -181,7 +181,7 @@ class ParallelOptions:
     """Give each pipeline rank this number of stages. 0: 2 for interleaved_1f1b and zbv, 1 for the others."""
     pp_layers: str = ""
     """Give the stages these numbers of layers, in the order of the model, as in 3,5,4,4. Default: cut the layers so
-    that the most expensive stage, counted with embedding and head, needs as few operations as possible."""
+    that all pipeline ranks have about equally many operations, counted with embedding and head."""
     replicas: int = 1
     """Let ZeRO stage 3 shard the parameters within each of this number of groups of ranks. It must divide dp x cp. With
     as many groups as nodes, ranks gather parameters within their node only."""

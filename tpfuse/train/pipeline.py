@@ -84,10 +84,10 @@ def pipeline_costs(options: TrainCommand, config: Described) -> list[Cost]:
 
 def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
     """Returns the stages of the model on all pipeline ranks. Raises ValueError for layers that cannot be cut so."""
-    count, costs = len(stage_owners(options.parallel)), config.part_costs()
+    owners, costs = stage_owners(options.parallel), config.part_costs()
     if options.parallel.pp_layers:
-        return explicit_cut(options.parallel.pp_layers, len(costs[0]), count)
-    return cut_layers(*costs, count)
+        return explicit_cut(options.parallel.pp_layers, len(costs[0]), len(owners))
+    return cut_layers(*costs, owners)
 
 
 def own_stages(options: TrainCommand, config: Described, rank: int) -> list[Stage]:

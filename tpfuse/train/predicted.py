@@ -37,7 +37,7 @@ class Prediction:
     @property
     def times(self) -> Times:
         """Return the seconds of a step, by kind."""
-        return step_times(self.sizes, self.layout, self.cluster, self.program)
+        return step_times(self.sizes, self.layout, self.cluster, self.program, self.blocks)
 
     @property
     def timeline(self) -> Timeline:

@@ -1,4 +1,4 @@
-"""The cut of layers into stages is the best of all cuts, and cuts that cannot be made are refused."""
+"""Each cut of layers into stages is the best of all cuts, ranks with several stages have equal work, and refusals."""
 
 import itertools
 import random
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tpfuse.parallel.pipeline.cut import Cost, Stage, cut_layers, explicit_cut, whole_model
+from tpfuse.parallel.pipeline.order import stage_ranks
 
 NOTHING = Cost(0, 0)
 
@@ -48,25 +49,66 @@ def test_a_cut_is_the_best_of_all_cuts() -> None:
         layers = [cost() for _ in range(random_numbers.randint(1, 8))]
         before, after = cost(), cost()
         for stages in range(1, min(4, len(layers)) + 1):
-            found = counts_of(cut_layers(layers, before, after, stages))
+            found = counts_of(cut_layers(layers, before, after, range(stages)))
             assert found == best_by_trial(layers, before, after, stages), (seed, stages)
 
 
+def busiest(counts: Sequence[int], layers: Sequence[Cost], before: Cost, after: Cost, rank_of: Sequence[int]) -> int:
+    """Return the operations of the rank that has the most."""
+    ranks = [0] * (max(rank_of) + 1)
+    for cost, rank in zip(costs_of(counts, layers, before, after), rank_of, strict=True):
+        ranks[rank] += cost.flops
+    return max(ranks)
+
+
+OWNERS = [stage_ranks("interleaved_1f1b", 2, 2), stage_ranks("interleaved_1f1b", 2, 3), stage_ranks("zbv", 3, 2)]
+
+
+@pytest.mark.parametrize("rank_of", OWNERS)
+@pytest.mark.parametrize("equal", [True, False])
+def test_ranks_with_several_stages_have_equal_work(rank_of: tuple[int, ...], equal: bool) -> None:
+    """If all layers cost the same, the busiest rank has as few operations as in the best of all cuts."""
+    for seed in range(30):
+        draw = random.Random(seed)
+        count = draw.randint(len(rank_of), 11)
+        layers = [Cost(6, 1)] * count if equal else [Cost(draw.randint(3, 9), 1) for _ in range(count)]
+        before, after = Cost(draw.randint(0, 3), 1), Cost(draw.randint(0, 30), 1)
+        counts = counts_of(cut_layers(layers, before, after, rank_of))
+        cuts = itertools.combinations(range(1, count), len(rank_of) - 1)
+        tried = ([b - a for a, b in itertools.pairwise((0, *cut, count))] for cut in cuts)
+        best = min(busiest(each, layers, before, after, rank_of) for each in tried)
+        found = busiest(counts, layers, before, after, rank_of)
+        assert found == best if equal else found <= best + max(layer.flops for layer in layers), (seed, counts)
+
+
+def test_a_large_head_moves_layers_to_other_ranks() -> None:
+    """The head of gpt2-350m counts as 3.5 blocks. Stages of equal cost would give two of the ranks 8 blocks each."""
+    rank_of = stage_ranks("zbv", 4, 2)
+    counts = counts_of(cut_layers([Cost(10, 10)] * 24, NOTHING, Cost(35, 35), rank_of))
+    assert counts == [2, 3, 3, 3, 4, 4, 4, 1], "3 blocks with the head, and three times 7 blocks"
+
+
+def test_equal_stages_and_layers_without_operations() -> None:
+    assert counts_of(cut_layers([Cost(1, 1)] * 7, NOTHING, NOTHING, (0, 1, 0, 1))) == [1, 2, 2, 2], "late stages"
+    assert counts_of(cut_layers([Cost(0, 1)] * 6, NOTHING, NOTHING, (0, 1, 0, 1))) == [2, 2, 1, 1], "no operations"
+
+
 def test_stages_know_their_layers_and_the_ends_of_the_model() -> None:
-    first, middle, last = cut_layers([Cost(1, 1)] * 6, NOTHING, NOTHING, 3)
+    first, middle, last = cut_layers([Cost(1, 1)] * 6, NOTHING, NOTHING, range(3))
     assert first == Stage(0, range(2), True, False)
     assert middle == Stage(1, range(2, 4), False, False)
     assert last == Stage(2, range(4, 6), False, True)
-    assert cut_layers([Cost(1, 1)] * 6, NOTHING, NOTHING, 1) == [whole_model(6)] == [Stage(0, range(6), True, True)]
+    whole = cut_layers([Cost(1, 1)] * 6, NOTHING, NOTHING, range(1))
+    assert whole == [whole_model(6)] == [Stage(0, range(6), True, True)]
 
 
 def test_what_comes_before_and_after_the_layers_counts() -> None:
     layers = [Cost(1, 1)] * 8
-    assert counts_of(cut_layers(layers, NOTHING, Cost(4, 4), 2)) == [6, 2]
-    assert counts_of(cut_layers(layers, Cost(4, 4), NOTHING, 2)) == [2, 6]
-    assert counts_of(cut_layers(layers, Cost(0, 3), NOTHING, 2)) == [4, 4], "operations count first"
-    assert counts_of(cut_layers([Cost(1, 1)] * 7, Cost(0, 3), NOTHING, 2)) == [3, 4], "then parameters"
-    assert counts_of(cut_layers([Cost(1, 1)] * 7, NOTHING, NOTHING, 3)) == [3, 2, 2], "early stages have more layers"
+    assert counts_of(cut_layers(layers, NOTHING, Cost(4, 4), range(2))) == [6, 2]
+    assert counts_of(cut_layers(layers, Cost(4, 4), NOTHING, range(2))) == [2, 6]
+    assert counts_of(cut_layers(layers, Cost(0, 3), NOTHING, range(2))) == [4, 4], "operations count first"
+    assert counts_of(cut_layers([Cost(1, 1)] * 7, Cost(0, 3), NOTHING, range(2))) == [3, 4], "then parameters"
+    assert counts_of(cut_layers([Cost(1, 1)] * 7, NOTHING, NOTHING, range(3))) == [3, 2, 2], "early stages have more"
 
 
 def test_an_explicit_cut() -> None:
@@ -86,7 +128,7 @@ def _refused(text: str) -> str:
 
 def test_cuts_that_cannot_be_made_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^2 layers cannot be cut into 3 pipeline stages: expected at least one"):
-        cut_layers([Cost(1, 1)] * 2, NOTHING, NOTHING, 3)
+        cut_layers([Cost(1, 1)] * 2, NOTHING, NOTHING, range(3))
     assert _refused("3,x,2") == "'3,x,2': expected a number of layers for each stage, such as 3,5,4,4"
     assert _refused("") == "'': expected a number of layers for each stage, such as 3,5,4,4"
     expected = "expected 3 stages of at least one layer and 6 layers together"

@@ -12,6 +12,7 @@ from tpfuse.comm.layout import copy_whole_, local_slices, local_tensor
 from tpfuse.comm.mesh import flat_group
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.parallel.pipeline.parts import Parts
 from tpfuse.parallel.pipeline.pipeline import MicroBatch, Pipeline
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
@@ -276,6 +277,8 @@ def test_stages_have_equal_costs_and_tables_that_are_looked_up_cost_nothing() ->
     assert [len(stage.layers) for stage in found] == [5, 1]
     found = Pipeline(model, **options, last=[model.head], layers=[1, 5]).stages
     assert [len(stage.layers) for stage in found] == [1, 5]
+    found = Parts(model, model.blocks, [model.table], [model.head]).cut((0, 1, 0, 1), None)
+    assert [len(stage.layers) for stage in found] == [2, 1, 2, 1], "each rank has as much as four blocks"
 
 
 def test_models_that_cannot_be_cut_are_refused() -> None:

@@ -35,31 +35,34 @@ class Cost:
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
 
-def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, stages: int) -> list[Stage]:
-    """Return the stages of which the most expensive one needs the fewest operations.
+def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, rank_of: Sequence[int]) -> list[Stage]:
+    """Return the stages of which the one that exceeds its share (`_shares`) the most exceeds it the least.
 
-    Among such cuts it is one whose largest stage has the fewest parameters, and of these the one whose first stage has
-    the most layers; the stages after it are chosen from the rest by the same rule. Each stage has at least one layer.
-    before, after: the costs of what comes before the first layer and after the last one. Raise ValueError for fewer
-    layers than stages.
+    Shares are 0 if each rank has one stage: then the most expensive stage needs the fewest operations. Among such cuts
+    it is one whose largest stage has the fewest parameters, and of these the one whose first stage has the most layers;
+    the stages after it are chosen from the rest by the same rule. Each stage has at least one layer.
+
+    before, after: the costs of what comes before the first layer and after the last one. rank_of: the pipeline rank of
+    each stage. Raise ValueError for fewer layers than stages.
     """
-    count = len(layers)
+    count, stages = len(layers), len(rank_of)
     if count < stages:
         raise ValueError(
             f"{count} layers cannot be cut into {stages} pipeline stages: expected at least one layer each"
         )
-    cost = _costs_of_ranges(layers, before, after)
+    cost, shares = _costs_of_ranges(layers, before, after), _shares(layers, before, after, rank_of)
 
-    # A cut is found from its end: best[start] is (the largest cost of the stages from layer `start` on, their starts).
-    def best_cut(largest_flops: int | None) -> tuple[int, tuple[int, ...]]:
+    # A cut is found from its end: best[start] is (the largest value of the stages from layer `start` on, their starts).
+    def best_cut(largest_excess: int | None) -> tuple[int, tuple[int, ...]]:
         best: dict[int, tuple[int, tuple[int, ...]]] = {count: (0, ())}
         for left in range(1, stages + 1):
             found: dict[int, tuple[int, tuple[int, ...]]] = {}
             for start in range(count) if left < stages else range(1):
                 for stop in range(start + 1, count + 1):
                     part = cost(start, stop)
-                    value = part.flops if largest_flops is None else part.parameters
-                    if largest_flops is not None and part.flops > largest_flops:
+                    excess = part.flops - shares[stages - left]
+                    value = excess if largest_excess is None else part.parameters
+                    if largest_excess is not None and excess > largest_excess:
                         break
                     if start in found and value > found[start][0]:
                         break  # a longer stage costs even more
@@ -71,6 +74,30 @@ def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, stages: int) -
     largest, _ = best_cut(None)
     _, starts = best_cut(largest)
     return _staged([b - a for a, b in itertools.pairwise((*starts, count))])
+
+
+def _shares(layers: Sequence[Cost], before: Cost, after: Cost, rank_of: Sequence[int]) -> list[int]:
+    """Return the operations that each stage should have so that all ranks have about equally many.
+
+    If each rank has one stage, they are 0. Otherwise each layer counts as their mean, and each stage begins with one.
+    Each of the other layers goes to the rank that has the fewest operations so far, into its stage with the fewest. Of
+    equal stages the latest takes it, since short early stages let the later ranks begin earlier.
+    """
+    stages = range(len(rank_of))
+    if len(set(rank_of)) == len(stages):
+        return [0 for _ in stages]
+    mean = max(1, sum(layer.flops for layer in layers) // len(layers))
+    shares = [mean for _ in stages]
+    shares[0] += before.flops
+    shares[-1] += after.flops
+    ranks = [0] * (max(rank_of) + 1)
+    for share, rank in zip(shares, rank_of, strict=True):
+        ranks[rank] += share
+    for _ in range(len(layers) - len(stages)):
+        chosen = min(stages, key=lambda stage: (ranks[rank_of[stage]], shares[stage], -stage))
+        shares[chosen] += mean
+        ranks[rank_of[chosen]] += mean
+    return shares
 
 
 def explicit_cut(text: str, layers: int, stages: int) -> list[Stage]:

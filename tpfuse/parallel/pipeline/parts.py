@@ -34,16 +34,16 @@ class Parts:
         for name, parts in (("blocks", self.blocks), ("first", self.first), ("last", self.last)):
             yield from ((f"{name}[{index}]", part) for index, part in enumerate(parts))
 
-    def cut(self, stages: int, layers: Sequence[int] | None) -> list[Stage]:
-        """Return the stages. layers: the number of blocks of each; None to cut by cost.
+    def cut(self, rank_of: Sequence[int], layers: Sequence[int] | None) -> list[Stage]:
+        """Return the stages. rank_of: the rank of each. layers: the number of blocks of each; None to cut by cost.
 
         The cost of a part is 6 operations for each parameter and token (PaLM, arXiv:2204.02311, appendix B), except for
         those of nn.Embedding in `first`, which looks rows up. Raises ValueError for fewer blocks than stages, and for
         `layers` that do not fit.
         """
         if layers is not None:
-            return explicit_cut(",".join(map(str, layers)), len(self.blocks), stages)
-        return cut_layers(*self._costs(), stages)
+            return explicit_cut(",".join(map(str, layers)), len(self.blocks), len(rank_of))
+        return cut_layers(*self._costs(), rank_of)
 
     def costs(self, stages: Sequence[Stage]) -> list[Cost]:
         """Return the cost of each stage, as `cut` counts it, before `keep` frees the parameters of other stages."""

@@ -53,8 +53,8 @@ class Pipeline:
     parameters of the model that only `before`, and only `after`, use; what is in both is tied. device_mesh: the
     one-dimensional mesh of the pipeline's ranks; None for one rank. schedule, stages_per_rank, micro_batches: as for
     `tpfuse.parallel.pipeline.order.order`; by default there are 2 stages on each rank for interleaved_1f1b and zbv, and
-    1 for the others. layers: the number of blocks of each stage; by default the blocks are cut so that the most
-    expensive stage has as few parameters as possible, without tables of nn.Embedding in `first`.
+    1 for the others. layers: the number of blocks of each stage; by default the blocks are cut so that all
+    ranks have about equally many parameters, without tables of nn.Embedding in `first`.
 
     On each rank, modules of other stages become nn.Identity, so that all other parameters keep their names. A tied
     parameter stays on the ranks of the first and the last stage, under one name, and begins there with the values that
@@ -90,7 +90,7 @@ class Pipeline:
         rank_of = stage_ranks(schedule, ranks, count)
         self.order = order(schedule, ranks, count, micro_batches)
         parts = Parts(model, blocks, first, last)
-        stages = parts.cut(len(rank_of), layers)
+        stages = parts.cut(rank_of, layers)
         self._all_stages, self._costs = stages, parts.costs(stages)
         parts.check_sharing(stages, rank_of)
         self.model, self._before, self._after, self._group = model, before, after, group
