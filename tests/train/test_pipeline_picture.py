@@ -160,7 +160,9 @@ def test_a_run_on_a_known_gpu_is_predicted_by_the_model_of_cost(flags: list[str]
     expected = prediction(run.options, run.config, *gpu, 2)
     assert drawn is not None and expected is not None
     assert drawn[0] == expected.timeline
-    assert drawn[3] == f"Predicted for 2 x h100: {expected.timeline.length * 1e3:.4g} ms"
+    assert drawn[3] == "2 x h100"
+    (panel,) = picture(drawn[0], None, 0, drawn[3]).axes
+    assert panel.get_title(loc="left") == f"Predicted for 2 x h100: {expected.timeline.length * 1e3:.4g} ms"
     assert f"plan     {expected.described()} (predicted, see tpfuse plan)\n" in printed
     idle = [expected.timeline.idle_share(rank) for rank in range(2)]
     assert re.search(rf"\n +0 +0 +{idle[0]:.1%} +", printed), printed

@@ -11,7 +11,7 @@ from tpfuse.cost.layout import Layout
 from tpfuse.cost.step import played_step
 from tpfuse.plan.cluster import PER_NODE, planned_cluster, sources_of
 from tpfuse.plan.model import PlannedModel, planned_model
-from tpfuse.plan.report import GIB, Report, missing, named, number
+from tpfuse.plan.report import GIB, Report, missing, named
 from tpfuse.plan.search import Found, search, shapes, smallest, tensor_ranks, train_options, usable_memory
 from tpfuse.train.config import resolved
 from tpfuse.train.errors import UserError
@@ -104,8 +104,8 @@ def _draw(path: Path, model: PlannedModel, cluster: Cluster, found: Found) -> st
     from tpfuse.train.pipeline_picture import picture  # matplotlib takes long to import
 
     try:
-        title = f"Predicted for {cluster.gpus:,} x {cluster.gpu.name}: {number(played.length)} seconds"
-        picture(played, None, 0, title).savefig(path, format="png", bbox_inches="tight")
+        gpus = f"{cluster.gpus:,} x {cluster.gpu.name}"
+        picture(played, None, 0, gpus).savefig(path, format="png", bbox_inches="tight")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     return named(layout)

@@ -479,15 +479,12 @@ class TrainingLoop:
         measured = self.trainer.measured_timeline()
         if not self.first or self.trainer.runner is None or self.predicted is None:
             return ""
-        from tpfuse.train.pipeline_picture import BY_OPERATIONS, NAME, draw_pipeline  # matplotlib takes long to import
+        from tpfuse.train.pipeline_picture import NAME, draw_pipeline  # matplotlib takes long to import
 
         if not self.trainer.runner.intervals and (self.run.folder / NAME).exists():
             return NAME
-        title = BY_OPERATIONS
-        if self.prediction is not None:
-            gpu, milliseconds = self.prediction.cluster.gpu.name, self.predicted.length * 1e3
-            title = f"Predicted for {self.info.world} x {gpu}: {milliseconds:.4g} ms"
-        draw_pipeline(self.run.folder, self.predicted, measured, self.trainer.step, title)
+        gpus = "" if self.prediction is None else f"{self.info.world:,} x {self.prediction.cluster.gpu.name}"
+        draw_pipeline(self.run.folder, self.predicted, measured, self.trainer.step, gpus)
         return NAME
 
     def _conclude(self, seconds: float, picture: str) -> None:

@@ -29,7 +29,7 @@ SHADES = {
     Kind.WEIGHT: ("#F0E442", "#FBF7C0"),
 }
 _INK = {Kind.FORWARD: "white", Kind.BACKWARD: "black", Kind.INPUT: "black", Kind.WEIGHT: "black"}
-BY_OPERATIONS = "Predicted: passes take time by their operations alone, and messages take none"
+_BY_OPERATIONS = "Predicted: passes take time by their operations alone, and messages take none"
 _WIDTH, _DPI = 14.0, 110  # inches, and dots per inch
 _ROW, _MARGIN = 0.42, 0.95  # inches: of a row, and of what is above and below the rows of a panel
 _BAR = 0.84  # of the height of a row
@@ -40,26 +40,26 @@ _EDGE = 6 / 1250  # of the width of a panel: narrower boxes have no edges, which
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on a new machine it reports that it builds its font cache
 
 
-def draw_pipeline(
-    folder: Path, predicted: Timeline, measured: Timeline | None, step: int, title: str = BY_OPERATIONS
-) -> None:
+def draw_pipeline(folder: Path, predicted: Timeline, measured: Timeline | None, step: int, gpus: str = "") -> None:
     """Draws the picture into the folder of a run. If the disk is full, a warning is printed.
 
-    predicted: in any unit. measured: in seconds, of step `step`; None if nothing was measured. title: as for `picture`.
+    The arguments are those of `picture`.
     """
     try:
         with rc_context({"text.parse_math": False}):
-            picture(predicted, measured, step, title).savefig(folder / NAME, bbox_inches="tight", pad_inches=0.2)
+            picture(predicted, measured, step, gpus).savefig(folder / NAME, bbox_inches="tight", pad_inches=0.2)
     except OSError as error:
         warn(f"cannot write {folder / NAME}: {error.strerror}")
 
 
-def picture(predicted: Timeline, measured: Timeline | None, step: int, title: str = BY_OPERATIONS) -> Figure:
+def picture(predicted: Timeline, measured: Timeline | None, step: int, gpus: str = "") -> Figure:
     """Returns the figure of `draw_pipeline`: a panel of the predicted step and one of the measured step.
 
-    title: of the panel of the predicted step.
+    gpus: those for which `predicted` is in seconds, such as "8 x h100"; "" if it counts operations. measured: in
+    seconds, of step `step`; None if nothing was measured.
     """
     order = predicted.order
+    title = f"Predicted for {gpus}: {predicted.length * 1e3:.4g} ms" if gpus else _BY_OPERATIONS
     panels = [(title, predicted)]
     if measured is not None:
         panels.append((f"Measured in step {step}", measured))

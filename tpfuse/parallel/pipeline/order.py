@@ -23,25 +23,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from torch import nn
-from torch.distributed.pipelining import schedules
 
 from tpfuse.choices import PipelineSchedule as PipelineSchedule
 
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
-
-
-def _without_messages(kind: Any) -> Any:
-    """Return torch's class without what takes it the longest: the messages of its own runtime, which nobody needs."""
-    return type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda *_: None})
-
-
-_CLASSES: dict[PipelineSchedule, Any] = {
-    "interleaved_1f1b": _without_messages(schedules.ScheduleInterleaved1F1B),
-    "zero_bubble": _without_messages(schedules.ScheduleInterleavedZeroBubble),
-    "zbv": _without_messages(schedules.ScheduleZBVZeroBubble),
+_CLASSES: dict[PipelineSchedule, str] = {  # the names of torch's classes
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
 }
 _MOST = 64  # the numbers of micro-batches that are tried for an error message
 
@@ -180,6 +172,11 @@ def _interleaved(
     """Return torch's order of another schedule; None for a number of micro-batches that it refuses."""
     if micro_batches < 1:
         return None
+    from torch.distributed.pipelining import schedules  # it takes longer to import than the rest of this package
+
+    # Torch's classes spend the most time on the messages of their own runtime, which nobody needs here.
+    theirs = getattr(schedules, _CLASSES[schedule])
+    kind = type(theirs.__name__, (theirs,), {"_prepare_schedule_with_comms": lambda *_: None})
     stages = [  # what torch's classes read of stages to make the order of all ranks
         SimpleNamespace(
             num_stages=ranks * stages_per_rank,
@@ -191,7 +188,7 @@ def _interleaved(
         for turn in range(stages_per_rank)
     ]
     try:
-        rows = _CLASSES[schedule](stages, micro_batches).pipeline_order
+        rows = kind(stages, micro_batches).pipeline_order
     except ValueError:
         return None
     found = {each.computation_type for row in rows.values() for each in row if each is not None}

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import GraphExecGroup
 
 from tpfuse.comm.channel import slot_size
@@ -227,6 +226,8 @@ class Runner:
         """Compute the gradient of the stage's input and send it. The first stage has none: all is left for later."""
         if flight.x is None:
             return
+        from torch.distributed.pipelining._backward import stage_backward_input  # the order has imported the package
+
         assert isinstance(flight.output, Tensor)
         gradients = None if flight.gradient is None else [flight.gradient]
         weights = self._weights(action.stage)
@@ -237,6 +238,8 @@ class Runner:
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
         """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
         weights = self._weights(action.stage)
         with GraphExecGroup():  # torch takes a pass for each layer: activations are recomputed once for all of them
             stage_backward_weight(iter(weights), flight.groups)  # type: ignore[arg-type]
