@@ -73,9 +73,10 @@ def _chain(rank: Rank, name: Implementation, timeout: float, last_waits: bool) -
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("direct", "stopped while it waits"), ("collective", "stays away"),
-        *exhaustive(("direct", "stays away"), ("direct", "killed"), ("fused", "stays away"), ("collective", "killed"),
-                    ("fused", "stopped while it waits"), ("collective", "stopped while it waits")),
+        ("direct", "stopped while it waits"),
+        *exhaustive(*(("direct", what) for what in ("stays away", "killed"))),
+        *exhaustive(*((name, what) for name in ("fused", "collective")
+                      for what in ("stays away", "stopped while it waits", "killed"))),
     ],
 )  # fmt: skip
 def test_all_ranks_of_a_chain_name_its_last_rank(name: Implementation, what: str, tmp_path: Path) -> None:

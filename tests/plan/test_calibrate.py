@@ -120,7 +120,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_planted_delays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_times, "SECONDS", 0.01)
-    usual, delay = machine_times.products, 0.05
+    usual, delay = machine_times.products, 0.02
 
     def slow(*arguments: object) -> list[Callable[[], object]]:
         return [lambda call=call: (time.sleep(delay), call()) for call in usual(*arguments)]  # type: ignore[arg-type]

@@ -159,6 +159,7 @@ def test_nsys_is_checked_then_run_then_explained(
     assert f"files in {out}: nsys-%h.nsys-rep" in said
 
 
+@pytest.mark.processes
 def test_torch_records_the_steps(small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "profile"
     assert run(["profile", "--with", "torch", "--steps", "2:3", "--out", str(out), "--", *small]) == 0

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import triton
 
+from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import operators
 from tpfuse.tools.compilation import Report, read_report
 from tpfuse.tools.gate import violations
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
-# sm_100 has no constants of its own except sizes, and the front end accepts float16 wherever it accepts bfloat16.
-WHAT = ("--families", "sm_80", "sm_90", "--dtypes", "bfloat16", "float32")
+# sm_100 has no constants of its own except sizes.
+FAMILIES = ("--families", "sm_80", "sm_90")
+# The front end accepts float16 wherever it accepts bfloat16.
+DTYPES = ["bfloat16", *exhaustive("float32")]
 
 
 def _folder(version: str) -> Path | None:
@@ -49,13 +52,13 @@ def _needed(version: str) -> None:
         )
 
 
-@pytest.fixture(scope="module")
-def report_of() -> Callable[[str], Report]:
-    """Return a function that returns the report of a version. All versions run at the same time."""
+@pytest.fixture(scope="module", params=DTYPES)
+def report_of(request: pytest.FixtureRequest) -> Callable[[str], Report]:
+    """Return a function that returns the report of a version for a dtype. All versions run at the same time."""
     done: dict[str, Any] = {}
 
     def run(version: str) -> None:
-        done[version] = _run(version, *WHAT)
+        done[version] = _run(version, *FAMILIES, "--dtypes", request.param)
 
     there = [version for version in VERSIONS if (folder := _folder(version)) is None or folder.is_dir()]
     threads = {version: threading.Thread(target=run, args=(version,)) for version in there}

@@ -100,6 +100,7 @@ def _spans(calls: list[Call]) -> dict[tuple[str, ...], str]:
     return found
 
 
+@pytest.mark.processes
 def test_nothing_calls_nvtx_without_the_option(flags: list[str], record: Path, tmp_path: Path) -> None:
     train(flags, tmp_path / "run")
     assert not record.exists()

@@ -15,6 +15,7 @@ from tpfuse.backend import Implementation, implementation
 from tpfuse.testing.command import Command, Commands
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 from tpfuse.testing.training import new_trainer, options_of
 from tpfuse.train.batches import Windows
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
@@ -118,10 +119,9 @@ def _times(layout: dict[str, int], name: Implementation, slow: int) -> list[tupl
 @pytest.mark.parametrize(
     ("layout", "name", "slow"),
     [
-        ({"tp": 2}, "direct", 0),
         ({"tp": 2}, "direct", 1),
         ({"dp": 2}, "collective", 1),
-        ({"dp": 2, "stage": 3}, "auto", 1),
+        *exhaustive(({"tp": 2}, "direct", 0), ({"dp": 2, "stage": 3}, "auto", 1)),
     ],
 )
 def test_work_and_waits_of_ranks(layout: dict[str, int], name: Implementation, slow: int) -> None:
