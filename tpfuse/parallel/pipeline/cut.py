@@ -36,11 +36,12 @@ class Cost:
 
 
 def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, rank_of: Sequence[int]) -> list[Stage]:
-    """Return the stages of which the one that exceeds its share (`_shares`) the most exceeds it the least.
+    """Return the cut in which the largest excess of a stage's operations over its share (`_shares`) is the smallest.
 
-    Shares are 0 if each rank has one stage: then the most expensive stage needs the fewest operations. Among such cuts
-    it is one whose largest stage has the fewest parameters, and of these the one whose first stage has the most layers;
-    the stages after it are chosen from the rest by the same rule. Each stage has at least one layer.
+    If each rank has one stage, all shares are 0, and so the most expensive stage has the fewest operations. Of several
+    such cuts, the result is one whose largest stage has the fewest parameters, and of these the one whose first stage
+    has the most layers; the stages after it are chosen from the rest by the same rule. Each stage has at least one
+    layer.
 
     before, after: the costs of what comes before the first layer and after the last one. rank_of: the pipeline rank of
     each stage. Raise ValueError for fewer layers than stages.
@@ -57,8 +58,8 @@ def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, rank_of: Seque
         best: dict[int, tuple[int, tuple[int, ...]]] = {count: (0, ())}
         for left in range(1, stages + 1):
             found: dict[int, tuple[int, tuple[int, ...]]] = {}
-            for start in range(count) if left < stages else range(1):
-                for stop in range(start + 1, count + 1):
+            for start in range(stages - left, count - left + 1) if left < stages else range(1):
+                for stop in range(start + 1, count - left + 2):
                     part = cost(start, stop)
                     excess = part.flops - shares[stages - left]
                     value = excess if largest_excess is None else part.parameters
