@@ -15,7 +15,7 @@ from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.comm.layout import local_tensor
 from tpfuse.cost.activations import block_bytes, saved
 from tpfuse.cost.in_flight import parts
-from tpfuse.cost.layout import Layout
+from tpfuse.cost.layout import Layout, Share
 from tpfuse.cost.memory import memories, rank_memory
 from tpfuse.cost.program import TPFUSE, Program
 from tpfuse.cost.sizes import ModelSizes
@@ -129,7 +129,7 @@ LLAMAS = [
 @pytest.mark.parametrize("sizes", LLAMAS)
 def test_activations_of_models_of_transformers(sizes: ModelSizes) -> None:
     [expected] = pool(1).run(_of_llama, sizes, 2)
-    kept = saved(sizes, 1, 1, 2, "none", TPFUSE)
+    kept = saved(sizes, Share(1, 1, 2, "none"), TPFUSE)
     total = sizes.layers * kept.block + kept.stage + kept.first + kept.last
     assert total == pytest.approx(expected, rel=0.01)
 

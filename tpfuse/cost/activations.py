@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 
 from tpfuse.choices import Recompute
+from tpfuse.cost.layout import Share
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.models.gpt_config import GPTConfig
@@ -64,15 +65,16 @@ def is_gpt(sizes: ModelSizes) -> bool:
 
 
 @lru_cache(4096)
-def saved(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Recompute, program: Program) -> Saved:
-    """Return what a rank keeps of a micro-batch of `micro_batch` sequences, of which it has a share if cp > 1."""
+def saved(sizes: ModelSizes, share: Share, program: Program) -> Saved:
+    """Return what a rank keeps of a micro-batch."""
+    tp, cp, micro_batch, recompute = share
     tokens = sizes.tokens if cp == 1 else SequenceLayout(sizes.tokens, cp).local_length
     rows = -(-micro_batch * tokens // tp) * tp
     size, vocabulary = program.parameter_bytes, -(-sizes.vocabulary // tp)
     message = _between(rows, tp, program) * sizes.width * size
     whole = block_bytes(sizes, tp, tokens, micro_batch, "none", program)
     if program.chunked_loss and is_gpt(sizes):
-        batch = _gpt_batch(sizes, tp, cp, tokens, micro_batch, size)
+        batch = _gpt_batch(sizes, share, tokens, size)
         block, stage = (
             gpt_block_bytes(batch, recompute),
             saved_bytes(batch, recompute, Stage(1, range(0), False, False)),
@@ -149,7 +151,9 @@ def _statistics(sizes: ModelSizes, program: Program) -> int:
     return 4 * (1 + sizes.norm_bias) if program.keeps_statistics else 0
 
 
-def _gpt_batch(sizes: ModelSizes, tp: int, cp: int, tokens: int, micro_batch: int, size: int) -> MicroBatch:
+def _gpt_batch(sizes: ModelSizes, share: Share, tokens: int, size: int) -> MicroBatch:
+    """Return the micro-batch as the GPT counts it. tokens: of a sequence on this rank. size: bytes of an element."""
+    tp, cp, micro_batch, _ = share
     config = GPTConfig(
         sizes.vocabulary, sizes.tokens, sizes.width, sizes.layers, sizes.heads, sizes.biases,
         dropout=0.1 if sizes.dropout else 0.0,

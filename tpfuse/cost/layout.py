@@ -1,8 +1,18 @@
 """A layout: how the ranks share a training step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpfuse.choices import PipelineSchedule, Recompute
+
+
+class Share(NamedTuple):
+    """A rank's share of a micro-batch, which decides what the rank computes. The fields are those of `Layout`."""
+
+    tp: int
+    cp: int
+    micro_batch: int
+    recompute: Recompute
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,11 @@ class Layout:
     recompute: Recompute
     micro_batch: int
     batch: int
+
+    @property
+    def share(self) -> Share:
+        """Return a rank's share of a micro-batch."""
+        return Share(self.tp, self.cp, self.micro_batch, self.recompute)
 
     @property
     def ranks(self) -> int:

@@ -42,7 +42,7 @@ def rank_memory(sizes: ModelSizes, layout: Layout, program: Program) -> Memory:
 
 def memories(sizes: ModelSizes, layout: Layout, program: Program) -> list[Memory]:
     """Return the memory of each pipeline rank, except of ranks that need no more than another one."""
-    kept = saved(sizes, layout.tp, layout.cp, layout.micro_batch, layout.recompute, program)
+    kept = saved(sizes, layout.share, program)
     pipeline = layout.schedule, layout.pp, layout.stages_per_rank
     found, slots = parts(sizes, *pipeline, layout.micro_batches, program.equal_stages)
     slots *= slot_size(kept.message) if program.symmetric_slots else kept.message

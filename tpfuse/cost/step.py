@@ -11,11 +11,10 @@ from functools import cache
 from math import ceil, hypot, inf
 from typing import NamedTuple
 
-from tpfuse.choices import Recompute
 from tpfuse.cost import collectives, overlap, work
 from tpfuse.cost.bubble import Cut, Stage, StageKind, cut_of, pass_seconds, step_length, usual_cut
 from tpfuse.cost.hardware import Cluster, Gpu
-from tpfuse.cost.layout import Layout
+from tpfuse.cost.layout import Layout, Share
 from tpfuse.cost.products import product_seconds
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
@@ -147,7 +146,7 @@ def _on_host(program: Program) -> Program:
 
 def _parts_of(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> _Parts:
     """Return the passes of the parts of the model for a micro-batch."""
-    return _parts(_without_layers(sizes), layout.tp, layout.cp, layout.micro_batch, layout.recompute, cluster, program)
+    return _parts(_without_layers(sizes), layout.share, cluster, program)
 
 
 def _cut(sizes: ModelSizes, layout: Layout, program: Program, blocks: Sequence[int]) -> Cut:
@@ -225,7 +224,7 @@ def _rank_pass(parts: _Parts, cut: Cut) -> Pass:
 
 def _message(sizes: ModelSizes, layout: Layout, cluster: Cluster, program: Program) -> float:
     link = cluster.link(2, layout.tp * layout.cp * layout.dp)
-    elements = layout.micro_batch * sizes.tokens // layout.cp * sizes.width
+    elements = work.tokens(sizes, layout.share) * sizes.width
     return collectives.send(float(program.parameter_bytes * elements), link)
 
 
@@ -243,49 +242,44 @@ def _without_layers(sizes: ModelSizes) -> ModelSizes:
 
 
 @cache
-def _parts(
-    sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Recompute, cluster: Cluster, program: Program
-) -> _Parts:
+def _parts(sizes: ModelSizes, share: Share, cluster: Cluster, program: Program) -> _Parts:
     """Return the passes of the parts of a model for one micro-batch."""
-    gpu, rows = cluster.gpu, micro_batch * sizes.tokens // cp
-    edge = collectives.all_reduce(float(program.parameter_bytes * rows * sizes.width), tp, cluster.link(tp, 1))
+    gpu, size = cluster.gpu, float(program.parameter_bytes * work.tokens(sizes, share) * sizes.width)
+    edge = collectives.all_reduce(size, share.tp, cluster.link(share.tp, 1))
 
     def passed(part: Work, tensor: float = 0.0) -> Pass:
         return _passed(gpu, _device(gpu, program, part)._replace(tensor=tensor), (part,), 0.0)
 
-    looked_up, embedded_back = work.embedding(sizes, rows)
-    head, head_back = work.head(sizes, tp, rows, program)
+    looked_up, embedded_back = work.embedding(sizes, share)
+    head, head_back = work.head(sizes, share, program)
     return _Parts(
-        _block(sizes, tp, cp, micro_batch, recompute, cluster, program),
+        _block(sizes, share, cluster, program),
         (passed(looked_up, edge), passed(embedded_back)),
         (passed(head), passed(head_back, edge)),
         Pass(launches=2 * program.pass_operators * gpu.host_seconds),
     )
 
 
-def _block(
-    sizes: ModelSizes, tp: int, cp: int, micro_batch: int, recompute: Recompute, cluster: Cluster, program: Program
-) -> tuple[Pass, Pass]:
+def _block(sizes: ModelSizes, share: Share, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
     """Return the forward and the backward pass of a block, which computes the former again for `full` recomputation."""
-    gpu, rows = cluster.gpu, micro_batch * sizes.tokens // cp
-    first, second = work.block(sizes, tp, cp, micro_batch, program)
-    again = work.recomputed(sizes, tp, cp, micro_batch, program, recompute)
+    gpu = cluster.gpu
+    first, second = work.block(sizes, share, program)
+    again = work.recomputed(sizes, share, program)
     works = (second,) if again is None else (second, again)
     forward, backward = _device(gpu, program, first), _device(gpu, program, *works)
     tensor, tensor_back = (
-        _tensor(sizes, rows, tp, cluster, program, each.products, again=each is backward)
-        for each in (forward, backward)
+        _tensor(sizes, share, cluster, program, each.products, again=each is backward) for each in (forward, backward)
     )
-    context = _context(sizes, rows, tp, cp, cluster, program, forward.attention)
-    issued = _collectives(tp, program) * program.collective_operators
-    ring, ring_back = (each * cp if gpu.is_host and cp > 1 else 0 for each in _RING)
-    repeated = recompute == "full"
+    context = _context(sizes, share, cluster, program, forward.attention)
+    issued = _collectives(share.tp, program) * program.collective_operators
+    ring, ring_back = (each * share.cp if gpu.is_host and share.cp > 1 else 0 for each in _RING)
+    repeated = share.recompute == "full"
     return (
         _passed(gpu, forward._replace(tensor=tensor, context=context), (first,), issued + ring),
         _passed(
             gpu,
             backward._replace(
-                tensor=tensor_back + repeated * tensor, context=context * (2 if recompute == "none" else 3)
+                tensor=tensor_back + repeated * tensor, context=context * (2 if share.recompute == "none" else 3)
             ),
             works,
             (1 + repeated) * issued + ring_back + repeated * ring,
@@ -313,17 +307,18 @@ def _passed(gpu: Gpu, device: Pass, works: tuple[Work, ...], collective: float) 
     return device._replace(launches=hypot(host, seconds + operators * gpu.launch_seconds) - seconds)
 
 
-def _tensor(
-    sizes: ModelSizes, rows: int, tp: int, cluster: Cluster, program: Program, products: float, again: bool
-) -> float:
+def _tensor(sizes: ModelSizes, share: Share, cluster: Cluster, program: Program, products: float, again: bool) -> float:
     """Return the communication of tensor-parallel ranks in one pass of a block, which no product hides.
 
-    again: whether the inputs of the two products that gather are gathered once more, for the gradients of the weights:
-    ranks that share the tokens keep only their own (arXiv:2205.05198, section 4.2.2).
+    products: the seconds of the pass's products. again: whether the inputs of the two products that gather are gathered
+    once more, for the gradients of the weights: ranks that share the tokens keep only their own (arXiv:2205.05198,
+    section 4.2.2).
     """
+    tp = share.tp
     if tp == 1:
         return 0.0
-    size, link = float(program.parameter_bytes * rows * sizes.width), cluster.link(tp, 1)
+    size = float(program.parameter_bytes * work.tokens(sizes, share) * sizes.width)
+    link = cluster.link(tp, 1)
     if not program.sequence_parallel:
         return 2 * collectives.all_reduce(size, tp, link)
     gathers = 4 if again else 2
@@ -336,13 +331,15 @@ def _tensor(
     return alone - program.hidden_share * max(0.0, alone - exposed)
 
 
-def _context(
-    sizes: ModelSizes, rows: int, tp: int, cp: int, cluster: Cluster, program: Program, attention: float
-) -> float:
-    """Return the communication of ring attention in the forward pass of a block, which attention does not hide."""
+def _context(sizes: ModelSizes, share: Share, cluster: Cluster, program: Program, attention: float) -> float:
+    """Return the communication of ring attention in the forward pass of a block, which attention does not hide.
+
+    attention: the seconds of the pass's attention.
+    """
+    tp, cp = share.tp, share.cp
     if cp == 1:
         return 0.0
-    keys = 2.0 * program.parameter_bytes * rows * -(-sizes.kv_heads // tp) * sizes.head_size
+    keys = 2.0 * program.parameter_bytes * work.tokens(sizes, share) * -(-sizes.kv_heads // tp) * sizes.head_size
     if cluster.gpu.is_host:
         return (cp - 1) * collectives.send(keys, cluster.link(cp, tp))
     return overlap.ring_exposed(attention, collectives.send(keys, cluster.link(cp, tp)), cp)

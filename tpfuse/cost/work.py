@@ -7,7 +7,7 @@ forward pass: the gradient of its input and that of its weight. Activations have
 from dataclasses import dataclass
 from functools import cache
 
-from tpfuse.choices import Recompute
+from tpfuse.cost.layout import Share
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 
@@ -53,10 +53,16 @@ class Work:
     added: float = 0.0
 
 
+def tokens(sizes: ModelSizes, share: Share) -> int:
+    """Return the tokens of a micro-batch that tensor-parallel ranks have together."""
+    return share.micro_batch * sizes.tokens // share.cp
+
+
 @cache
-def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Program) -> tuple[Work, Work]:
+def block(sizes: ModelSizes, share: Share, program: Program) -> tuple[Work, Work]:
     """Return the forward and the backward pass of a block."""
-    rows, width, inner = micro_batch * sizes.tokens // cp, sizes.width, -(-sizes.inner // tp)
+    tp, rows = share.tp, tokens(sizes, share)
+    width, inner = sizes.width, -(-sizes.inner // tp)
     heads, kv_heads = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
     chunks = tp if program.chunked_products else 1
     products = (
@@ -83,18 +89,20 @@ def block(sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Progra
             Work(products, attention / 2, forward, operators),
             Work(_gradients(products), 2.5 * attention / 2, backward, operators_back, added),
         )
-    more, scores = _scores(sizes, rows, heads, micro_batch * heads)
+    more, scores = _scores(sizes, share, heads)
     return (
         Work((*products, *more), 0.0, forward + scores[0], operators),
         Work(_gradients((*products, *more)), 0.0, backward + scores[1], operators_back, added),
     )
 
 
-def _scores(sizes: ModelSizes, rows: int, heads: int, count: int) -> tuple[tuple[Product, ...], tuple[float, float]]:
+def _scores(sizes: ModelSizes, share: Share, heads: int) -> tuple[tuple[Product, ...], tuple[float, float]]:
     """Return the products of attention that writes its scores, and the bytes of its other operators, both passes.
 
-    These are softmax and dropout, and copies that put the heads of queries, keys, values and results together.
+    These are softmax and dropout, and copies that put the heads of queries, keys, values and results together. heads:
+    those of a rank.
     """
+    rows, count = tokens(sizes, share), share.micro_batch * heads
     length, scores = rows * heads // count, float(rows) * sizes.tokens * heads
     dropout = 2 * HALF + 1 if sizes.dropout else 0
     copies = 4.0 * rows * heads * sizes.head_size * 2 * HALF
@@ -106,38 +114,35 @@ def _scores(sizes: ModelSizes, rows: int, heads: int, count: int) -> tuple[tuple
 
 
 @cache
-def recomputed(
-    sizes: ModelSizes, tp: int, cp: int, micro_batch: int, program: Program, recompute: Recompute
-) -> Work | None:
+def recomputed(sizes: ModelSizes, share: Share, program: Program) -> Work | None:
     """Return what the backward pass of a block computes again, which is None without recomputation."""
-    if recompute == "none":
+    if share.recompute == "none":
         return None
-    forward, _ = block(sizes, tp, cp, micro_batch, program)
-    if recompute == "full":
+    forward, _ = block(sizes, share, program)
+    if share.recompute == "full":
         return forward
-    rows, inner, heads = micro_batch * sizes.tokens // cp, -(-sizes.inner // tp), -(-sizes.heads // tp)
-    activation = float(rows) * inner * HALF * (2 + sizes.gated)
+    activation = float(tokens(sizes, share)) * -(-sizes.inner // share.tp) * HALF * (2 + sizes.gated)
     if program.fused_attention:
         return Work((), forward.attention, activation, 2)
-    products, scores = _scores(sizes, rows, heads, micro_batch * heads)
+    products, scores = _scores(sizes, share, -(-sizes.heads // share.tp))
     return Work(products, 0.0, activation + scores[0], 5)
 
 
 @cache
-def head(sizes: ModelSizes, tp: int, rows: int, program: Program) -> tuple[Work, Work]:
+def head(sizes: ModelSizes, share: Share, program: Program) -> tuple[Work, Work]:
     """Return the forward and the backward pass of the head and its loss."""
-    products = (Product(rows, -(-sizes.vocabulary // tp), sizes.width),)
-    logits = float(rows) * products[0].columns
+    products = (Product(tokens(sizes, share), -(-sizes.vocabulary // share.tp), sizes.width),)
+    logits = float(products[0].rows) * products[0].columns
     # The loss reads the logits, writes them as float32, and reads these for the maximum, the sum and the gradient.
     forward = Work(products, 0.0, logits * (HALF + 4 + 2 * 4), 8)
-    added = sizes.table_parameters / tp * (program.parameter_bytes + 2 * program.gradient_bytes)
+    added = sizes.table_parameters / share.tp * (program.parameter_bytes + 2 * program.gradient_bytes)
     return forward, Work(_gradients(products), 0.0, logits * (4 + HALF), 8, added)
 
 
 @cache
-def embedding(sizes: ModelSizes, rows: int) -> tuple[Work, Work]:
+def embedding(sizes: ModelSizes, share: Share) -> tuple[Work, Work]:
     """Return the forward and the backward pass of the embedding."""
-    size = float(rows) * sizes.width * HALF
+    size = float(tokens(sizes, share)) * sizes.width * HALF
     return Work((), 0.0, 4 * size, 4), Work((), 0.0, 4 * size, 4)
 
 
