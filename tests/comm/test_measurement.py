@@ -17,6 +17,7 @@ from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.measurement import decide, measuring
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.testing.ranks import RankError, pool
+from tpfuse.testing.tiers import exhaustive
 
 CPU = torch.device("cpu")
 
@@ -218,7 +219,7 @@ def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], l
     return taken, recovered, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+@pytest.mark.parametrize("ranks", [[0, 1], *exhaustive([1])])
 def test_a_candidate_that_raises_is_left_out_with_a_warning(tmp_path: Path, ranks: list[int]) -> None:
     file = str(tmp_path / "decisions.json")
     (taken, recovered, texts), (other, _, none) = pool(2).run(_raising, ranks, "a", file)

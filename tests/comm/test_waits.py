@@ -152,7 +152,10 @@ def _two_groups(rank: Rank, first: float, second: float) -> None:
     rank.hear()
 
 
-@pytest.mark.parametrize(("first", "second"), [(1.5, LIMIT), (3.0, 1.0)], ids=["waits", "has given up"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pytest.param(1.5, LIMIT, id="waits"), pytest.param(3.0, 1.0, id="has given up", marks=pytest.mark.exhaustive)],
+)
 def test_a_rank_of_another_group_is_named(first: float, second: float, tmp_path: Path) -> None:
     """Rank 1 still waits for rank 2, or has given up, when rank 0 gives up."""
     with ranks(3, tmp_path, _two_groups, patient(first), patient(second)) as running:

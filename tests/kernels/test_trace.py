@@ -415,7 +415,7 @@ KERNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", [triton.__version__, *exhaustive("3.6.0", "3.9.0")])
+@pytest.mark.parametrize("version", exhaustive(triton.__version__, "3.6.0", "3.9.0"))
 def test_front_ends_accept_traced_kernels(version: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if version != triton.__version__:

@@ -118,6 +118,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
+@pytest.mark.exhaustive
 def test_planted_delays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_times, "SECONDS", 0.01)
     usual, delay = machine_times.products, 0.02

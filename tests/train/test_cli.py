@@ -287,6 +287,7 @@ def test_a_ruined_model_does_not_replace_a_good_checkpoint(commands: Commands) -
     assert steps(commands.out) == [3]
 
 
+@pytest.mark.processes
 def test_training_continues_without_a_reader_of_its_output(flags: list[str], tmp_path: Path) -> None:
     command = [*"-m tpfuse train --train.log-every 1 --out".split(), str(tmp_path / "run"), *flags]
     reading, writing = os.pipe()

@@ -179,8 +179,8 @@ P2: Layout = {**D4, "pp": 2, "stage": 1, "accumulation": 3}
     ("before", "after"),
     [
         ({**D4, "stage": 1}, {**D4, "stage": 1}),
-        (P2, {**P2, "pp_layers": "3,1"}),
         *exhaustive(
+            (P2, {**P2, "pp_layers": "3,1"}),
             *(({**D4, "stage": 2, "dtype": dtype},) * 2 for dtype in ("bfloat16", "float16")),
             *((layout,) * 2 for layout in ({**D4, "stage": 0}, {**D4, "stage": 1, "dtype": "float64"}, P2)),
             ({**D4, "stage": 1}, {**D4, "stage": 2}),
