@@ -25,7 +25,10 @@ Stage = tuple[float, float]  # the seconds of its forward and of its backward pa
 
 
 class StageKind(NamedTuple):
-    """What stages have that take equally long: the number of their blocks, and whether they are the first, the last."""
+    """A kind of stages, which take equally long.
+
+    blocks: the number of blocks of each. first, last: whether the kind is the model's first or last stage alone.
+    """
 
     blocks: int
     first: bool
