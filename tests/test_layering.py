@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "parallel.pipeline", "drop_in", "zero", "models", "cost",
     },
     "plan": {
-        "nearest", "choices", "comm", "comm.collectives", "comm.messages", "ops", "cost", "models", "parallel.pipeline",
+        "choices", "comm", "comm.collectives", "comm.messages", "ops", "cost", "models", "parallel.pipeline",
         "train",
     },
     "profile": {"comm", "train"},

@@ -20,7 +20,7 @@ def _folder(path: Path, kind: str, **settings: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "llama_tied", "llama_three_kv_heads", "qwen3", "gemma", "neox"])
+@pytest.mark.parametrize("family", ["gpt2", "llama_tied", "qwen3", "gemma2", "gemma3", "neox"])
 def test_sizes_of_transformers_have_the_parameters_of_the_model(family: str, tmp_path: Path) -> None:
     _, kind, settings = FAMILIES[family]
     folder = _folder(tmp_path, kind, **settings)
@@ -28,7 +28,8 @@ def test_sizes_of_transformers_have_the_parameters_of_the_model(family: str, tmp
     counted = sum(parameter.numel() for parameter in real.parameters())
     for name in (folder, folder / "config.json"):
         model = planned_model(PlanCommand(model=str(name)))
-        assert model.sizes.parameters == pytest.approx(counted, rel=0.002)  # but for norms of queries and keys
+        assert model.parameters == counted
+        assert model.sizes.parameters == pytest.approx(counted, rel=0.005)  # but for norms that a Llama does not have
         assert model.sizes.gated == (family not in ("gpt2", "neox")) and model.recomputes == ("none", "full")
         assert model.sizes.tokens == 64 and model.sizes.vocabulary == 101
         assert model.options.train.batch * 64 == 2**20
@@ -76,6 +77,7 @@ def test_what_the_model_of_cost_does_not_know_is_refused(table: str, error: str,
         ("[]", "config.json: it is no JSON object"),
         ('{"model_type": "nonsense"}', "model_type is 'nonsense': expected a model that transformers knows"),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
+        ('{"model_type": "gemma3", "text_config": {"hidden_size": 64}}', "takes more than text: .* text_config"),
         (
             '{"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "hidden_size": 64,'
             ' "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4, "num_key_value_heads": 4}',

@@ -3,13 +3,15 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from tpfuse.choices import Recompute
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
-from tpfuse.nearest import nearest
-from tpfuse.train.config import PRESETS, parse_train
+from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
-from tpfuse.train.memory import vocabulary
+from tpfuse.train.language_model import outlined
+from tpfuse.train.memory import model_arguments, vocabulary
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import program_of, sizes_of
 from tpfuse.train.setup import model_config
@@ -23,7 +25,7 @@ class PlannedModel:
     """A model and the run that trains it.
 
     arguments: the options of `tpfuse train` that name the model. options: what they mean; their layout is not planned
-    yet. vocabulary: that of a GPT, 0 for a model of transformers.
+    yet. vocabulary: that of a GPT, 0 for a model of transformers. parameters: their number, counted in the model.
     """
 
     arguments: tuple[str, ...]
@@ -31,6 +33,7 @@ class PlannedModel:
     vocabulary: int
     sizes: ModelSizes
     program: Program
+    parameters: int
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -57,13 +60,16 @@ def planned_model(command: PlanCommand) -> PlannedModel:
     alone = replace(options.parallel, tp=1, cp=1, dp=1, pp=1, pp_layers="", pp_schedule="1f1b", pp_stages_per_rank=0)
     size = vocabulary(options, command.vocab_size)
     config = model_config(replace(options, parallel=replace(alone, cp_ulysses=0, cp_schedule="auto")), size)
-    return PlannedModel(tuple(arguments), options, size, sizes_of(_name(command), config), program)
+    sizes = sizes_of(_name(command), config)
+    parameters = sum(parameter.numel() for parameter in outlined(config, None, torch.float32).parameters())
+    return PlannedModel(tuple(arguments), options, size, sizes, program, parameters)
 
 
 def _name(command: PlanCommand) -> str:
     if not command.model:
         return f"GPT of {command.layers} x {command.width}"
-    return command.model if command.model in PRESETS else (_folder(command.model) or Path(command.model)).name
+    path = Path(command.model)
+    return path.absolute().parent.name if path.name == "config.json" else path.name
 
 
 def _source(command: PlanCommand) -> list[str]:
@@ -82,26 +88,4 @@ def _source(command: PlanCommand) -> list[str]:
         return [*shape, "--data.tokenizer", "gpt2", "--train.dtype", "bfloat16"]
     if given:
         raise UserError(f"--model {command.model} has its own sizes: leave out {', '.join(given)}")
-    if command.model in PRESETS:
-        return ["--model.preset", command.model]
-    folder = _folder(command.model)
-    if folder is not None:
-        return ["--model.from", str(folder), "--train.dtype", "bfloat16"]
-    if Path(command.model).is_file():
-        return ["--config", command.model]
-    raise UserError(
-        f"--model {command.model} is neither a preset ({', '.join(PRESETS)}) nor a TOML file of `tpfuse train` nor a"
-        f" config.json of Hugging Face or its folder{nearest(command.model, PRESETS)}"
-    )
-
-
-def _folder(name: str) -> Path | None:
-    """Returns the folder of a model of Hugging Face; None if the name is not that of a folder or of a JSON file."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    if path.name != "config.json":
-        raise UserError(f"--model {name}: expected the name config.json, by which `tpfuse train` reads it")
-    return path.parent
+    return model_arguments(command.model)

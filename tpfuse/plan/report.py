@@ -54,7 +54,7 @@ class Report:
     def reliability(self) -> Reliability:
         """Return what is expected of a long run with these GPUs."""
         nodes = self.cluster.gpus // self.cluster.per_node
-        return reliability(self.cluster.gpus, nodes, _MASTER_BYTES * self.model.sizes.parameters)
+        return reliability(self.cluster.gpus, nodes, _MASTER_BYTES * self.model.parameters)
 
     def tokens_per_second(self, candidate: Candidate) -> float:
         """Return the predicted tokens per second of all GPUs."""
@@ -106,7 +106,7 @@ class Report:
         nodes = cluster.gpus // cluster.per_node
         places = "1 node" if nodes == 1 else f"{nodes:,} nodes, network {cluster.network.name}"
         heading = [
-            f"{sizes.name}: {sizes.parameters:,} parameters, {self.model.options.train.dtype}; steps of"
+            f"{sizes.name}: {self.model.parameters:,} parameters, {self.model.options.train.dtype}; steps of"
             f" {self.best.layout.batch:,} sequences of {sizes.tokens:,} tokens",
             f"{cluster.gpus:,} x {cluster.gpu.name}, {cluster.inside.name}; {places}",
             f"{found.compared:,} layouts were compared, of which {len(found.fitting):,} fit the memory.",
@@ -169,7 +169,7 @@ class Report:
     def document(self) -> dict[str, Any]:
         """Return the JSON document, which has all layouts that fit."""
         return {
-            "model": {**asdict(self.model.sizes), "parameters": self.model.sizes.parameters},
+            "model": {**asdict(self.model.sizes), "parameters": self.model.parameters},
             "cluster": asdict(self.cluster),
             "program": asdict(self.model.program),
             "compared": self.found.compared,

@@ -31,6 +31,7 @@ from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.pipeline.parts import as_modules
 from tpfuse.parallel.stored import StoredTensor
 from tpfuse.train.batches import MicroBatch
+from tpfuse.train.errors import instead_of
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline import own_stages
 from tpfuse.train.shape_mesh import shape_mesh
@@ -63,6 +64,11 @@ class DecoderConfig:
     def of(cls, settings: dict[str, Any], n_positions: int = 0, files: dict[str, str] | None = None) -> "DecoderConfig":
         """Returns the description. n_positions: 0 for the usual length. Raises ValueError for unusable settings."""
         theirs = configuration(settings)
+        if isinstance(settings.get("text_config"), dict):
+            raise ValueError(
+                f"{settings['model_type']} takes more than text: expected a decoder of text alone, such as the one that"
+                " text_config describes; write that table as the config.json of a folder of its own"
+            )
         for name in _SIZES:
             size = getattr(theirs, name, None)
             if not isinstance(size, int) or size < 1:
@@ -85,7 +91,7 @@ class DecoderConfig:
             files = {name: (folder / name).read_text(encoding="utf-8") for name in present}
             return cls.of(settings, n_positions, files)
         except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+            raise ValueError(f"{path}: cannot be read: {error.strerror}{instead_of(folder)}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 

@@ -1,5 +1,6 @@
 """Errors that end a command with one line on stderr, and the exit status of each."""
 
+import re
 from pathlib import Path
 
 
@@ -29,6 +30,18 @@ def of_disk(error: OSError) -> str:
     """Returns the system's message, with the name of the file if the error has one."""
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def instead_of(folder: Path) -> str:
+    """Returns what a user can do about a folder that is no run and has no config.json; "" if nothing is known."""
+    if not folder.exists():
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) is not None
+        return f"; if that is a name of the Hugging Face hub: hf download {folder} --local-dir FOLDER" if hub else ""
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds adapters: merge them by PEFT's merge_and_unload().save_pretrained(FOLDER), and give FOLDER"
+    if (folder / "params.json").is_file():
+        return "; it holds Meta's own format: fetch the model in the format of transformers, which has a config.json"
+    return ""
 
 
 class RunError(RuntimeError):

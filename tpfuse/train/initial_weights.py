@@ -17,7 +17,7 @@ from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
 from tpfuse.train.checkpoint import Shards, open_checkpoint
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import UserError, instead_of
 from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.options import ModelOptions, TrainCommand
 from tpfuse.train.saved_state import fits, open_run, saved_state
@@ -78,7 +78,7 @@ def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
     except OSError:
         raise UserError(
             f"--init-from {source}: expected the folder of a `tpfuse train` run, or of a Hugging Face GPT-2"
-            " (config.json and model.safetensors)"
+            f" (config.json and model.safetensors){instead_of(source)}"
         ) from None
     except Unreadable as error:
         raise UserError(f"--init-from {source / 'config.toml'}: {error}") from None

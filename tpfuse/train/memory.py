@@ -18,13 +18,14 @@ from tpfuse.comm.channel import slot_size
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, gradient_bytes, saved_bytes
+from tpfuse.nearest import nearest
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import schedule_for
 from tpfuse.parallel.pipeline.runner import routes
 from tpfuse.parallel.pipeline.timeline import Held, most_held
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import UserError, instead_of
 from tpfuse.train.language_model import ModelConfig, blocks_of, outlined, tied_parameters
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.pipeline import micro_batch_size, own_stages, pipeline_order, rank_count, stage_owners
@@ -60,17 +61,30 @@ class Counted:
 
 def memory(name: str, command: MemoryCommand) -> str:
     """Returns the table of `tpfuse memory NAME`. Raises UserError."""
-    options = _with_command(_read(name), command)
+    options = _with_command(parse_train(model_arguments(name)), command)
     stages = STAGES if command.stage == "all" else (int(command.stage),)
     return table(name, count(options, vocabulary(options, command.vocab_size), stages))
 
 
-def _read(name: str) -> TrainCommand:
+def model_arguments(name: str) -> list[str]:
+    """Returns the options of `tpfuse train` for a preset, a TOML file, or a config.json or its folder.
+
+    A model of Hugging Face is trained in bfloat16. Raises UserError for another name.
+    """
+    path = Path(name)
     if name in PRESETS:
-        return parse_train(["--model.preset", name])
-    if not Path(name).is_file():
-        raise UserError(f"{name} is neither a preset ({', '.join(PRESETS)}) nor a TOML file of `tpfuse train`")
-    return parse_train(["--config", name])
+        return ["--model.preset", name]
+    if path.is_dir() or (path.name == "config.json" and path.is_file()):
+        folder = path if path.is_dir() else path.parent
+        return ["--model.from", str(folder), "--train.dtype", "bfloat16"]
+    if path.suffix == ".json" and path.is_file():
+        raise UserError(f"{name}: expected the name config.json, by which `tpfuse train` reads it")
+    if path.is_file():
+        return ["--config", name]
+    raise UserError(
+        f"{name} is neither a preset ({', '.join(PRESETS)}) nor a TOML file of `tpfuse train` nor a config.json of"
+        f" Hugging Face or its folder{nearest(name, PRESETS) or instead_of(path)}"
+    )
 
 
 def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand:

@@ -4,6 +4,7 @@ A run is predicted if `tpfuse.cost.hardware` describes its GPUs and the model of
 """
 
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -114,9 +115,9 @@ def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
     model = config.empty(torch.float32)
     theirs: Any = model.config
     block = [tuple(parameter.shape) for parameter in blocks_of(model)[0].parameters()]
+    parameters = sum(prod(shape) for shape in block)
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()  # type: ignore[operator]
-    vectors = sum(shape[0] for shape in block if len(shape) == 1)
     inner = [getattr(theirs, key, None) for key in ("intermediate_size", "n_inner", "ffn_dim")]
     sizes = ModelSizes(
         name, config.n_layer, config.n_embd, config.n_head,
@@ -124,14 +125,15 @@ def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
         head_size=getattr(theirs, "head_dim", None) or config.n_embd // config.n_head,
         inner=next((size for size in inner if size), 4 * config.n_embd), gated=False, vocabulary=config.vocab_size,
         tokens=config.n_positions, positions=sum(len(table) for table in tables if len(table) != config.vocab_size),
-        tied=head is None or any(head.weight is table for table in tables), biases=vectors > 4 * config.n_embd,
+        tied=head is None or any(head.weight is table for table in tables), biases=False,
         norm_bias=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
     )  # fmt: skip
     found = sum(shape[0] * shape[1] for shape in block if len(shape) == 2)
     for gated in (False, True):
         sizes = replace(sizes, gated=gated)
         if sizes.block_weights == found and all(len(shape) < 3 for shape in block):
-            return sizes
+            biased = replace(sizes, biases=True)
+            return min(sizes, biased, key=lambda each: abs(each.block_parameters - parameters))
     raise UserError(
         f"--model {name}: a block of {theirs.model_type} has {found:,} weights, and attention with an MLP"
         f" would have {sizes.block_weights:,}: tpfuse plan knows no other blocks, such as mixtures of experts"

@@ -5,7 +5,7 @@ from typing import Any
 
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.train.checkpoint import Checkpoint, CheckpointError, newest_good
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import UserError, instead_of
 from tpfuse.train.language_model import ModelConfig, config_from_json
 from tpfuse.train.manifest import MANIFEST
 from tpfuse.train.messages import warn
@@ -48,7 +48,8 @@ def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], ModelConfig, Tok
     """
     saved = newest_good(folder, warn=warn) if folder.is_dir() else None
     if saved is None:
-        raise UserError(f"{folder} holds no checkpoint: expected the folder of a `tpfuse train` run")
+        expected = "expected the folder of a `tpfuse train` run"
+        raise UserError(f"{folder} holds no checkpoint: {expected}{instead_of(folder)}")
     state, config = saved_state(saved)
     description = folder / "tokenizer.json"
     try:
