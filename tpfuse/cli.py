@@ -106,8 +106,8 @@ def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, 
 def _sample(arguments: Sequence[str]) -> int:
     from tpfuse.train.options import SampleCommand
 
-    question = "expected the folder of a run: tpfuse sample RUN [options]"
-    run, options = _subject_and_options(SampleCommand, arguments, "sample RUN", question)
+    question = "expected the folder of a run or of a Hugging Face model: tpfuse sample FOLDER [options]"
+    run, options = _subject_and_options(SampleCommand, arguments, "sample FOLDER", question)
     from tpfuse.train.sample import sample
 
     print(sample(Path(run), options))
@@ -128,19 +128,19 @@ def _export(arguments: Sequence[str]) -> int:
 def _evaluate(arguments: Sequence[str]) -> int:
     from tpfuse.train.options import EvaluateCommand
 
-    question = "expected the folder of a run: tpfuse evaluate RUN [options]"
-    run, options = _subject_and_options(EvaluateCommand, arguments, "evaluate RUN", question)
+    question = "expected the folder of a run or of a Hugging Face model: tpfuse evaluate FOLDER [options]"
+    run, options = _subject_and_options(EvaluateCommand, arguments, "evaluate FOLDER", question)
     from tpfuse.train.evaluate import evaluate
 
-    print(evaluate(Path(run), options.data.path))
+    print(evaluate(Path(run), options.data.path, options.length))
     return 0
 
 
 def _memory(arguments: Sequence[str]) -> int:
     from tpfuse.train.options import MemoryCommand
 
-    question = "expected a preset or a TOML file: tpfuse memory PRESET|FILE.toml [options]"
-    source, options = _subject_and_options(MemoryCommand, arguments, "memory CONFIG", question)
+    question = "expected a preset, a TOML file or a Hugging Face folder: tpfuse memory MODEL [options]"
+    source, options = _subject_and_options(MemoryCommand, arguments, "memory MODEL", question)
     from tpfuse.train.memory import memory
 
     print(memory(source, options))

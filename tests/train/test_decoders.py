@@ -172,6 +172,7 @@ def test_the_memory_command_counts_a_model_of_transformers(llama: Path, tmp_path
     count = sum(parameter.numel() for parameter in decoder("llama").parameters())
     assert f"{count:,} parameters, float32; ranks 2: tp 2 x cp 1 x dp 1" in said
     assert "Activations of models of transformers, and transient workspaces, are not counted." in said
+    assert f"{count:,} parameters, bfloat16; ranks 1" in commands.do("memory", llama)
     assert "--vocab-size 9 is for the GPT" in commands.fail("memory", file, "--vocab-size", "9")
     cut = commands.do("memory", file, "--tp", "2", "--pp", "2", "--stage", "1")
     assert f"{count:,} parameters, float32; ranks 4: tp 2 x cp 1 x dp 1 x pp 2" in cut
@@ -253,6 +254,36 @@ def test_a_run_is_evaluated_sampled_exported_and_resumed_without_its_folder(
     assert "the run's model is a llama of transformers" in commands.fail(
         "train", "--init-from", tuned, "--data.path", text, "--out", tmp_path / "other"
     )
+
+
+def test_a_pretrained_folder_is_the_baseline_of_a_run(
+    llama: Path, tmp_path: Path, text: Path, commands: Commands
+) -> None:
+    """Its loss is that of the run before the first step, in windows of the same length."""
+    train = ["train", "--model.from", str(llama), *TRAINING, "--data.path", str(text), "--optim.lr", "0"]
+    assert run([*train, "--optim.min-lr", "0", "--out", str(tmp_path / "run")]) == 0
+    data = ("--data.path", text, "--length", "13")
+    trained, baseline = (commands.do("evaluate", folder, *data).split(": ")[1] for folder in (tmp_path / "run", llama))
+    assert trained == baseline and "in windows of 13)" in baseline
+    sample = [
+        commands.do("sample", folder, "--prompt", "the ", "--tokens", "5") for folder in (tmp_path / "run", llama)
+    ]
+    assert sample[0] == sample[1]
+    assert "is no run, which would name its validation text: give --data.path" in commands.fail("evaluate", llama)
+    bare = tmp_path / "bare"
+    shutil.copytree(llama, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "has a config.json and no weights" in commands.fail("sample", bare)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_an_export_has_the_dtype_of_the_folder(
+    stored: torch.dtype, tmp_path: Path, text: Path, commands: Commands
+) -> None:
+    source = _folder(tmp_path / "model", "llama", text, stored)
+    found = _trained(source, tmp_path, text, "--optim.lr", "0", "--optim.min-lr", "0")
+    expected = load_file(source / "model.safetensors")
+    assert all(torch.equal(found[name], weight) and found[name].dtype == stored for name, weight in expected.items())
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["dtype"] == str(stored).partition(".")[2]
 
 
 def test_samples_end_at_the_token_that_config_json_names(tuned: Path, commands: Commands) -> None:
@@ -396,6 +427,10 @@ def _edited(folder: Path, **settings: object) -> None:
     ("change", "message"),
     [
         (lambda folder: _without(folder, "config.json"), "config.json: cannot be read: No such file"),
+        (
+            lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+            "it holds adapters: merge them by PEFT's merge_and_unload()",
+        ),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
         (lambda folder: _edited(folder, model_type="nothing"), "model_type is 'nothing'"),
         (lambda folder: _edited(folder, model_type="bert", architectures=["BertModel"]), "found no list of layers"),

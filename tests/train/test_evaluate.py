@@ -34,11 +34,14 @@ def test_every_token_is_predicted_once(count: int, monkeypatch: pytest.MonkeyPat
         with torch.no_grad():
             logits = model.module(ids[None])[0, -1]
         expected += F.cross_entropy(logits, torch.tensor(int(tokens[target]))).item()
-    assert evaluate.mean_loss(model, tokens, CPU) == pytest.approx(expected / (count - 1), rel=1e-10)
+    assert evaluate.mean_loss(model, tokens, CPU, 8) == pytest.approx(expected / (count - 1), rel=1e-10)
 
 
-# Loss, perplexity, bits per byte, the number of tokens and their source.
-LINE = r"\S+: loss ([\d.]+) nats per token, perplexity ([\d.]+), ([\d.]+) bits per byte \(([\d,]+) tokens of (.*)\)\n"
+# Loss, perplexity, bits per byte, the number of tokens, their source and the length of windows.
+LINE = (
+    r"\S+: loss ([\d.]+) nats per token, perplexity ([\d.]+), ([\d.]+) bits per byte"
+    r" \(([\d,]+) tokens of (.*), in windows of (\d+)\)\n"
+)
 
 
 def test_the_validation_tokens_of_a_run_are_evaluated_and_those_of_other_data(
@@ -59,6 +62,9 @@ def test_the_validation_tokens_of_a_run_are_evaluated_and_those_of_other_data(
     assert bits == pytest.approx(loss / math.log(2), abs=1e-3)
     (tmp_path / "end.txt").write_text(text.read_text()[-validation:])
     assert evaluated("--data.path", tmp_path / "end.txt")[1] == found[1]
+    shorter = evaluated("--length", "3")
+    assert shorter[6] == "3" != found[6] and shorter[1] != found[1]
+    assert f"--length 999: expected 1 to {found[6]}" in commands.fail("evaluate", commands.out, "--length", "999")
     write_token_file(tmp_path / "data", ByteTokenizer().encode(text.read_text()), ByteTokenizer(), "a book")
     found = evaluated("--data.path", tmp_path / "data")
     assert found[1] == evaluated("--data.path", text)[1]

@@ -1,4 +1,4 @@
-"""`tpfuse evaluate` measures the loss of a run's newest good checkpoint on all tokens of a text, on one rank."""
+"""`tpfuse evaluate` measures the loss of a run, or of a Hugging Face folder, on all tokens of a text, on one rank."""
 
 import math
 from pathlib import Path
@@ -9,9 +9,10 @@ import torch
 from tpfuse.train.config import parse_train
 from tpfuse.train.corpus import read_text
 from tpfuse.train.data import kept_tokens, open_files_of, read_data, store
+from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import LanguageModel
-from tpfuse.train.sample import load_run
+from tpfuse.train.sample import load_model
 from tpfuse.train.token_file import token_paths
 from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence
 
@@ -19,12 +20,11 @@ _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
 
 
 @torch.no_grad()
-def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device) -> float:
+def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device, length: int) -> float:
     """Returns the mean loss in nats over tokens 1 to n - 1 of n, each of which is predicted once.
 
-    The windows of n_positions tokens are contiguous and do not overlap. The last one may be shorter.
+    The windows of `length` tokens are contiguous and do not overlap. The last one may be shorter.
     """
-    length = model.config.n_positions
     span = max(1, _TOKENS // length) * length
     total = 0.0
     for start in range(0, len(tokens) - 1, span):
@@ -38,22 +38,29 @@ def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device)
     return total / (len(tokens) - 1)
 
 
-def evaluate(run: Path, path: Path | None) -> str:
-    """Returns the result in one line. path: the path of the text; None for the run's validation tokens.
+def evaluate(run: Path, path: Path | None, length: int = 0) -> str:
+    """Returns the result in one line. run: the folder of a run, or of a Hugging Face model.
 
-    Raises UserError.
+    path: the path of the text; None for the run's validation tokens. length: the tokens of a window; 0 for those of a
+    training sequence. Raises UserError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_run(run, device)
+    if path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():
+        raise UserError(f"{run} is no run, which would name its validation text: give --data.path")
+    model, tokenizer = load_model(run, device)
+    longest = model.config.longest if isinstance(model.config, DecoderConfig) else model.config.n_positions
+    if not 0 <= length <= longest:
+        raise UserError(f"--length {length}: expected 1 to {longest}, the model's context, or 0")
+    length = length or model.config.n_positions
     tokens, source = _validation_tokens(run) if path is None else _tokens_of(path, tokenizer)
     if len(tokens) < 2:
         raise UserError(f"{source}: found {len(tokens)} tokens, expected at least 2")
-    loss = mean_loss(model, tokens, device)
+    loss = mean_loss(model, tokens, device, length)
     bits = f", {loss / math.log(2):.4f} bits per byte" if isinstance(tokenizer, ByteTokenizer) else ""
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return (
         f"{run}: loss {loss:.4f} nats per token, perplexity {perplexity:.4g}{bits}"
-        f" ({len(tokens) - 1:,} tokens of {source})"
+        f" ({len(tokens) - 1:,} tokens of {source}, in windows of {length:,})"
     )
 
 

@@ -10,6 +10,7 @@ from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
+from tpfuse.train.language_model import LanguageModel
 from tpfuse.train.sample import load_run
 from tpfuse.train.tokenizer import END_OF_TEXT
 
@@ -19,9 +20,10 @@ def export(run: Path, folder: Path) -> str:
 
     The GPT becomes a GPT-2; a model of transformers keeps its small files, such as those of its tokenizer.
 
-    Weights are the float32 masters (float64 if the run was trained in float64). Returns in words what was written and
-    what was not. Raises UserError if the folder is not empty or the run has no checkpoint, CheckpointError if all
-    checkpoints are damaged, and OSError.
+    The GPT's weights are the float32 masters. A model of transformers has the dtype that its config.json names, else
+    float32. A run that was trained in float64 is written in float64. Returns in words what was written and what was
+    not. Raises UserError if the folder is not empty or the run has no checkpoint, CheckpointError if all checkpoints
+    are damaged, and OSError.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty: choose a new folder")
@@ -31,7 +33,7 @@ def export(run: Path, folder: Path) -> str:
     if isinstance(module, GPT):
         save_pretrained(module, folder)
     else:
-        module.save_pretrained(folder)  # type: ignore[operator]
+        module.to(_dtype(config, model)).save_pretrained(folder)  # type: ignore[operator]
     left_out = f" (no tokenizer: Hugging Face has none for {description['kind']})"
     if description["kind"] == "tokenizers":
         longest = config.longest if isinstance(config, DecoderConfig) else config.n_positions
@@ -40,6 +42,13 @@ def export(run: Path, folder: Path) -> str:
     for name, text in config.files.items() if isinstance(config, DecoderConfig) else ():
         (folder / name).write_text(text, encoding="utf-8")
     return f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}{left_out}"
+
+
+def _dtype(config: DecoderConfig, model: LanguageModel) -> torch.dtype:
+    """Returns the dtype of the exported weights of a model of transformers."""
+    own: torch.dtype = next(model.module.parameters()).dtype
+    named = getattr(torch, str(config.settings.get("dtype") or config.settings.get("torch_dtype")), None)
+    return named if own != torch.float64 and isinstance(named, torch.dtype) else own
 
 
 def _write_tokenizer(folder: Path, text: str, longest: int, ends: bool) -> None:

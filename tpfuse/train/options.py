@@ -312,19 +312,21 @@ class EvaluateDataOptions:
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Measure the loss of a run's newest good checkpoint on a whole text, on one rank.
+    """Measure the loss of a model on a whole text, on one rank.
 
-    RUN is a folder that `tpfuse train` has written.
+    FOLDER is a run of `tpfuse train`, whose newest good checkpoint counts, or a Hugging Face model.
     """
 
     data: EvaluateDataOptions = field(default_factory=EvaluateDataOptions)
+    length: int = 0
+    """Predict the text in windows of this number of tokens. 0: as long as the sequences of training."""
 
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Generate text with the newest good checkpoint of a run.
+    """Generate text with a model.
 
-    RUN is a folder that `tpfuse train` has written.
+    FOLDER is a run of `tpfuse train`, whose newest good checkpoint counts, or a Hugging Face model.
     """
 
     prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
@@ -363,7 +365,7 @@ class ExportCommand:
 class MemoryCommand:
     """Count the memory that each rank of a training run will hold.
 
-    CONFIG is a preset, such as gpt2-124m, or a TOML file of `tpfuse train`.
+    MODEL is a preset, such as gpt2-124m, a TOML file of `tpfuse train`, or a Hugging Face folder.
     """
 
     ranks: int = 0
@@ -404,7 +406,8 @@ class PlanCommand:
     """Plan for a vocabulary of this number of tokens. 0: the vocabulary of the model's tokenizer; without --model that
     of GPT-2."""
     tokens: int = 0
-    """Plan for training sequences of this number of tokens. 0: as the model says; without --model 1024."""
+    """Plan for training sequences of this number of tokens. 0: as the preset or the TOML file says; for other models
+    1024, or the model's context if that is shorter."""
     batch: int = 0
     """Plan for steps of this number of sequences over all ranks. 0: as the preset or the TOML file says; for other
     models the smallest multiple of --gpus with at least 2**20 tokens."""

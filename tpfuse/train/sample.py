@@ -1,4 +1,4 @@
-"""`tpfuse sample` generates texts with the newest good checkpoint of a run, on one rank."""
+"""`tpfuse sample` generates texts with a run's newest good checkpoint, or a Hugging Face folder, on one rank."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -6,13 +6,16 @@ from pathlib import Path
 import torch
 
 from tpfuse.comm.layout import local_slices
-from tpfuse.train.checkpoint import Shard
+from tpfuse.train.checkpoint import Shard, Shards
+from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
+from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import LanguageModel, language_model
 from tpfuse.train.options import SampleCommand, TrainCommand
 from tpfuse.train.saved_state import open_run
-from tpfuse.train.tokenizer import Tokenizer
+from tpfuse.train.setup import model_config
+from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
 from tpfuse.train.untrusted import Unreadable, read_text
 
 BETWEEN = "\n------\n"  # separates two samples
@@ -27,14 +30,36 @@ def load_run(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokeniz
     saved, state, config, tokenizer = open_run(folder)
     dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
     model = language_model(config, TrainCommand(), None, device, dtype)
-    saved.load(
-        {
-            f"model.{name}": [Shard(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)]
-            for name, parameter in model.module.named_parameters()
-        }
-    )
+    saved.load(_shards(model))
     model.module.eval()
     return model, tokenizer
+
+
+def load_model(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
+    """Returns the model of a run (`load_run`), or of the Hugging Face folder, and its tokenizer.
+
+    The model of a Hugging Face folder is float32. Raises UserError, and CheckpointError for a damaged run.
+    """
+    if not (folder / "config.json").is_file():
+        return load_run(folder, device)
+    options = parse_train(["--model.from", str(folder)])
+    config = model_config(options, 0)
+    source = find_source(options, config)
+    if source is None or source.folder is None:
+        raise UserError(f"{folder} has a config.json and no weights: expected model.safetensors beside it")
+    tokenizer = build_tokenizer(options.data.tokenizer, "")
+    source.weights_for(tokenizer)
+    model = language_model(config, options, None, device, torch.float32)
+    load_weights(source.folder, config, _shards(model))
+    model.module.eval()
+    return model, tokenizer
+
+
+def _shards(model: LanguageModel) -> Shards:
+    return {
+        f"model.{name}": [Shard(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)]
+        for name, parameter in model.module.named_parameters()
+    }
 
 
 def sample(folder: Path, options: SampleCommand) -> str:
@@ -52,7 +77,7 @@ def sample(folder: Path, options: SampleCommand) -> str:
         raise UserError(f"--top-p {options.top_p}: expected more than 0 and at most 1")
     text = _prompt(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_run(folder, device)
+    model, tokenizer = load_model(folder, device)
     prompt = tokenizer.encode(text).astype("int64")
     if not len(prompt):
         raise UserError("the prompt is empty: give at least one token to continue")
