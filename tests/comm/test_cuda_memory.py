@@ -161,12 +161,11 @@ def test_a_deadline_begins_when_its_operation_begins() -> None:
 def test_a_rank_that_has_left_ends_waits_on_streams_at_once() -> None:
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
-    dist.barrier()  # Otherwise rank 0 may give up while rank 1 is still in `signals`.
+    dist.barrier()  # Otherwise rank 1 may leave while rank 0 is still in `signals`.
     if memory.rank == 0:
-        first_left, memory.control.first_left = memory.control.first_left, lambda: 1  # type: ignore[method-assign]
+        wait_until(lambda: memory.control.has_left(1), "rank 1 is in its reset")
         _never(memory, flags)
         calls.synchronize()
-        memory.control.first_left = first_left  # type: ignore[method-assign]
         with pytest.raises(PeerTimeout) as caught:
             memory.check()
         assert caught.value.peer == 1 and caught.value.waited < memory.timeout / 2

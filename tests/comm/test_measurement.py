@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_written_is_no_error() -> None:
 def _compared(case: str, times: dict[str, float], usual: str) -> str:
     """Returns the decision for these milliseconds. Each candidate has one outlier, downwards or upwards."""
     group = dist.new_group()
-    with pytest.MonkeyPatch.context() as patch, measuring(20, file=Path("/proc/no")):
+    with pytest.MonkeyPatch.context() as patch, measuring(600, file=Path("/proc/no")):
         seen: dict[str, int] = dict.fromkeys(times, 0)
 
         def milliseconds(run: Callable[[], str], device: torch.device) -> float:
@@ -158,7 +158,7 @@ def _in_two_groups(case: str, file: str) -> str:
     groups = [dist.new_group([0]), dist.new_group([1])]
     seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
     candidates = {name: _sleeping(time, [], name) for name, time in seconds.items()}
-    with measuring(20, file=Path(f"{file} {rank}")):
+    with measuring(600, file=Path(f"{file} {rank}")):
         return decide(groups[rank], CPU, case, candidates, "first").taken
 
 
@@ -175,7 +175,7 @@ def _disagreeing(known: bool, file: str) -> str:
     rank = group.rank()
     case, before = ("one case", {"one case": Decision("ab"[rank])}) if known else (f"case {rank}", {})
     candidates = {"a": _nothing, "b": _nothing}
-    with measuring(20, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
+    with measuring(600, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
         decide(group, CPU, case, candidates, "a")
     return str(error.value)
 
@@ -211,7 +211,7 @@ def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], l
 
     memory.reset = recorded  # type: ignore[method-assign]
 
-    with measuring(20, file=Path(file)), warnings.catch_warnings(record=True) as caught:
+    with measuring(600, file=Path(file)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         candidates = {"a": memory.barrier, "b": b}
         taken = decide(group, CPU, f"case {ranks} {usual} {file}", candidates, usual).taken

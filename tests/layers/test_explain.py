@@ -68,7 +68,7 @@ def _measured_plans(file: str) -> list[LayerPlan]:
     """Return the plans of two layers, one of them measured in forward and backward."""
     mesh = tensor_mesh()
     up, down = ColumnParallelLinear(8, 12, sequence_parallel=True, device_mesh=mesh), RowParallelLinear(12, 8)
-    with measuring(20, file=Path(file)):
+    with measuring(600, file=Path(file)):
         up(torch.ones(1, 2, 8, requires_grad=True)).sum().backward()
     return plans(nn.ModuleDict({"up": up, "down": down}))
 

@@ -96,7 +96,7 @@ def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
                     return method(*args, **options)
 
                 patch.setattr(kind, name, recorded)
-        with measuring(20, file=Path(file)) as found:
+        with measuring(600, file=Path(file)) as found:
             step()
         calls.clear()
         results = step()
@@ -137,7 +137,7 @@ def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
         patch.setattr(configurations, "_with_other_tiles", found_tiles)
         patch.setattr(EngineGather, "send", recorded)
         patch.setattr(measurement, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != wanted))
-        with measuring(20, file=Path(file)) as found, torch.no_grad():
+        with measuring(600, file=Path(file)) as found, torch.no_grad():
             measured = all_gather_linear(x, weight, None, group)
             sent.clear(), tiles.clear()
             again = all_gather_linear(x, weight, None, group)

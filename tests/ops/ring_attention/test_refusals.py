@@ -76,7 +76,7 @@ def _refused(name: Implementation) -> list[str]:
     """
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     world, messages = dist.new_group(), []
-    measured = measuring(20, file=Path("/proc/none")) if name == "auto" else contextlib.nullcontext()
+    measured = measuring(600, file=Path("/proc/none")) if name == "auto" else contextlib.nullcontext()
     with implementation(name), measured:
         for changes, _ in BAD + OF_THE_LAYOUT:
             alone = _complaint(changes, world, pair) if dist.get_rank() == 0 else None

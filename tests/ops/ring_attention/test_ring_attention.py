@@ -470,7 +470,7 @@ def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], set[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring_module, "_attend", slowed)
         patch.setattr(ring_module, "_attend_backward", recorded)
-        with measuring(20, file=Path(file)) as found:
+        with measuring(600, file=Path(file)) as found:
             _check(way, sequence, _run(way, sequence, truth.inputs, call), truth)
         computed.clear()
         _check(way, sequence, _run(way, sequence, truth.inputs, call), truth)
