@@ -178,6 +178,28 @@ def test_options_that_do_not_fit_a_run_change_nothing(copied: Path, text: Path, 
     assert times(copied) == before
 
 
+def test_a_longer_run_keeps_the_end_of_its_schedule(copied: Path, commands: Commands) -> None:
+    commands.out = copied
+    said = commands.resume("--train.steps", "13", "--optim.warmup", "2")
+    assert "--train.steps 13 (was 12): the learning rate reaches 0.0002 at step 12 as before, and stays there" in said
+    assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] == 2e-4
+    assert "learning rate" not in commands.resume("--train.steps", "14", "--optim.decay-steps", "0")
+    assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] > 2e-4, "the schedule ends at step 14 now"
+
+
+def test_a_schedule_in_tokens_continues_with_another_batch(copied: Path, commands: Commands) -> None:
+    """12 steps of 128 tokens are followed by one of 64."""
+    commands.out = copied
+    batch = ("--train.steps", "13", "--train.batch", "4", "--optim.decay-steps", "20000tokens")
+    error = commands.fail_to_resume(*batch)
+    assert (
+        "--optim.decay-steps counts tokens and --optim.warmup steps; count both in tokens (--optim.warmup 6400" in error
+    )
+    commands.resume(*batch, "--optim.warmup", "6400tokens")
+    rate = 2e-3 * (12 * 128 + 64) / (6400 + 64)
+    assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] == pytest.approx(rate, rel=1e-9)
+
+
 SHORT = "--train.steps 4 --train.eval-every 4 --train.save-every 0".split()
 
 

@@ -3,7 +3,9 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tpfuse.train.errors import UserError
@@ -68,3 +70,28 @@ def test_lengths_in_tokens_are_converted_to_steps() -> None:
     for length in ("7", "tokens", "-5tokens", "1e6 tokens or so", "1e400tokens"):
         with pytest.raises(UserError, match=r"--optim.warmup '.*': expected"):
             steps_of(length, 1000, "warmup")
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"schedule": "cosine", "warmup": "20480tokens", "decay_steps": "204800tokens"},
+        {"schedule": "wsd", "warmup": "20480tokens", "decay_steps": "204800tokens", "decay": "81920tokens"},
+        {"schedule": "wsd", "warmup": "20480tokens", "decay_steps": "204800tokens"},
+        {"schedule": "linear", "warmup": 10, "decay_steps": 100},
+    ],
+    ids=str,
+)
+def test_the_rate_continues_after_another_batch(lengths: dict[str, Any]) -> None:
+    """Lengths in tokens count from the first token: from some step on, steps have twice as many tokens, or half."""
+    options = OptimOptions(lr=1.0, min_lr=0.1, **lengths)
+    straight = rates(options, 100)
+    for step, factor in itertools.product((4, 20, 50, 80, 98), (2, 0.5)):
+        tokens = int(TOKENS * factor)
+        ahead = step * TOKENS - step * tokens
+        found = [learning_rate(options, step + index, 100, tokens, ahead) for index in range(3)]
+        if isinstance(options.warmup, int):
+            assert found == straight[step : step + 3]
+        else:
+            expected = np.interp([step + index * factor for index in range(3)], range(101), straight)
+            assert found == pytest.approx(expected, abs=0.06 if step == 4 else 0.002), (step, factor)

@@ -214,9 +214,18 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
     options = overlaid(options, inherited, source)
-    for file, table in sources:
+    for index, (file, table) in enumerate(sources):
         options = overlaid(options, table, file)
+        if index == 0 and "--resume" in arguments:
+            options = _with_end(options)
     return parse_command(TrainCommand, arguments, "train", options)
+
+
+def _with_end(options: TrainCommand) -> TrainCommand:
+    """Returns the options with the step at which the learning rate's schedule ends, which more steps do not move."""
+    optim, steps = options.optim, options.train.steps
+    ends = bool(optim.decay_steps) or optim.schedule == "constant"
+    return options if ends else replace(options, optim=replace(optim, decay_steps=steps))
 
 
 def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple[str, dict[str, Any]]]) -> None:

@@ -277,6 +277,8 @@ class TrainingLoop:
         if self.prediction is not None:
             say(f"plan     {self.prediction.described()} (predicted, see tpfuse plan)")
         say(f"run      {self.run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
+        for line in self.run.changes:
+            say(line)
 
     def _pipeline(self) -> list[str]:
         """Returns the lines that explain the pipeline; [] if there is none. Collective."""

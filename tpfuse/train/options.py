@@ -136,7 +136,8 @@ class OptimOptions:
     warmup: int | str = 100
     """Raise the learning rate linearly to lr over this number of steps or tokens."""
     decay_steps: int | str = 0
-    """Reach min_lr at this step, or after this number of tokens. 0: at train.steps."""
+    """Reach min_lr at this step, or after this number of tokens. 0: at train.steps. A resumed run keeps the end of its
+    schedule, unless this option is given again."""
     decay: int | str = 0
     """Let schedule wsd fall over this number of steps or tokens at its end. 0: over a tenth of decay_steps."""
     weight_decay: float = 0.1

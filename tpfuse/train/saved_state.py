@@ -19,7 +19,8 @@ _SCHEMA = {
     "steps_since_overflow": int,
     "dtype": str,
     "model": dict,
-    "data": {"sha256": str},
+    "data": {"sha256": str, "tokens": int},
+    "config": {"train": {"steps": int}, "optim": dict},
 }
 
 

@@ -9,10 +9,11 @@ from tpfuse.train.options import OptimOptions
 _TOKENS = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?) *tokens")
 
 
-def steps_of(length: int | str, tokens_per_step: int, name: str = "length") -> int:
+def steps_of(length: int | str, tokens_per_step: int, name: str = "length", ahead: int = 0) -> int:
     """Returns a length in steps. length: a number of steps, or a text such as "375e6tokens", which is rounded up.
 
-    Raises UserError, which names the option --optim.`name`, for any other text.
+    ahead: see `learning_rate`; with it the result is the number of the step by which so many tokens have been trained
+    on, which may be negative. Raises UserError, which names the option --optim.`name`, for any other text.
     """
     if isinstance(length, int):
         return length
@@ -22,27 +23,44 @@ def steps_of(length: int | str, tokens_per_step: int, name: str = "length") -> i
     tokens = float(match[1])
     if tokens > 1e18:
         raise UserError(f"--optim.{name} {length!r}: expected at most 1e18 tokens")
-    return math.ceil(tokens / tokens_per_step)
+    return math.ceil((tokens - ahead) / tokens_per_step)
 
 
-def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step: int) -> float:
+def units(options: OptimOptions) -> dict[str, bool]:
+    """Returns whether each length that the schedule uses is in tokens, by its option's name in --optim."""
+    used = {"warmup": options.warmup}
+    if options.schedule != "constant":
+        used["decay-steps"] = options.decay_steps
+    if options.decay:
+        used["decay"] = options.decay
+    return {name: isinstance(length, str) for name, length in used.items() if length or name == "decay-steps"}
+
+
+def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step: int, ahead: int = 0) -> float:
     """Returns the learning rate of optimizer step `step` (from 0) of `steps`.
+
+    ahead: how many tokens more than step x tokens_per_step have been trained on, because a run has resumed with another
+    batch. Lengths in tokens count from the first token, so the rate continues where it was; then all lengths must have
+    the same unit (`units`).
 
     It rises linearly from 0 to lr in the warm-up and then follows the schedule: cosine and linear fall to min_lr at
     decay_steps; wsd (MiniCPM, arXiv:2404.06395, section 4) stays at lr and falls linearly over the last `decay` steps
     before decay_steps, by default a tenth of all steps, which the paper found sufficient; constant stays at lr.
     """
-    warmup = steps_of(options.warmup, tokens_per_step)
-    end = steps_of(options.decay_steps, tokens_per_step) or steps
+    warmup = steps_of(options.warmup, tokens_per_step, ahead=ahead)
+    whole = steps_of(options.decay_steps, tokens_per_step)
+    end = steps_of(options.decay_steps, tokens_per_step, ahead=ahead) if whole else steps
     if step < warmup:
-        return options.lr * (step + 1) / (warmup + 1)
+        first = -ahead / tokens_per_step if isinstance(options.warmup, str) else 0
+        return options.lr * (step - first + 1) / (warmup - first + 1)
     if options.schedule == "constant":
         return options.lr
     if step >= end:
         return options.min_lr
     begin = warmup
     if options.schedule == "wsd":
-        begin = max(warmup, end - (steps_of(options.decay, tokens_per_step) or math.ceil(end / 10)))
+        decay = steps_of(options.decay, tokens_per_step) or math.ceil((whole or steps) / 10)
+        begin = max(warmup, end - decay)
         if step < begin:
             return options.lr
     progress = (step - begin) / max(1, end - begin)

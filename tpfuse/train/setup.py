@@ -17,9 +17,10 @@ from tpfuse import backend
 from tpfuse.backend import kernels, resolved_kernels
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
-from tpfuse.train.checkpoint import checkpoint_folders, newest_good, open_checkpoint
+from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good, open_checkpoint
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import resolved
+from tpfuse.train.continuation import check_schedule, schedule_line
 from tpfuse.train.data import EncodedText, RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.durable import replace_file
@@ -47,7 +48,8 @@ class Run:
     """A run that is ready to start. Every rank receives it.
 
     checkpoint: the folder of the checkpoint to continue from, or None. weights: without a checkpoint, the folder that
-    the initial weights come from (`tpfuse.train.initial_weights`); None if they are drawn.
+    the initial weights come from (`tpfuse.train.initial_weights`); None if they are drawn. changes: lines that say what
+    a resumed run does otherwise than before.
     """
 
     folder: Path
@@ -56,6 +58,7 @@ class Run:
     data: RunData
     checkpoint: Path | None
     weights: Path | None
+    changes: tuple[str, ...] = ()
 
 
 def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
@@ -162,7 +165,7 @@ def _check_schedule(options: TrainCommand) -> None:
     if optim.decay and optim.schedule != "wsd":
         raise UserError(f"--optim.decay {optim.decay} is for --optim.schedule wsd, not {optim.schedule}")
     if optim.decay_steps and optim.schedule == "constant":
-        raise UserError(f"--optim.decay-steps {optim.decay_steps} is not for --optim.schedule constant")
+        raise UserError(f"--optim.decay-steps {optim.decay_steps} is not for --optim.schedule constant: give 0")
 
 
 def _check_zero(options: TrainCommand) -> None:
@@ -363,7 +366,10 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     if data.train.paths[0].parent != folder / "data":
         options = _with_tokenizer(options, data.train)
     _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
-    return Run(folder, options, config, data, checkpoint, weights)
+    if checkpoint is None:
+        return Run(folder, options, config, data, None, weights)
+    changes = schedule_line(checkpoint.state["config"], options)
+    return Run(folder, options, config, data, checkpoint.folder, weights, (changes,) if changes else ())
 
 
 def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
@@ -419,7 +425,7 @@ def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
 
 
-def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data: RunData) -> Path | None:
+def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data: RunData) -> Checkpoint | None:
     checkpoint = newest_good(folder, warn=warn)
     if checkpoint is None:
         warn(f"{folder} has no checkpoint yet: starting from step 0")
@@ -442,7 +448,8 @@ def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data
     wide = {name: "float32" if name in half else name for name in (state["dtype"], options.train.dtype)}
     if wide[state["dtype"]] != wide[options.train.dtype]:
         raise UserError(f"--resume with --train.dtype {options.train.dtype}: the run was trained in {state['dtype']}")
-    return checkpoint.folder
+    check_schedule(state, options)
+    return checkpoint
 
 
 def _described(config: ModelConfig) -> dict[str, Any]:

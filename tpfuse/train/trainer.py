@@ -122,6 +122,7 @@ class Trainer:
         if options.train.compile:  # the hooks of fully_shard, around each unit, cannot be traced
             self.language_model.compile(one_graph=not self._fully)
         self.step = 0
+        self.ahead = 0  # tokens trained on, less those of `step` steps; not 0 if a run resumes with another batch
         self.loss_scale = _FIRST_SCALE if self._scales else 1.0
         self.steps_since_overflow = 0
 
@@ -255,6 +256,11 @@ class Trainer:
         size = self.options.train.batch // self.dp
         return range(self.dp_rank * size, (self.dp_rank + 1) * size)
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Returns the number of tokens of a batch."""
+        return self.options.train.batch * self.config.n_positions
+
     def micro_batches(self, windows: Windows, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Returns (ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
         size = micro_batch_size(self.options)
@@ -278,7 +284,7 @@ class Trainer:
 
     def _train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
         options = self.options
-        tokens = options.train.batch * self.config.n_positions
+        tokens = self.tokens_per_step
         at = (options.train.seed, self.step)
         for memory in connected():
             memory.step = self.step
@@ -307,7 +313,7 @@ class Trainer:
         for memory in connected():
             memory.check()
         norm = squared**0.5 / self.loss_scale
-        lr = learning_rate(options.optim, self.step, options.train.steps, tokens)
+        lr = learning_rate(options.optim, self.step, options.train.steps, tokens, self.ahead)
         result = StepResult(whole / tokens, norm, lr, stop, worked=worked, waited=waited, idle=idle)
         if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
@@ -388,7 +394,7 @@ class Trainer:
                 total += loss
         if self.tp_rank:
             total.zero_()
-        tokens = batches * self.options.train.batch * self.config.n_positions
+        tokens = batches * self.tokens_per_step
         return float(collectives.all_reduce(total, self.world_group)) / tokens
 
     @torch.no_grad()
@@ -485,7 +491,7 @@ class Trainer:
             "step": self.step,
             "updates": self.optimizer.updates,
             "random": {"seed": self.options.train.seed, "step": self.step},
-            "data": {"batch": self.step, "tokens": self.step * self.options.train.batch * self.config.n_positions},
+            "data": {"batch": self.step, "tokens": self.step * self.tokens_per_step + self.ahead},
             "loss_scale": self.loss_scale,
             "steps_since_overflow": self.steps_since_overflow,
             "layout": self.layout,
@@ -495,6 +501,7 @@ class Trainer:
         """Restores the other state after the shards have been loaded."""
         self.optimizer.publish()
         self.step = int(state["step"])
+        self.ahead = int(state["data"]["tokens"]) - self.step * self.tokens_per_step
         self.loss_scale = float(state["loss_scale"]) if self._scales else 1.0
         if self.compression is not None and self.loss_scale != state["loss_scale"]:
             self.compression.scale_errors(self.loss_scale / float(state["loss_scale"]))
