@@ -1,10 +1,83 @@
 """What a resumed run does otherwise than before, which it says, or refuses if it would be wrong."""
 
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, get_type_hints
 
+from tpfuse.train.config import resolved
 from tpfuse.train.errors import UserError
-from tpfuse.train.options import TrainCommand
+from tpfuse.train.options import Effect, TrainCommand
 from tpfuse.train.schedule import units
+
+Options = dict[str, Any]  # of a run, as `tpfuse.train.config.resolved` returns them
+
+
+class Change(NamedTuple):
+    """The values of an option in the checkpoint and in the run that resumes from it."""
+
+    effect: Effect
+    before: object
+    now: object
+
+
+def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
+    """Returns the effect of each option, by its place in `resolved`. Raises TypeError for an option without one."""
+    found: dict[tuple[str, ...], Effect] = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for item in fields(kind):
+        hint = hints[item.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            found |= {(item.name, *place): effect for place, effect in effects(hint).items()}
+            continue
+        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Effect)]
+        if len(marks) != 1:
+            raise TypeError(f"{kind.__name__}.{item.name}: expected Alters, Rounds or Keeps")
+        found[(item.name.rstrip("_"),)] = marks[0]
+    return found
+
+
+def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
+    """Returns the options that have changed, by name. An option that the checkpoint does not have had its default.
+
+    before: the options in the checkpoint.
+    """
+    now, default = _with_end(resolved(options)), resolved(TrainCommand())
+    before = _with_end(before)
+    found: dict[str, Change] = {}
+    for place, effect in effects().items():
+        old = _value(before, place, _value(default, place))
+        new = _value(now, place, _value(default, place))
+        if old != new:
+            found[".".join(place).replace("_", "-")] = Change(effect, old, new)
+    return found
+
+
+def _value(options: Options, place: tuple[str, ...], otherwise: object = None) -> object:
+    for key in place[:-1]:
+        options = options.get(key, {})
+    return options.get(place[-1], otherwise)
+
+
+def _with_end(options: Options) -> Options:
+    """Returns the options with the step at which the schedule ends, instead of 0; a constant one has no end."""
+    optim = options["optim"]
+    ends = optim.get("schedule") != "constant"
+    end = (optim.get("decay_steps") or options["train"]["steps"]) if ends else 0
+    return {**options, "optim": {**optim, "decay_steps": end}}
+
+
+def described(before: Options, options: TrainCommand) -> list[str]:
+    """Returns lines that say what changes what the next step computes, and that the schedule ends where it did."""
+    found = changes(before, options)
+    given = [f"--{name} {x.now} (was {x.before})" for name, x in found.items() if x.effect is Effect.NUMBERS]
+    lines = [f"resuming with {', '.join(given)}"] if given else []
+    end, optim = _with_end(before)["optim"]["decay_steps"], options.optim
+    if "train.steps" in found and "optim.decay-steps" not in found and optim.schedule != "constant":
+        at = f"after {end}" if isinstance(end, str) else f"at step {end}"
+        lines.append(
+            f"schedule --train.steps {options.train.steps} (was {before['train']['steps']}): the learning rate reaches"
+            f" {optim.min_lr:g} {at} as before, and stays there; --optim.decay-steps moves the end"
+        )
+    return lines
 
 
 def check_schedule(state: dict[str, Any], options: TrainCommand) -> None:
@@ -23,20 +96,4 @@ def check_schedule(state: dict[str, Any], options: TrainCommand) -> None:
     raise UserError(
         f"--resume with --train.batch {options.train.batch} would change the learning rate: {names[True]} counts"
         f" tokens and {names[False]} steps; count both in tokens ({same}), or keep the batch"
-    )
-
-
-def schedule_line(before: dict[str, Any], options: TrainCommand) -> str:
-    """Returns that the schedule of the learning rate ends where it did, if the number of steps has changed; else "".
-
-    before: the options in the checkpoint, as `tpfuse.train.config.resolved` returns them.
-    """
-    steps, optim = before["train"]["steps"], options.optim
-    end = before["optim"]["decay_steps"] or steps
-    if steps == options.train.steps or optim.schedule == "constant" or optim.decay_steps != end:
-        return ""
-    at = f"after {end}" if isinstance(end, str) else f"at step {end}"
-    return (
-        f"schedule --train.steps {options.train.steps} (was {steps}): the learning rate reaches {optim.min_lr:g} {at}"
-        " as before, and stays there; --optim.decay-steps moves the end"
     )

@@ -1,8 +1,9 @@
 """Define the options of all commands as typed dataclasses. Flags, TOML keys and help texts are made from them."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
@@ -32,29 +33,45 @@ OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=_hi
 """An optional path. The help text of such an option says in words what None means."""
 
 
+T = TypeVar("T")
+
+
+class Effect(Enum):
+    """What a change of an option does to the next step of a run that resumes; each option of `TrainCommand` has one."""
+
+    NUMBERS = "the step computes other numbers"
+    ROUNDING = "the step rounds differently"
+    NOTHING = "the step computes the same, or what the option names is compared"
+
+
+Alters = Annotated[T, Effect.NUMBERS]
+Rounds = Annotated[T, Effect.ROUNDING]
+Keeps = Annotated[T, Effect.NOTHING]
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """These options set the model: the shape of the GPT, or a model of transformers. A preset sets the whole shape and
     some other options; flags override it."""
 
-    preset: Preset = "tiny"
+    preset: Keeps[Preset] = "tiny"
     """Start from this named configuration. Flags and --config override single values of it."""
-    n_layer: int = 4
+    n_layer: Alters[int] = 4
     """Build the model from this number of transformer blocks."""
-    n_head: int = 4
+    n_head: Alters[int] = 4
     """Give each attention layer this number of heads. It must be a multiple of parallel.tp."""
-    n_embd: int = 128
+    n_embd: Alters[int] = 128
     """Give each token this number of features. It must be a multiple of n_head."""
-    n_positions: int = 128
+    n_positions: Alters[int] = 128
     """Train on sequences of this number of tokens, which is the longest context of the GPT. Default with --model.from:
     1024, or the longest context of that model if it is shorter."""
-    bias: bool = True
+    bias: Alters[bool] = True
     """Give linear layers and norms biases."""
-    dropout: float = 0.0
+    dropout: Alters[float] = 0.0
     """Drop values with this probability in training: after the embedding, in attention and on the residual paths."""
-    layer_norm_epsilon: float = 1e-5
+    layer_norm_epsilon: Alters[float] = 1e-5
     """Add this number to the variance in each layer norm."""
-    from_: Annotated[Path | None, arg(name="from", metavar="PATH", help_behavior_hint=_hint)] = None
+    from_: Keeps[Annotated[Path | None, arg(name="from", metavar="PATH", help_behavior_hint=_hint)]] = None
     """Train the model of transformers in this Hugging Face folder (config.json) instead of the GPT, with its tokenizer,
     from its weights (safetensors), or from random ones if it has none. Of the options above only --model.n-positions
     may be given then."""
@@ -64,15 +81,15 @@ class ModelOptions:
 class DataOptions:
     """These options name the text and its tokenizer."""
 
-    path: OptionalPath = None
+    path: Keeps[OptionalPath] = None
     """Read the text from this text file, folder of text files, token file (.bin), folder of token files, or pattern in
     quotes such as 'fineweb_train_*.bin'. Default: the Python standard library."""
-    val_path: OptionalPath = None
+    val_path: Keeps[OptionalPath] = None
     """Read the validation text from here, given as for --data.path. Default: the end of the training tokens."""
-    tokenizer: str = "bytes"
+    tokenizer: Keeps[str] = "bytes"
     """Encode the text with this tokenizer: bytes, chars, gpt2, or a FILE.json (of the tokenizers library, or
     tokenizer.json of a run). The JSON file beside a token file overrides it."""
-    val_fraction: float = 0.1
+    val_fraction: Alters[float] = 0.1
     """Keep this fraction of the tokens, at their end, for validation if --data.val-path is not given."""
 
 
@@ -80,44 +97,44 @@ class DataOptions:
 class TrainOptions:
     """These options set the length of the training loop, its precision, its evaluations and its checkpoints."""
 
-    steps: int = 1000
+    steps: Keeps[int] = 1000
     """Train for this number of optimizer steps."""
-    batch: int = 32
+    batch: Alters[int] = 32
     """Train on this number of sequences in each optimizer step, counted over all ranks."""
-    micro_batch: int = 0
+    micro_batch: Rounds[int] = 0
     """Process this number of sequences in each forward pass of a rank, and accumulate gradients over the micro-batches
     of a step. 0: all sequences of the rank at once; in a pipeline at least 4 x pp micro-batches, if the batch has so
     many."""
-    seed: int = 1337
+    seed: Alters[int] = 1337
     """Draw the initial weights, the batches and dropout from this seed."""
-    dtype: Dtype = "float32"
+    dtype: Alters[Dtype] = "float32"
     """Keep parameters and activations in this dtype. With bfloat16 and float16 the optimizer also keeps float32 master
     weights."""
-    autocast: Autocast = "none"
+    autocast: Alters[Autocast] = "none"
     """Compute matrix products and attention in this 16-bit dtype (torch.autocast), while parameters, norms, residual
     paths and losses stay in float32. none: compute everything in --train.dtype."""
-    deterministic: bool = False
+    deterministic: Rounds[bool] = False
     """Make a repeated run give the same bits on GPUs too, as it does on CPU. Attention then runs by Triton, because the
     gradients of cuDNN's attention differ from run to run."""
-    compile: bool = False
+    compile: Rounds[bool] = False
     """Run training steps, but not evaluations, by torch.compile. Compiling takes about a minute at the start."""
-    recompute: Recompute = "none"
+    recompute: Rounds[Recompute] = "none"
     """Save memory by computing activations again in the backward pass: none of them, selective (attention and the
     MLP's activation), or full (everything but the input of each block)."""
-    eval_every: int = 250
+    eval_every: Keeps[int] = 250
     """Evaluate at the start, at the end, and each time this number of steps has passed. 0: never evaluate."""
-    eval_batches: int = 20
+    eval_batches: Keeps[int] = 20
     """Use this number of batches in each evaluation."""
-    save_every: int = 500
+    save_every: Keeps[int] = 500
     """Save a checkpoint at the end, and each time this number of steps has passed. 0: only at the end."""
-    keep: int = 2
+    keep: Keeps[int] = 2
     """Keep this number of newest checkpoints and delete older ones. 0: keep all."""
-    log_every: int = 10
+    log_every: Keeps[int] = 10
     """Report loss and speed each time this number of steps has passed."""
-    straggler_share: float = 0.2
+    straggler_share: Keeps[float] = 0.2
     """Warn of a rank that works longer than the median rank by more than this share in 30 successive steps, on CPUs.
     0: never."""
-    expandable_segments: bool = True
+    expandable_segments: Keeps[bool] = True
     """Let torch's CUDA allocator grow its segments, which loses less memory to fragmentation."""
 
 
@@ -126,27 +143,27 @@ class OptimOptions:
     """These options set AdamW, whose weight decay applies to matrices only, and the schedule of the learning rate.
     Lengths of the schedule are numbers of steps, or numbers of tokens when written as in 375e6tokens."""
 
-    schedule: LearningRateSchedule = "cosine"
+    schedule: Alters[LearningRateSchedule] = "cosine"
     """Change the learning rate in this way after its linear warm-up: cosine and linear fall to min_lr at decay_steps,
     wsd (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
-    lr: float = 1e-3
+    lr: Alters[float] = 1e-3
     """Use this learning rate at the end of the warm-up, where it is highest."""
-    min_lr: float = 1e-4
+    min_lr: Alters[float] = 1e-4
     """Use this learning rate from decay_steps on. Schedule constant does not use it."""
-    warmup: int | str = 100
+    warmup: Alters[int | str] = 100
     """Raise the learning rate linearly to lr over this number of steps or tokens."""
-    decay_steps: int | str = 0
+    decay_steps: Alters[int | str] = 0
     """Reach min_lr at this step, or after this number of tokens. 0: at train.steps. A resumed run keeps the end of its
     schedule, unless this option is given again."""
-    decay: int | str = 0
+    decay: Alters[int | str] = 0
     """Let schedule wsd fall over this number of steps or tokens at its end. 0: over a tenth of decay_steps."""
-    weight_decay: float = 0.1
+    weight_decay: Alters[float] = 0.1
     """Decay matrices by this coefficient times the learning rate in each step. Vectors do not decay."""
-    beta1: float = 0.9
+    beta1: Alters[float] = 0.9
     """Average gradients with this decay rate per step in AdamW's first moment."""
-    beta2: float = 0.99
+    beta2: Alters[float] = 0.99
     """Average squared gradients with this decay rate per step in AdamW's second moment."""
-    clip: float = 1.0
+    clip: Alters[float] = 1.0
     """Scale gradients down to this global norm if theirs is larger. 0: do not clip."""
 
 
@@ -154,42 +171,42 @@ class OptimOptions:
 class ParallelOptions:
     """These options set how ranks share the work, and how they communicate."""
 
-    tp: int = 1
+    tp: Rounds[int] = 1
     """Shard the matrices of each layer over this number of tensor-parallel ranks."""
-    dp: int = 0
+    dp: Rounds[int] = 0
     """Divide the sequences of each batch among this number of data-parallel ranks. 0: the number of GPUs, or of ranks
     that torchrun started, divided by tp x cp x pp; on CPU 1."""
-    cp: int = 1
+    cp: Rounds[int] = 1
     """Divide the tokens of each sequence among this number of context-parallel ranks."""
-    cp_schedule: Schedule = "auto"
+    cp_schedule: Rounds[Schedule] = "auto"
     """Let context-parallel ranks attend to each other's tokens in this way: ring (keys and values move from rank to
     rank), all_gather (every rank fetches all keys and values), ulysses (ranks exchange heads for tokens; cp must divide
     the heads of a rank), ulysses_ring (both), or auto, which chooses one of them."""
-    cp_balance: Balance = "zigzag"
+    cp_balance: Rounds[Balance] = "zigzag"
     """Give each context-parallel rank these tokens of a sequence: zigzag (a chunk from the front and one from the end,
     which gives all ranks equal work in causal attention), contiguous (one chunk) or striped (every cp-th token)."""
-    cp_ulysses: int = 0
+    cp_ulysses: Rounds[int] = 0
     """Let groups of this number of ranks exchange heads under schedule ulysses_ring. 0: the largest divisor of cp,
     below cp, that divides the heads of a rank."""
-    pp: int = 1
+    pp: Rounds[int] = 1
     """Cut the layers into pipeline stages on this number of ranks. The micro-batches of --train.micro-batch pass from
     rank to rank."""
-    pp_schedule: PipelineSchedule = "1f1b"
+    pp_schedule: Rounds[PipelineSchedule] = "1f1b"
     """Let pipeline ranks compute in this order: gpipe (all forward passes first), 1f1b (one forward, one backward),
     interleaved_1f1b (several stages on each rank), zero_bubble (weight gradients fill idle time), or zbv (zero_bubble
     with two stages on each rank, of which the first rank has the first and the last)."""
-    pp_stages_per_rank: int = 0
+    pp_stages_per_rank: Rounds[int] = 0
     """Give each pipeline rank this number of stages. 0: 2 for interleaved_1f1b and zbv, 1 for the others."""
-    pp_layers: str = ""
+    pp_layers: Rounds[str] = ""
     """Give the stages these numbers of layers, in the order of the model, as in 3,5,4,4. Default: cut the layers so
     that all pipeline ranks have about equally many operations, counted with embedding and head."""
-    replicas: int = 1
+    replicas: Rounds[int] = 1
     """Let ZeRO stage 3 shard the parameters within each of this number of groups of ranks. It must divide dp x cp. With
     as many groups as nodes, ranks gather parameters within their node only."""
-    impl: Implementation = "auto"
+    impl: Rounds[Implementation] = "auto"
     """Let tensor-parallel GEMMs and ZeRO communicate by this implementation: fused (Triton kernels), direct (shared
     memory of CPU ranks), collective (NCCL, Gloo), or auto, which chooses one of them."""
-    measure_seconds: float = -1.0
+    measure_seconds: Rounds[float] = -1.0
     """For impl auto, spend at most this number of seconds in the first step on measuring which implementation of each
     product is the fastest on this machine. 0: measure nothing. -1: 20 on GPUs, 0 on CPU, where direct is the
     fastest."""
@@ -200,24 +217,24 @@ class ZeroOptions:
     """These options set which state of the model data-parallel ranks shard among themselves (ZeRO, arXiv:1910.02054).
     Context-parallel ranks count as data-parallel ranks here."""
 
-    stage: int = 0
+    stage: Rounds[int] = 0
     """Shard state by this stage of ZeRO. 0: shard nothing; 1: the optimizer's state; 2: also the gradients; 3: also the
     parameters."""
-    gradient_dtype: GradientDtype = "float32"
+    gradient_dtype: Alters[GradientDtype] = "float32"
     """Accumulate and keep gradients in this dtype: float32, or parameter for the parameters' dtype. Stage 3 accepts
     only float32."""
-    reduce_dtype: Literal["gradient", "float32", "parameter"] = "gradient"
+    reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
     """Send gradients to other ranks in this dtype: float32, parameter for the parameters' dtype, or gradient for the
     dtype in which they are kept."""
-    offload: Offload = "none"
+    offload: Rounds[Offload] = "none"
     """Move the optimizer's state off the device: none (it stays there), optimizer (to the host's memory) or nvme (to
     files)."""
-    offload_path: OptionalPath = None
+    offload_path: Keeps[OptionalPath] = None
     """Store the optimizer's state in this folder on a local disk. Offload nvme needs it."""
-    compression: Literal["none", "bf16", "powersgd"] = "none"
+    compression: Alters[Literal["none", "bf16", "powersgd"]] = "none"
     """Compress the gradients that nodes send to each other in this way, if the ranks of a node share memory. Within a
     node, gradients are never compressed."""
-    powersgd_rank: int = 4
+    powersgd_rank: Alters[int] = 4
     """Approximate each gradient by a product of two matrices of this rank under compression powersgd."""
 
 
@@ -225,7 +242,7 @@ class ZeroOptions:
 class CommOptions:
     """These options set how ranks wait for each other."""
 
-    timeout: float = 60.0
+    timeout: Keeps[float] = 60.0
     """Wait at most this number of seconds for another rank. Then all ranks end with an error that names it."""
 
 
@@ -233,7 +250,7 @@ class CommOptions:
 class DebugOptions:
     """These options switch on checks that help to find a fault but cost time."""
 
-    fingerprint: bool = False
+    fingerprint: Keeps[bool] = False
     """Compare the name, shape and dtype of each operation between ranks before it begins. If they differ, all ranks
     end and show both sides."""
 
@@ -242,13 +259,13 @@ class DebugOptions:
 class ProfileOptions:
     """These options record what the ranks do in some steps. `tpfuse profile` sets them and explains the result."""
 
-    steps: str = "3:5"
+    steps: Keeps[str] = "3:5"
     """Record these steps: one number, or the first and the last as in 3:5. The first step of a run is step 1."""
-    trace: OptionalPath = None
+    trace: Keeps[OptionalPath] = None
     """Write the spans of every rank to this folder: layers, operators, communication, and waits for other ranks."""
-    torch: OptionalPath = None
+    torch: Keeps[OptionalPath] = None
     """Write the trace of torch.profiler and a snapshot of the memory of every rank to this folder."""
-    nvtx: bool = False
+    nvtx: Keeps[bool] = False
     """Mark steps, layers and operators for Nsight Systems, as NVTX ranges of the domain tpfuse, in all steps."""
 
 
@@ -265,19 +282,19 @@ class TrainCommand:
     comm: CommOptions = field(default_factory=CommOptions)
     debug: DebugOptions = field(default_factory=DebugOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
-    kernels: Kernels = "auto"
+    kernels: Rounds[Kernels] = "auto"
     """Compute with these kernels: auto (Triton on GPUs, torch on CPU), triton (slow on CPU, where it is interpreted) or
     torch."""
-    out: OptionalPath = None
+    out: Keeps[OptionalPath] = None
     """Write all files of the run to this folder. Without --resume it must be new or empty. Default: runs/DATE-TIME."""
-    init_from: OptionalPath = None
+    init_from: Keeps[OptionalPath] = None
     """Start at step 0 from the weights in this folder of another run, or of a Hugging Face GPT-2 (config.json,
     model.safetensors), and take the model's shape and the tokenizer from there too. A smaller --model.n-positions cuts
     the position table. Default: random weights."""
-    resume: bool = False
+    resume: Keeps[bool] = False
     """Continue from the newest good checkpoint in the run folder --out, with the configuration of that run. Flags
     override it."""
-    config: OptionalPath = None
+    config: Keeps[OptionalPath] = None
     """Read options from this TOML file, such as n_layer in a table [model]. The config.toml of a run is such a file."""
 
 

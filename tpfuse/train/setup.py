@@ -20,7 +20,7 @@ from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good, open_checkpoint
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import resolved
-from tpfuse.train.continuation import check_schedule, schedule_line
+from tpfuse.train.continuation import check_schedule, described
 from tpfuse.train.data import EncodedText, RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.durable import replace_file
@@ -368,8 +368,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
     if checkpoint is None:
         return Run(folder, options, config, data, None, weights)
-    changes = schedule_line(checkpoint.state["config"], options)
-    return Run(folder, options, config, data, checkpoint.folder, weights, (changes,) if changes else ())
+    changes = tuple(described(checkpoint.state["config"], options))
+    return Run(folder, options, config, data, checkpoint.folder, weights, changes)
 
 
 def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
