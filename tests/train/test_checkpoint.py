@@ -88,7 +88,9 @@ def save_grid(run: Path, seed: int, step: int = 1) -> str:
 
 def load_grid(folder: Path, seed: int) -> bool:
     expected = grid_shards(seed, dist.get_rank(), dist.get_world_size())
-    assert_loads(checkpoint.open_checkpoint(folder), expected)
+    saved = checkpoint.open_checkpoint(folder)
+    assert_loads(saved, expected)
+    assert checkpoint.differing(saved, expected, dist.group.WORLD) == [], "however the tensors are cut"
     return True
 
 
@@ -157,6 +159,35 @@ def test_random_grids_of_shards_load_into_one_another(tmp_path, world, seeds):
         for cells in (1, 2, 3, 4, 6, 12):
             for rank in range(cells):
                 assert_loads(saved, grid_shards(seed, rank, cells))
+
+
+def test_what_was_loaded_wrong_is_named(tmp_path):
+    save_whole(tmp_path, 1)
+    saved = checkpoint.newest_good(tmp_path, warn=silent)
+    for name, (shape, _) in SHAPES.items():
+        shards = whole_shards(1)
+        assert checkpoint.differing(saved, shards, None) == []
+        if not math.prod(shape):
+            continue
+        elements = bits(shards[name][0].tensor).view(math.prod(shape), -1)
+        changed = elements.clone()
+        changed[-1] ^= 1
+        swapped = elements.roll(1, 0)
+        for wrong in (changed, swapped)[: len(elements)]:
+            shards[name][0].tensor = wrong.view(-1).view(shards[name][0].tensor.dtype).view(shape)
+            assert checkpoint.differing(saved, shards, None) == [name]
+
+
+def wrong_copy(run: Path) -> list[str]:
+    """Returns what differs if the second rank's copy, which it does not save, is wrong in one element."""
+    shards = {"w": [Shard((5,), ((0, 5),), torch.arange(5.0), dist.get_rank() == 0)]}
+    checkpoint.save(run, 1, shards, STATE, keep=0, group=dist.group.WORLD, warn=silent)
+    shards["w"][0].tensor[3] += dist.get_rank()
+    return checkpoint.differing(checkpoint.open_checkpoint(run / "step-1"), shards, dist.group.WORLD)
+
+
+def test_a_wrong_copy_of_another_rank_is_named(tmp_path):
+    assert pool(2).run(wrong_copy, tmp_path) == [["w of rank 1"]] * 2
 
 
 def test_replicas_are_written_once(tmp_path):

@@ -1,5 +1,8 @@
 """What a run that resumes does otherwise than before is said, or refused."""
 
+import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +10,14 @@ from typing import Any
 import pytest
 
 from tpfuse.testing.command import Commands
+from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.train.config import parse_train, resolved
-from tpfuse.train.continuation import changes, described, effects
+from tpfuse.train.continuation import changes, check_loss, described, effects
+from tpfuse.train.data import RunData
+from tpfuse.train.manifest import encode
 from tpfuse.train.options import Effect, Keeps, TrainCommand
+from tpfuse.train.token_file import FileTokens
+from tpfuse.train.trainer import Trainer
 
 
 def test_every_option_says_what_a_change_of_it_does() -> None:
@@ -86,3 +94,84 @@ def test_a_resumed_run_lists_its_changes(copied: Path, commands: Commands) -> No
     changed = ("--optim.lr", "1e-3", "--train.log-every", "1", "--train.recompute", "full")
     assert "\nresuming with --optim.lr 0.001 (was 0.002)\n" in commands.resume("--train.steps", "13", *changed)
     assert "resuming" not in commands.resume(), "the checkpoint of step 13 has it"
+
+
+Wrong = Callable[[pytest.MonkeyPatch], None]
+
+
+def _moment(patch: pytest.MonkeyPatch) -> None:
+    """The last element of a first moment is loaded wrong."""
+    load = Trainer.load
+
+    def wrong(trainer: Trainer, saved: Checkpoint) -> bool:
+        done = load(trainer, saved)
+        trainer.shards()["exp_avg.transformer.h.0.ln_1.weight"][0].tensor[-1] += 1e-6
+        return done
+
+    patch.setattr(Trainer, "load", wrong)
+
+
+def _loss(patch: pytest.MonkeyPatch) -> None:
+    evaluate = Trainer.evaluate
+    patch.setattr(Trainer, "evaluate", lambda *given: evaluate(*given) + 1e-6)
+
+
+def _tokens(patch: pytest.MonkeyPatch) -> None:
+    opened = RunData.open
+
+    def wrong(data: RunData, fraction: float) -> tuple[FileTokens, FileTokens]:
+        train, val = opened(data, fraction)
+        return train.part(1, len(train)), val
+
+    patch.setattr(RunData, "open", wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (_moment, "exp_avg.transformer.h.0.ln_1.weight differ from what was saved"),
+        (_loss, r"the loss on the next batch is [\d.]+: expected [\d.]+$"),
+        (_tokens, "the next batch has other tokens than before"),
+    ],
+)
+def test_a_resume_that_is_not_what_was_saved_ends(
+    copied: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch, wrong: Wrong, said: str
+) -> None:
+    commands.out = copied
+    wrong(monkeypatch)
+    error = commands.fail_to_resume("--train.steps", "13", status=3)
+    assert re.search(f"step-12 was not loaded as it was saved: {said}", error)
+    assert not (copied / "step-13").exists()
+
+
+def test_a_checkpoint_without_digests_resumes(copied: Path, commands: Commands) -> None:
+    commands.out = copied
+    file = copied / "step-12" / "manifest.json"
+    body = json.loads(file.read_text())
+    del body["sha256"], body["state"]["proof"]
+    for entry in body["tensors"].values():
+        del entry["digest"]
+    file.write_bytes(encode(body))
+    commands.resume("--train.steps", "13")
+    commands.printed.readouterr()
+    assert commands.run(["train", "--resume", "--out", str(copied), "--train.steps", "14"]) == 0
+    assert commands.printed.readouterr().err == "", "step 13 has digests"
+
+
+def test_losses_of_another_layout_or_batch_are_compared_as_far_as_they_can_be() -> None:
+    options = TrainCommand()
+    before, proof = resolved(options), {"tokens": "a", "loss": 2.0, "machine": "here", "exact": True}
+
+    def said(options: TrainCommand, **now: Any) -> str:
+        return check_loss(proof, proof | now, options, before, 4)
+
+    tensors = replace(options, parallel=replace(options.parallel, tp=2))
+    half = replace(options, train=replace(options.train, dtype="bfloat16"))
+    assert said(options) == said(tensors, loss=2.0 + 1e-6) == said(half, loss=2.01) == ""
+    assert said(options, loss=2.0 + 1e-6) == "the loss on the next batch is 2.000001: expected 2.0"
+    assert said(options, loss=2.0 + 1e-6, machine="there") == said(options, loss=2.0 + 1e-6, exact=False) == ""
+    assert said(tensors, loss=2.0001).endswith("is 2.0001: expected 2.0 within 3e-06")
+    assert "within" in said(half, loss=2.2) and "nan" in said(options, loss=float("nan"))
+    other = replace(options, train=replace(options.train, batch=8))
+    assert said(other, tokens="b", loss=3.0) == ""
+    assert said(tensors, tokens="b") == "the next batch has other tokens than before"

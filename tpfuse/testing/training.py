@@ -22,7 +22,7 @@ from tpfuse.testing.decoders import exact
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
-from tpfuse.train.checkpoint import newest_good, save
+from tpfuse.train.checkpoint import differing, newest_good, save
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
@@ -110,6 +110,7 @@ def train(
         assert found is not None
         found.load(trainer.shards())
         trainer.restore(found.state)
+        assert differing(found, trainer.shards(), trainer.world_group) == []
         assert trainer.optimizer.updates == found.step
     with implementation(name):
         results = [trainer.train_step(windows, lambda: False) for _ in range(steps)]

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import Slices
 from tpfuse.train.agreement import DiskFailed, agree
 from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
@@ -32,6 +33,7 @@ from tpfuse.train.manifest import (
     MANIFEST,
     check_shard,
     describe,
+    digest,
     encode,
     extent,
     file_name,
@@ -147,6 +149,32 @@ class Checkpoint:
                 if stored != expected:
                     raise CheckpointError(file, f"{key} as {expected}", str(stored))
                 shard.tensor.detach()[index_within(both, shard.slices)].copy_(source[index_within(both, saved)])
+
+
+def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None) -> list[str] | None:
+    """Returns the tensors that, once loaded, are not what was saved, on any rank. Collective over `group`.
+
+    None if an earlier version has saved the checkpoint, without digests. The sum of the digests of the shards of a
+    tensor that have an owner must be the manifest's, and every copy of such a shard must be equal to it.
+    """
+    tensors = saved.manifest["tensors"]
+    if any("digest" not in tensors.get(name, {"digest": 0}) for name in shards):
+        return None
+    own = {name: [(shard.is_owner, shard.slices, digest(shard)) for shard in held] for name, held in shards.items()}
+    ranks = [own] if group is None else gather_objects(own, group, op="digests")
+    owned: dict[str, dict[Slices, int]] = {}
+    for name, held in ((name, held) for of_rank in ranks for name, held in of_rank.items()):
+        owned.setdefault(name, {}).update({slices: value for is_owner, slices, value in held if is_owner})
+    found = [
+        name
+        for name, values in owned.items()
+        if name in tensors and sum(values.values()) % 2**64 != tensors[name]["digest"]
+    ]
+    for rank, of_rank in enumerate(ranks):
+        for name, held in of_rank.items():
+            if any(owned[name].get(slices, value) != value for _, slices, value in held):
+                found.append(f"{name} of rank {rank}")
+    return found
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

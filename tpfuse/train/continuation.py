@@ -3,6 +3,8 @@
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, get_type_hints
 
+import torch
+
 from tpfuse.train.config import resolved
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import Effect, TrainCommand
@@ -97,3 +99,37 @@ def check_schedule(state: dict[str, Any], options: TrainCommand) -> None:
         f"--resume with --train.batch {options.train.batch} would change the learning rate: {names[True]} counts"
         f" tokens and {names[False]} steps; count both in tokens ({same}), or keep the batch"
     )
+
+
+def check_loss(saved: dict[str, Any], now: dict[str, Any], options: TrainCommand, before: Options, layers: int) -> str:
+    """Returns how the next batch and its loss differ from what they were when the checkpoint was saved; "" if they fit.
+
+    saved, now: the proof in the checkpoint and of this run (`tpfuse.train.loop`): the digest of the next batch's
+    tokens, the loss on it without dropout, and the machine. before: the options in the checkpoint. layers: of the
+    model. The losses are equal to the bit on the same machine with the same options, on CPUs or with
+    --train.deterministic; else they differ by rounding. They cannot be compared if the batch is another on purpose.
+    """
+    found = changes(before, options)
+    if saved["tokens"] != now["tokens"]:
+        numbers = [name for name, change in found.items() if change.effect is Effect.NUMBERS]
+        chosen = [name for name in numbers if name.startswith("data.") or name in ("train.batch", "train.seed")]
+        return "" if chosen else "the next batch has other tokens than before"
+    same = saved["machine"] == now["machine"] and not any(x.effect is not Effect.NOTHING for x in found.values())
+    allowed = 0.0 if same and now["exact"] else _rounding(before, options, layers) * max(1.0, abs(saved["loss"]))
+    if abs(now["loss"] - saved["loss"]) <= allowed:
+        return ""
+    within = f" within {allowed:.1g}" if allowed else ""
+    return f"the loss on the next batch is {now['loss']!r}: expected {saved['loss']!r}{within}"
+
+
+def _rounding(before: Options, options: TrainCommand, layers: int) -> float:
+    """Returns by how much the losses of two computations may differ, relative to a loss of at least 1.
+
+    On the way to a logit about 8 operations in each layer, and 4 around the layers, each round by at most half of the
+    dtype's epsilon, with random signs. A token's loss is the difference of two values of the size of logits, and each
+    of the two computations has its own errors: 4 times the root of the number of operations.
+    """
+    train, now = before["train"], options.train
+    dtypes = {train["dtype"], train.get("autocast", "none"), now.dtype, now.autocast} - {"none"}
+    epsilon = max(torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes)
+    return 4 * float((8 * layers + 4) ** 0.5) * epsilon / 2

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from socket import gethostname
@@ -30,8 +31,9 @@ from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
 from tpfuse.train.config import resolved
+from tpfuse.train.continuation import check_loss
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
+from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
 from tpfuse.train.hardware import (
     expand_segments,
     held_bytes,
@@ -193,19 +195,55 @@ class TrainingLoop:
 
     def _resume(self, folder: Path) -> None:
         """Loads the checkpoint; every rank reads its shards. Raises RunError on all ranks if one cannot."""
-        states: list[dict[str, Any]] = []
+        opened: list[checkpoint.Checkpoint] = []
 
         def load() -> None:
             saved = checkpoint.open_checkpoint(folder)
-            states.append(saved_state(saved)[0])
+            saved_state(saved)
+            opened.append(saved)
             if not self.trainer.load(saved) and self.first:
                 warn(f"{folder} has no remainders of PowerSGD for this layout: they start at zero")
 
         self._on_all_ranks(load)
-        self.trainer.restore(states[0])
-        match states[0].get("decisions"):
+        state = opened[0].state
+        self.trainer.restore(state)
+        match state.get("decisions"):
             case {"machine": str(name), "cases": cases} if name == machine(self.device.type):
                 self.decisions = from_json(cases)
+        self._compare(opened[0])
+
+    def _compare(self, saved: checkpoint.Checkpoint) -> None:
+        """Compares what was loaded with what was saved. Raises RunError on all ranks if anything differs."""
+        trainer, state = self.trainer, saved.state
+        tensors = checkpoint.differing(saved, trainer.shards(), trainer.world_group)
+        trainer.optimizer.release()
+        proof = state.get("proof")
+        if tensors is None or proof is None:
+            if self.first:
+                warn(
+                    f"{saved.folder} was saved by an earlier version, without digests: what was loaded is not compared"
+                )
+            return
+        more = f", and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        differs = f"{', '.join(tensors[:3])}{more} differ from what was saved" if tensors else ""
+        if not tensors:
+            loss = trainer.evaluate(self.windows, 1, trainer.step)
+            layers = self.run.config.n_layer
+            differs = check_loss(proof, self._proof(loss), self.options, state["config"], layers)
+        differs = next((found for found in agree(trainer.world_group, lambda: differs) if found), "")
+        if differs:
+            raise RunError(f"{saved.folder} was not loaded as it was saved: {differs}", CheckpointError.status)
+
+    def _proof(self, loss: float) -> dict[str, Any]:
+        """Returns what a resumed run compares before it continues. loss: of the next batch."""
+        train = self.options.train
+        tokens, _ = self.windows.sequences(self.trainer.step, 0, train.batch, torch.device("cpu"))
+        return {
+            "tokens": sha256(tokens.numpy().tobytes()).hexdigest(),
+            "loss": loss,
+            "exact": self.device.type == "cpu" or train.deterministic,
+            "machine": f"{machine(self.device.type)}, {torch.get_num_threads()} threads a rank",
+        }
 
     def _on_all_ranks(self, load: Callable[[], None]) -> None:
         """Calls `load` on every rank. Raises RunError on all ranks if one cannot load."""
@@ -444,7 +482,9 @@ class TrainingLoop:
         trainer = self.trainer
         if not all(agree(trainer.world_group, (self.run.folder / "config.toml").is_file)):
             raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
-        loss = trainer.evaluate(self.windows, 1)  # a model that an update has damaged must not replace a good one
+        loss = trainer.evaluate(
+            self.windows, 1, trainer.step
+        )  # a model that an update has damaged must not replace a good one
         if not isfinite(loss):
             raise RunError(
                 f"step {trainer.step}: after the update the loss is {loss}; not saved, the last checkpoint is untouched"
@@ -453,6 +493,7 @@ class TrainingLoop:
         state["model"] = model_as_json(self.run.config)
         state["dtype"] = self.options.train.dtype
         state["data"] |= self.data.digests()
+        state["proof"] = self._proof(loss)
         state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
         state["versions"] = {"tpfuse": tpfuse.__version__, "torch": torch.__version__, "numpy": np.__version__}
         state["config"] = resolved(self.options)

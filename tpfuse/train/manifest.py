@@ -3,7 +3,7 @@
     {"sha256": of everything after this line,
      "format": 2, "step": N,
      "files":   {file: {"size": bytes, "sha256": …}},
-     "tensors": {name: {"shape": global, "dtype": as in safetensors,
+     "tensors": {name: {"shape": global, "dtype": as in safetensors, "digest": of all elements (`digest`),
                         "slices": [{"file": …, "key": name in the file,
                                     "ranges": [[start, stop] for every dimension]}]}},
      "state":   the caller's}
@@ -11,7 +11,8 @@
 The slices of a tensor are a partition of its shape: no slices overlap, and no element is missing. Slices without
 elements are left out. A rank may hold several shards of one tensor; in its file their keys are NAME, NAME#1, NAME#2, …
 
-Format 1, which can still be read, had no keys: a file held at most one slice of a tensor, under the tensor's name.
+Manifests of earlier versions have no digests. Format 1, which can still be read, had no keys: a file held at most one
+slice of a tensor, under the tensor's name.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import Slices
@@ -41,8 +43,15 @@ _SCHEMA = {
     },
     "state": dict,
 }
-# The shards of a rank: by tensor, its global shape, its dtype, and the slices that the rank writes, if any, by key.
-Description = dict[str, tuple[tuple[int, ...], str, dict[str, Slices]]]
+# The shards of a rank: by tensor, its global shape, its dtype, and the slices that the rank writes, if any, by key,
+# with their digests.
+Description = dict[str, tuple[tuple[int, ...], str, dict[str, tuple[Slices, int]]]]
+_MODULUS = 2**64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 20  # elements whose digest is computed at once
+# The factors of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), as
+# signed numbers of 64 bits.
+_STRIDE, _MIX = 0x9E3779B97F4A7C15 - _MODULUS, 0xBF58476D1CE4E5B9 - _MODULUS
 
 
 @dataclass
@@ -139,6 +148,30 @@ def slices_of(ranges: list[list[int]]) -> Slices:
     return tuple((start, stop) for start, stop in ranges)
 
 
+def digest(shard: Shard) -> int:
+    """Returns a digest of 64 bits of a shard: the sum over its elements of a hash of their bits and global places.
+
+    The digest of a tensor is the sum modulo 2**64 of those of its shards, in whatever way it is cut.
+    """
+    tensor, slices, shape = shard.tensor.detach(), shard.slices, shard.shape
+    if not shape:
+        tensor, slices, shape = tensor.reshape(1), ((0, 1),), (1,)
+    inner = torch.zeros((), dtype=torch.int64, device=tensor.device)  # the places of a row's elements in a row
+    for (start, stop), size in zip(slices[1:], shape[1:], strict=True):
+        inner = inner[..., None] * size + torch.arange(start, stop, device=tensor.device)
+    rows, row = max(1, _BLOCK // max(1, inner.numel())), math.prod(shape[1:])
+    total = 0
+    for first in range(0, len(tensor), rows):
+        part = tensor[first : first + rows].contiguous()
+        places = slices[0][0] + torch.arange(first, first + len(part), device=tensor.device)
+        hashed = (places * row).view(-1, *[1] * inner.dim()) + inner
+        hashed.mul_(_STRIDE).add_(part.view(_INTEGERS[part.element_size()]))
+        hashed ^= (hashed >> 32) & 0xFFFFFFFF  # the shift repeats the sign
+        hashed.mul_(_MIX)
+        total += int(hashed.sum())
+    return total % _MODULUS
+
+
 def file_name(rank: int) -> str:
     """Returns the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
@@ -165,7 +198,8 @@ def describe(shards: Shards) -> Description:
         if len(kinds) > 1:
             raise ValueError(f"{name} has shards of different tensors on one rank: {sorted(kinds)}")
         for shape, dtype in kinds:
-            description[name] = shape, dtype, {key: shard.slices for key, shard in owned_shards(name, held)}
+            written = {key: (shard.slices, digest(shard)) for key, shard in owned_shards(name, held)}
+            description[name] = shape, dtype, written
     return description
 
 
@@ -177,11 +211,12 @@ def tensor_table(described: list[Description]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for rank, description in enumerate(described):
         for name, (shape, dtype, slices) in description.items():
-            entry = table.setdefault(name, {"shape": list(shape), "dtype": dtype, "slices": []})
+            entry = table.setdefault(name, {"shape": list(shape), "dtype": dtype, "digest": 0, "slices": []})
             if (entry["shape"], entry["dtype"]) != (list(shape), dtype):
                 raise ValueError(f"{name} is {dtype} {shape} on rank {rank}, {entry['dtype']} {entry['shape']} before")
             file = file_name(rank)
-            entry["slices"] += [{"file": file, "key": key, "ranges": ranges} for key, ranges in slices.items()]
+            entry["slices"] += [{"file": file, "key": key, "ranges": ranges} for key, (ranges, _) in slices.items()]
+            entry["digest"] = (entry["digest"] + sum(of_slice for _, of_slice in slices.values())) % _MODULUS
     for name, entry in table.items():
         problem = flaw(tuple(entry["shape"]), [stored["ranges"] for stored in entry["slices"]])
         if problem is not None:

@@ -386,10 +386,10 @@ class Trainer:
             self.compression.scale_errors(factor)
 
     @torch.no_grad()
-    def evaluate(self, windows: Windows, batches: int) -> float:
-        """Returns the loss in nats per token over the same `batches` batches at every call, without dropout."""
+    def evaluate(self, windows: Windows, batches: int, first: int = 0) -> float:
+        """Returns the loss in nats per token over `batches` batches from number `first` on, without dropout."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number in range(batches):
+        for number in range(first, first + batches):
             for loss in self._losses(self.micro_batches(windows, number), None):
                 total += loss
         if self.tp_rank:
