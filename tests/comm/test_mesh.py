@@ -1,11 +1,20 @@
 """Device meshes, their groups, and the shards of a dimension."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import tpfuse
 from tpfuse.comm.errors import named
-from tpfuse.comm.mesh import build_mesh, context_mesh, flat_group, group_of, rank_and_size, shard_range
+from tpfuse.comm.layout import local_slices
+from tpfuse.comm.mesh import build_mesh, check_order, context_mesh, flat_group, group_of, rank_and_size, shard_range
+from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks, pool
 
@@ -84,6 +93,46 @@ def test_wrong_meshes_are_refused() -> None:
         build_mesh("cpu", dp=2, tp=1, cp=3, pp=2)
     with pytest.raises(ValueError, match=r'slice it, as in mesh\["tp"\]'):
         group_of(mesh_of(1, 2))
+
+
+def _pipeline(mesh: DeviceMesh) -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return tpfuse.Pipeline(
+        model, blocks=list(model), before=lambda x: x, after=lambda x: x, device_mesh=mesh, micro_batches=2
+    )
+
+
+# Whatever takes a mesh from a user, by name.
+_ENTRANCES: dict[str, Callable[[DeviceMesh], object]] = {
+    "layer": lambda mesh: tpfuse.VocabParallelEmbedding(5, 4, device_mesh=mesh),
+    "norm": lambda mesh: tpfuse.LayerNorm(4, device_mesh=mesh),
+    "parallelize": lambda mesh: tpfuse.parallelize(nn.Linear(4, 4), mesh, {"": ColwiseParallel()}),
+    "style": lambda mesh: parallelize_module(nn.Linear(4, 4), mesh, tpfuse.FusedColwiseParallel()),
+    "context": ContextParallel,
+    "pipeline": _pipeline,
+    "zero": lambda mesh: tpfuse.FullySharded(nn.Linear(4, 4), mesh=mesh),
+    "checkpoint": lambda mesh: local_slices(distribute_tensor(torch.zeros(5), mesh, [Shard(0)])),
+}
+
+
+@on_ranks(2)
+def test_a_mesh_in_another_order_is_refused_wherever_it_enters() -> None:
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))
+    for name, enter in _ENTRANCES.items():
+        with pytest.raises(ValueError, match=r"ranks \[1, 0\] along dimension dp: expected ascending order"):
+            enter(mesh)
+            pytest.fail(name)
+
+
+@on_ranks(4)
+def test_all_ranks_refuse_a_slice_that_is_out_of_order_on_some_of_them() -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"ranks \[3, 2\] along dimension tp"):
+        check_order(mesh["tp"])
+    check_order(mesh["dp"])
+    check_order(DeviceMesh("cpu", [[0, 2], [1, 3]]))  # ascending in both dimensions
+    with pytest.raises(ValueError, match=r"ranks \[2, 0\] along dimension 0"):
+        check_order(DeviceMesh("cpu", [[2, 3], [0, 1]]))
 
 
 def _single() -> None:

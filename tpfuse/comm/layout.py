@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tpfuse.comm.mesh import shard_range
+from tpfuse.comm.mesh import check_order, shard_range
 
 Slices = tuple[tuple[int, int], ...]
 
@@ -39,10 +39,12 @@ def check_local(operator: str, **tensors: Tensor | None) -> None:
 def local_slices(x: Tensor) -> Slices:
     """Returns [start, stop) of the local part in each global dimension.
 
-    Raises ValueError for placements other than Replicate, Shard and the strided shard that `fully_shard` makes.
+    Raises ValueError for placements other than Replicate, Shard and the strided shard that `fully_shard` makes, and for
+    a mesh with ranks in another order than `check_order` expects.
     """
     ranges = [(0, size) for size in x.shape]
     if isinstance(x, DTensor):
+        check_order(x.device_mesh)
         for axis, dim in _order_of_cuts(x):
             start, stop = ranges[dim]
             rank, world = x.device_mesh.get_local_rank(axis), x.device_mesh.size(axis)

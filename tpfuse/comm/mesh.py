@@ -9,6 +9,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpfuse.comm.errors import set_coordinates
@@ -52,8 +53,8 @@ def tensor_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
 def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup | None:
     """Returns the group of all ranks along these dimensions of a mesh; None for one rank.
 
-    Dimensions that the mesh does not have are ignored. Ranks are numbered as in the mesh. Collective: all ranks of the
-    mesh request the same groups in the same order.
+    Dimensions that the mesh does not have are ignored. Collective: all ranks of the mesh request the same groups in the
+    same order.
     """
     if device_mesh is None:
         return None
@@ -83,6 +84,31 @@ def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -
         if dist.get_rank() in row:
             found = group
     return found
+
+
+def check_order(device_mesh: DeviceMesh | None) -> None:
+    """Raises ValueError, on all ranks alike, unless ranks are in ascending order along each dimension of a mesh.
+
+    torch numbers the ranks of a group in ascending order, and operators and kernels go by that number, but DTensor cuts
+    a tensor by a rank's place in its mesh. In this order the two are one. Whatever takes a mesh from a user calls this.
+    """
+    if device_mesh is None:
+        return
+    names = _names(device_mesh)
+    for axis in range(device_mesh.ndim):
+        # A slice shows a rank its own group alone; the mesh that it was cut from has the groups of all ranks.
+        mesh, at, called = device_mesh, axis, names[axis] if names else str(axis)
+        if called in _names(device_mesh._get_root_mesh()):
+            mesh = device_mesh._get_root_mesh()
+            at = _names(mesh).index(called)
+        with unset_fake_temporarily():  # the ranks are known under FakeTensorMode too
+            rows = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).tolist()
+        for row in rows:
+            if row != sorted(row):
+                raise ValueError(
+                    f"device_mesh has the ranks {row} along dimension {called}: expected ascending order, as in a mesh"
+                    " of init_device_mesh, since torch numbers the ranks of a group in that order"
+                )
 
 
 def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:

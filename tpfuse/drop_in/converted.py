@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tpfuse.comm.layout import copy_whole_, has_values, local_tensor
-from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.mesh import check_order, rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
@@ -116,8 +116,9 @@ def convert(
 ) -> None:
     """Make `module` a `kind` with these attributes. layouts: (dim, shape) of each parameter for `shard_parameter`.
 
-    Raise ValueError as `shard_parameter` does, and leave the module as it was.
+    Raise ValueError as `check_order` and `shard_parameter` do, and leave the module as it was.
     """
+    check_order(mesh)
     new = {
         name: shard_parameter(parameter, mesh, *layouts[name], source)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)

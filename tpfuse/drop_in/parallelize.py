@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.comm.mesh import context_mesh, group_of
+from tpfuse.comm.mesh import check_order, context_mesh, group_of
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_forward
 from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
@@ -73,11 +73,13 @@ def parallelize(
     output_hidden_states show.
 
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
-    dimension, a pattern that matches no module, and for modules that a style cannot convert: sizes that the ranks do
-    not divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected or of
-    another shape, or that cannot be read. The model is then as it was.
+    dimension or with ranks that are not in ascending order along it, a pattern that matches no module, and for modules
+    that a style cannot convert: sizes that the ranks do not divide, weights that are not floats; and for files of
+    `weights` with tensors that are missing, unexpected or of another shape, or that cannot be read. The model is then
+    as it was.
     """
     tensor_mesh, context = _meshes(mesh, context_parallel)
+    check_order(tensor_mesh)
     _check_whole(model)
     ranks = 1 if tensor_mesh is None else tensor_mesh.size()
     if context.groups:

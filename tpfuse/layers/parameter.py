@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm.layout import copy_whole_, from_local, local_tensor
-from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
+from tpfuse.comm.mesh import check_order, group_of, rank_and_size, shard_range
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.collectives import gather_last
 
@@ -65,7 +65,11 @@ def empty_parameter(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Parameter:
-    """Return an uninitialised parameter of global `shape`, sharded along `dim` or (None) replicated over the mesh."""
+    """Return an uninitialised parameter of global `shape`, sharded along `dim` or (None) replicated over the mesh.
+
+    Raise ValueError as `tpfuse.comm.mesh.check_order` does.
+    """
+    check_order(device_mesh)
     local_shape = list(shape)
     if dim is not None:
         start, stop = shard_range(shape[dim], *rank_and_size(group_of(device_mesh)))

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.measurement import decisions
+from tpfuse.comm.mesh import check_order
 from tpfuse.ops.attention import attention
 from tpfuse.ops.collectives import gather_last
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
@@ -78,10 +79,12 @@ class ContextParallel:
     """The ranks over which sequences are sharded.
 
     mesh: None for one rank; one-dimensional; or (ring, ulysses) for schedule "ulysses_ring", which "auto" then stands
-    for. schedule, balance: as in `ring_attention`. Raises ValueError for a mesh of more dimensions.
+    for. schedule, balance: as in `ring_attention`. Raises ValueError for a mesh of more dimensions, and for one with
+    ranks that are not in ascending order.
     """
 
     def __init__(self, mesh: DeviceMesh | None, schedule: Schedule = "auto", balance: Balance = "zigzag") -> None:
+        check_order(mesh)
         self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
         groups = self.groups
         if len(groups) > 2:

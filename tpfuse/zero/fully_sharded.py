@@ -37,7 +37,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.comm.mesh import flat_group, rank_and_size
+from tpfuse.comm.mesh import check_order, flat_group, rank_and_size
 from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import Borrowed
@@ -405,11 +405,13 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
     """Return two one-dimensional meshes: the ranks that share a copy of the model, and those with the same shard of it.
 
     mesh: all its dimensions except "tp" and "pp" are data-parallel; together they are `replicas` × shards. Collective:
-    all ranks of the mesh must call it. Raises ValueError if `replicas` does not divide the number of these ranks.
+    all ranks of the mesh must call it. Raises ValueError if `replicas` does not divide the number of these ranks, or
+    if they are not in ascending order.
     """
     names = _data_dimensions(mesh)
     wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
     data = mesh[wide] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
+    check_order(data)
     if replicas < 1 or data.size() % replicas:
         raise ValueError(f"replicas {replicas}: expected a number that divides the {data.size()} data-parallel ranks")
     both = data._unflatten(0, (replicas, data.size() // replicas), ("replicate", "shard"))

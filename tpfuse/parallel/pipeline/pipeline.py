@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import broadcast_, set_timeout
 from tpfuse.comm.layout import has_values, local_tensor
-from tpfuse.comm.mesh import group_of, group_of_ends, rank_and_size
+from tpfuse.comm.mesh import check_order, group_of, group_of_ends, rank_and_size
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
@@ -64,9 +64,9 @@ class Pipeline:
     trained parameters that this rank shares with the other end of the pipeline. uses: the names of the parameters that
     several stages of this rank use, with the number of these stages. The last two are arguments of `GradientBuckets`.
 
-    Raises ValueError for a mesh that is not one-dimensional, a schedule that does not accept the numbers of stages or
-    micro-batches, fewer blocks than stages, parts that are not in the model, a trained parameter that is in no part,
-    and one that is shared by other stages than the first and the last.
+    Raises ValueError for a mesh that is not one-dimensional or not in ascending order, a schedule that does not accept
+    the numbers of stages or micro-batches, fewer blocks than stages, parts that are not in the model, a trained
+    parameter that is in no part, and one that is shared by other stages than the first and the last.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Pipeline:
         layers: Sequence[int] | None = None,
     ) -> None:
         group = group_of(device_mesh)
+        check_order(device_mesh)
         rank, ranks = rank_and_size(group)
         count = usual_stages(schedule) if stages_per_rank is None else stages_per_rank
         rank_of = stage_ranks(schedule, ranks, count)
