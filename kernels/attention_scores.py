@@ -19,6 +19,8 @@ from torch import Tensor
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
 from tpfuse.kernels.dropout import hashed_rows, threshold
 
+FAR = 2**31 // 512  # elements
+
 
 @triton.jit
 def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
@@ -105,11 +107,13 @@ def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns x [..., D], or a copy, with contiguous rows of D elements that start at multiples of 16 bytes.
+    """Returns x [..., T, D], or a copy, with contiguous rows of D elements that start at multiples of 16 bytes.
 
-    Kernels may then load 16 bytes at once even where the strides are not the multiples of 16 that Triton requires.
+    Kernels may then load 16 bytes at once even where the strides are not the multiples of 16 that Triton requires. Rows
+    are less than FAR elements apart, since kernels count the elements of a tile, of at most 512 rows, in 32 bits.
     """
-    if x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
+    near = x.stride(-1) == 1 and x.stride(-2) < FAR
+    if near and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -116,7 +116,14 @@ def _block(operator: str, blocks: Tensor, sources: Sequence[int] | None) -> Tens
     if not blocks.is_contiguous() or blocks.data_ptr() % 16:
         where = f"strides {blocks.stride()} and address {blocks.data_ptr():#x}"
         raise ValueError(f"{operator}: blocks has {where}: expected contiguous, at a multiple of 16 bytes")
-    return blocks if sources is None else blocks[0]
+    if sources is None:
+        return blocks
+    if len(sources) > 1 and blocks[0].numel() >= 2**31:
+        raise ValueError(
+            f"{operator}: blocks has {blocks[0].numel()} elements for each source: expected fewer than 2^31, which"
+            " kernels count in 32 bits, or one source in each call"
+        )
+    return blocks[0]
 
 
 def _check_dropout(

@@ -1,5 +1,6 @@
 """Values of attention_forward beside the reference, and of attention_backward beside the reference's gradients."""
 
+import mmap
 from collections.abc import Iterable
 from typing import Any
 
@@ -247,6 +248,20 @@ def test_documents_that_end_outside_are_cut() -> None:
     inputs = _inputs((1, 2, 1, 5, 5, 16))
     cut, plain = (_run(inputs, _gradient(inputs), **_documents(*x, longest=5)) for x in ((-2, 3, 99), (0, 3, 5)))
     _assert_equal(cut, plain)
+
+
+@pytest.mark.exhaustive
+def test_rows_that_are_far_apart() -> None:
+    """The fourth row of each tensor begins beyond 2^31 elements, in memory that is only mapped."""
+    inputs = _inputs((1, 1, 1, 4, 4, 16), F16)
+    grad = _gradient(inputs)
+    expected = _run(inputs, grad)
+    stride = 2**30 - 8
+    mapped = torch.frombuffer(mmap.mmap(-1, 2 * (3 * stride + 17)), dtype=F16)
+    for name in (*inputs, "grad"):
+        x = grad if name == "grad" else inputs[name]
+        far = mapped.as_strided(x.shape, (0, 0, stride, 1)).copy_(x)
+        _assert_equal(_run(inputs | ({} if name == "grad" else {name: far}), far if name == "grad" else grad), expected)
 
 
 def test_documents_do_not_see_each_other() -> None:

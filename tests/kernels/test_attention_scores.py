@@ -118,6 +118,12 @@ def test_rows_that_cannot_be_loaded_16_bytes_at_a_time_are_copied() -> None:
         assert copied is not other and torch.equal(copied, other) and copied.is_contiguous()
 
 
+def test_rows_that_are_too_far_apart_for_32_bits_are_copied() -> None:
+    for stride, far in ((2**22 - 8, False), (2**22, True), (2**30, True), (2**31 + 8, True)):
+        x = torch.empty_strided((2, 3, 10, 48), (480, 48, stride, 1), device="meta")
+        assert (aligned(x) is not x) == far and aligned(x).stride(2) == (48 if far else stride)
+
+
 Q, K, LENGTHS = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 7, 16), torch.zeros(3, dtype=torch.int32)
 GOOD = {"q": Q, "k": K, "v": K, "causal": True, "window": None, "q_offset": 0, "k_offset": 0, "scale": None}
 GOOD |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "dropout_p": 0.0, "dropout_key": torch.tensor(0)}

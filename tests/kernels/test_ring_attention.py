@@ -377,6 +377,10 @@ def on_a_channel(**changes: int) -> BlockExchange:
         ({"exchange": None}, "sources None: expected ranks from 0 to 2, or exchange"),
         ({"exchange": None, "sources": (0, 3)}, ".*expected ranks from 0 to 2"),
         ({"exchange": None, "sources": (0, 1, 1)}, ".*equally far from each other"),
+        (
+            {"exchange": None, "sources": (0, 1), "blocks": torch.empty(2, 2, 1, 1024, 8192, 128, device="meta")},
+            "blocks has 2147483648 elements for each source: expected fewer than 2\\^31",
+        ),
         ({"scale": -1.0}, "scale -1.0: expected a positive number"),
         ({"dropout_p": 1.0}, "dropout_p 1.0: expected 0 <= dropout_p < 1"),
         ({"dropout_p": 0.1}, "counters is None: dropout needs it"),
