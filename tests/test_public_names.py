@@ -13,7 +13,7 @@ import tpfuse
 LAYERS = "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm Dropout"
 NAMES = {
     "tpfuse": """
-        ColumnParallelLinear RowParallelLinear VocabParallelEmbedding LayerNorm RMSNorm
+        ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm
         all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
         ring_attention SequenceLayout GradientBuckets FullySharded ZeroOptimizer Pipeline recomputed record_trace
         build_mesh connect explain parallelize restore FusedColwiseParallel FusedRowwiseParallel FusedSequenceParallel

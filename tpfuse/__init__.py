@@ -20,6 +20,7 @@ _MODULES = {
     "ColumnParallelLinear": "tpfuse.layers.column_parallel_linear",
     "RowParallelLinear": "tpfuse.layers.row_parallel_linear",
     "VocabParallelEmbedding": "tpfuse.layers.vocab_parallel_embedding",
+    "PositionEmbedding": "tpfuse.layers.position_embedding",
     "LayerNorm": "tpfuse.layers.layer_norm",
     "RMSNorm": "tpfuse.layers.rms_norm",
     "all_gather_linear": "tpfuse.ops.linear.all_gather_linear",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.layers.column_parallel_linear import ColumnParallelLinear as ColumnParallelLinear
     from tpfuse.layers.explain import explain as explain
     from tpfuse.layers.layer_norm import LayerNorm as LayerNorm
+    from tpfuse.layers.position_embedding import PositionEmbedding as PositionEmbedding
     from tpfuse.layers.rms_norm import RMSNorm as RMSNorm
     from tpfuse.layers.row_parallel_linear import RowParallelLinear as RowParallelLinear
     from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding

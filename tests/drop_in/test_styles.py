@@ -418,7 +418,8 @@ def _refusals() -> None:
     mesh = tensor_mesh()
     linear = nn.Linear(24, 35)
     cases: list[tuple[nn.Module, ParallelStyle, str]] = [
-        (linear, FusedColwiseParallel(), "its 35 output features cannot be split among 2 ranks"),
+        (linear, FusedColwiseParallel(), r"FusedColwiseParallel of Linear\(in_features=24, out_features=35, .*\):"
+         r" its 35 output features cannot be split among 2 ranks"),
         (nn.Linear(35, 24), FusedRowwiseParallel(), "its 35 input features cannot be split among 2 ranks"),
         (nn.Conv1d(2, 2, 1), FusedColwiseParallel(), "expected an nn.Linear or transformers' Conv1D"),
         (linear, FusedColwiseParallel(parts=2), "its 35 output features cannot be 2 matrices of equal height"),
@@ -437,6 +438,10 @@ def _refusals() -> None:
         assert type(module) is before[1]
         for name, x in module.state_dict().items():
             assert torch.equal(x, before[0][name]) and not isinstance(x, DTensor)
+
+    table = parallelize_module(nn.Embedding(16, 4), mesh, FusedRowwiseParallel(input_layouts=R, output_layouts=S(1)))
+    with pytest.raises(ValueError, match=r"ConvertedEmbedding: ids of shape \(8,\) have no dimension 1.* Shard\(1\)"):
+        table(torch.arange(8))
 
 
 def test_what_a_style_cannot_convert_is_refused_and_left_as_it_was() -> None:

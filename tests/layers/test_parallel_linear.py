@@ -1,5 +1,6 @@
 """ColumnParallelLinear and RowParallelLinear: results and gradients of each option, parameters, refusals."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.kernels import reference
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.layer_norm import LayerNorm
+from tpfuse.layers.position_embedding import PositionEmbedding
+from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
@@ -191,7 +196,7 @@ def test_layers_made_from_linear_layers_compute_the_same(world: int, dtype: torc
 def _errors() -> None:
     mesh = tensor_mesh()
     for kind, sizes, options, message in (
-        ("column", (4, 7), {}, r"out_features 7 in 1 part\(s\) cannot be split among 2 ranks"),
+        ("column", (4, 7), {}, r"out_features 7 in 1 part\(s\) cannot be split among 2 ranks: .*Embedding.project$"),
         ("column", (4, 9), {"parts": 3}, r"expected a multiple of 6, or tp 1, 3$"),
         ("row", (7, 4), {}, "in_features 7 cannot be split among 2 ranks: expected a multiple of 2"),
         ("row", (15, 4), {}, r"in_features 15 cannot be split among 2 ranks: .*, or tp 1, 3, 5$"),
@@ -232,6 +237,30 @@ def test_dimensions_that_no_sequence_has_are_refused(kind: str, dim: int, shape:
 def test_bad_arguments_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LAYERS[kind](8, 8, **options)
+
+
+class Norm(nn.Module):
+    """A norm of a model's own class, such as nanoGPT's, and as little a linear layer or an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(8)), None
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (ColumnParallelLinear.from_linear, "linear is a .*Norm: expected an nn.Linear"),
+        (RowParallelLinear.from_linear, "linear is a .*Norm: expected an nn.Linear"),
+        (LayerNorm.from_layer_norm, "norm is a .*Norm: expected an nn.LayerNorm; if it computes the same, load its"),
+        (RMSNorm.from_rms_norm, "norm is a .*Norm: expected an nn.RMSNorm"),
+        (VocabParallelEmbedding.from_embedding, "embedding is a .*Norm: expected an nn.Embedding"),
+        (PositionEmbedding.from_embedding, "embedding is a .*Norm: expected an nn.Embedding"),
+    ],
+)
+def test_a_module_of_another_class_is_refused(make: Callable[[nn.Module], nn.Module], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        make(Norm())
 
 
 def _autocast_pair() -> None:

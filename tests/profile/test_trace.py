@@ -147,7 +147,7 @@ def _check_attribution(
 
 def _layers(folder: Path) -> None:
     model = _Model()
-    with record_trace(folder, model, dist.group.WORLD) as step:
+    with record_trace(str(folder), model, dist.group.WORLD) as step:
         for _ in range(2):
             x = torch.randn(4, 16, requires_grad=True)
             with step():

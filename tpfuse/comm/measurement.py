@@ -64,7 +64,7 @@ _decided: WeakKeyDictionary[dist.ProcessGroup, dict[str, Decision]] = WeakKeyDic
 
 @contextlib.contextmanager
 def measuring(
-    seconds: float = 20.0, *, known: Decisions | None = None, file: Path | None = None
+    seconds: float = 20.0, *, known: Decisions | None = None, file: str | Path | None = None
 ) -> Iterator[Measurement]:
     """Times the operations in a with block whose implementation is `auto`, for at most about `seconds`.
 
@@ -77,7 +77,7 @@ def measuring(
         raise ValueError(f"measuring: {seconds} seconds: expected 0 or more")
     if _current is not None:
         raise RuntimeError("measuring: this process is measuring already")
-    _current = Measurement(seconds, dict(known or {}), default_file() if file is None else file)
+    _current = Measurement(seconds, dict(known or {}), default_file() if file is None else Path(file))
     try:
         yield _current
     finally:

@@ -413,6 +413,11 @@ class ConvertedEmbedding(Converted, VocabParallelEmbedding):
         if not self.sequence_parallel:
             out = super().forward(input)
             return out if self.use_local_output else _as_dtensor(out, self.device_mesh, Replicate(), out.shape)
+        if not -input.ndim - 1 <= self.sequence_dim < input.ndim:
+            raise ValueError(
+                f"{self.called}: ids of shape {tuple(input.shape)} have no dimension {self.sequence_dim}, along which"
+                f" output_layouts Shard({self.sequence_dim}) shards the tokens: expected [B, T], or another layout"
+            )
         length = input.shape[self.sequence_dim]
         out = super().forward(pad_sequence(input, self.sequence_dim, rank_and_size(self.group)[1]))
         return out if self.use_local_output else shard_as_dtensor(out, self.device_mesh, self.sequence_dim, length)

@@ -224,8 +224,9 @@ def _apply(
                 try:
                     style._apply(module, mesh)
                 except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
-                    line = str(error).partition("\n")[0]
-                    raise ValueError(f"{name or 'the model'}: {type(style).__name__}: {line}") from error
+                    line, kind_of_style = str(error).partition("\n")[0], type(style).__name__
+                    where = "" if line.startswith(f"{kind_of_style} of ") else f"{kind_of_style}: "
+                    raise ValueError(f"{name or 'the model'}: {where}{line}") from error
                 done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
             set_attributes(module, module_name=name, reason=kept.get(name, ""))
     return done

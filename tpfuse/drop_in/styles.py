@@ -17,7 +17,8 @@ Plain tensors pass between fused modules. Where one is this rank's shard of a se
 is padded with zeros at the end, so that all ranks hold equally many rows; DTensors are never padded.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -53,11 +54,12 @@ from tpfuse.drop_in.converted import (
     shard_as_dtensor,
     split_sequence,
 )
-from tpfuse.layers.parameter import sequence_back, sequence_first, splits
-from tpfuse.layers.vocab_parallel_embedding import check_embedding
+from tpfuse.layers.parameter import check_embedding, sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+
+Apply = Callable[[Any, nn.Module, DeviceMesh], nn.Module]
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -88,6 +90,20 @@ def check_floats(module: nn.Module) -> None:
             raise ValueError(f"its {name} is {parameter.dtype}: expected a float dtype of 16 bits or more")
 
 
+def _named(apply: Apply) -> Apply:
+    """Return a style's `_apply` whose errors name the style and the module: torch's parallelize_module adds no name."""
+
+    @functools.wraps(apply)
+    def named(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        try:
+            return apply(style, module, device_mesh)
+        except ValueError as error:
+            described = str(module).partition("\n")[0].removesuffix("(")
+            raise ValueError(f"{type(style).__name__} of {described}: {error}") from error
+
+    return named
+
+
 class FusedColwiseParallel(ColwiseParallel):
     """torch's ColwiseParallel with the gather of the input fused into the product.
 
@@ -96,7 +112,8 @@ class FusedColwiseParallel(ColwiseParallel):
     height that are packed in the weight one after another, each of which is sharded by itself. ranges: of the rows
     [start, stop) that each rank uses, if the weight must stay whole on every rank; one entry for each rank.
 
-    The last ranks may have fewer features if the ranks do not divide the whole, unless the weight is packed.
+    With output_layouts=Replicate() the ranks need not divide the features, unless the weight is packed: the last ranks
+    have fewer. A rank's own features, Shard(-1), must be equally many on all ranks, as what follows takes them to be.
     """
 
     def __init__(
@@ -138,6 +155,7 @@ class FusedColwiseParallel(ColwiseParallel):
         plain = type(module) is nn.Linear and self.parts == 1 and self.ranges is None
         return isinstance(module, nn.Embedding) or (plain and not fused)
 
+    @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         if self._is_torchs(module):
@@ -214,6 +232,7 @@ class FusedRowwiseParallel(RowwiseParallel):
         fused = source in (Replicate(), whole) and isinstance(target, Replicate | Shard) and target != Shard(-1)
         return isinstance(module, nn.Embedding | nn.Linear) and not fused
 
+    @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         if self._is_torchs(module):
@@ -263,6 +282,7 @@ class FusedSequenceParallel(SequenceParallel):
             if any(True for _ in child.parameters()):
                 raise ValueError(f"its child {name} has parameters: expected a module without such children")
 
+    @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         known: dict[type[nn.Module], type[nn.Module]] = {nn.Dropout: ConvertedDropout}
@@ -337,6 +357,7 @@ class ReplicatedParallel(ParallelStyle):
         """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
         check_floats(module)
 
+    @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         replicate_(module, device_mesh, self.sum_gradients, self.src_data_rank)
@@ -394,6 +415,7 @@ class FusedPrepareModuleInput(PrepareModuleInput):
     def _is_fused(self) -> bool:
         return bool(self.projections or self.attributes or self.length is not None)
 
+    @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         if not self._is_fused():

@@ -15,6 +15,7 @@ from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.parameter import (
     OnMesh,
+    check_kind,
     check_sequence_dim,
     empty_parameter,
     gather_features,
@@ -78,6 +79,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
             raise ValueError(
                 f"out_features {out_features} in {parts} part(s) cannot be split among {world} ranks:"
                 f" expected a multiple of {parts * world}, or tp {splits(height, max(world, 8))}"
+                + ("; the head of a vocabulary of any size is VocabParallelEmbedding.project" if parts == 1 else "")
             )
         self.in_features, self.out_features, self.parts = in_features, out_features, parts
         self.activation, self.gather_output = activation, gather_output
@@ -104,6 +106,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
 
         parts: the number of matrices that are concatenated in linear's weight; other arguments: as in the constructor.
         """
+        check_kind("linear", linear, nn.Linear)
         layer = cls(
             linear.in_features, linear.out_features, linear.bias is not None, activation=activation,
             gather_output=gather_output, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,

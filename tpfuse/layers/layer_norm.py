@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
-from tpfuse.layers.parameter import OnMesh, empty_parameter, last_dimension, local, take_
+from tpfuse.layers.parameter import OnMesh, check_kind, empty_parameter, last_dimension, local, take_
 from tpfuse.ops.layer_norm import layer_norm
 
 
@@ -49,6 +49,7 @@ class LayerNorm(OnMesh, nn.LayerNorm):
         cls, norm: nn.LayerNorm, *, sequence_parallel: bool = False, device_mesh: DeviceMesh | None = None
     ) -> Self:
         """Return a layer with the weight and bias of `norm`, equal on all ranks, on its device and dtype."""
+        check_kind("norm", norm, nn.LayerNorm)
         layer = cls(
             norm.normalized_shape, norm.eps, norm.bias is not None, elementwise_affine=norm.elementwise_affine,
             sequence_parallel=sequence_parallel, device_mesh=device_mesh, device="meta",

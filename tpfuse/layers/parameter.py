@@ -198,6 +198,22 @@ def reset_linear_(layer: nn.Linear, device_mesh: DeviceMesh | None) -> None:
         copy_whole_(layer.bias, bias.view(layer.bias.shape))
 
 
+def check_kind(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
+    """Raise ValueError unless `module`, the argument `name` of a layer's constructor, is a `kind` of torch.nn."""
+    if not isinstance(module, kind):
+        raise ValueError(
+            f"{name} is a {type(module).__module__}.{type(module).__name__}: expected an nn.{kind.__name__}; if it"
+            f" computes the same, load its state_dict() into an nn.{kind.__name__} and pass that"
+        )
+
+
+def check_embedding(called: str, embedding: nn.Embedding) -> None:
+    """Raise ValueError for an embedding with max_norm, scale_grad_by_freq or sparse gradients. called: its name."""
+    for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        if getattr(embedding, name) != off:
+            raise ValueError(f"{called} has {name}={getattr(embedding, name)}: expected {off}")
+
+
 def take_(layer: nn.Module, whole: nn.Module) -> None:
     """Set the parameters of `layer`, made on the meta device, to this rank's shards of those of `whole`.
 

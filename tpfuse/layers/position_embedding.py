@@ -1,6 +1,6 @@
 """PositionEmbedding: learned embeddings of positions, on sequence shards."""
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_, has_values
-from tpfuse.layers.parameter import OnMesh, empty_parameter, local, shared_generator
+from tpfuse.layers.parameter import OnMesh, check_embedding, check_kind, empty_parameter, local, shared_generator, take_
 from tpfuse.ops.collectives import replicate
 
 
@@ -39,9 +39,31 @@ class PositionEmbedding(OnMesh, nn.Embedding):
             self.reset_parameters()
 
     @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, sequence_parallel: bool = False, device_mesh: DeviceMesh | None = None
+    ) -> Self:
+        """Return a layer with the table of `embedding`, equal on all ranks, on its device and dtype.
+
+        Raise ValueError for an embedding with padding_idx, max_norm, scale_grad_by_freq or sparse gradients.
+        """
+        check_kind("embedding", embedding, nn.Embedding)
+        check_embedding("embedding", embedding)
+        if embedding.padding_idx is not None:
+            raise ValueError(f"embedding has padding_idx={embedding.padding_idx}: expected None for positions")
+        layer = cls(
+            embedding.num_embeddings, embedding.embedding_dim, sequence_parallel=sequence_parallel,
+            device_mesh=device_mesh, device="meta", dtype=embedding.weight.dtype,
+        )  # fmt: skip
+        take_(layer, embedding)
+        return layer
+
+    @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError: the layer has a mesh and takes a table by `load_state_dict`."""
-        raise ValueError(f"{cls.__name__}.from_pretrained is not supported: create the layer and call load_state_dict")
+        """Raise ValueError: `from_embedding` takes the mesh too."""
+        raise ValueError(
+            f"{cls.__name__}.from_pretrained is not supported: call {cls.__name__}.from_embedding("
+            "torch.nn.Embedding.from_pretrained(...), device_mesh=...)"
+        )
 
     def reset_parameters(self) -> None:
         """Initialise the table as nn.Embedding does, equally on all ranks."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
-from tpfuse.layers.parameter import OnMesh, empty_parameter, last_dimension, local, take_
+from tpfuse.layers.parameter import OnMesh, check_kind, empty_parameter, last_dimension, local, take_
 from tpfuse.ops.rms_norm import rms_norm
 
 
@@ -47,6 +47,7 @@ class RMSNorm(OnMesh, nn.RMSNorm):
         cls, norm: nn.RMSNorm, *, sequence_parallel: bool = False, device_mesh: DeviceMesh | None = None
     ) -> Self:
         """Return a layer with the weight of `norm`, equal on all ranks, on its device and dtype."""
+        check_kind("norm", norm, nn.RMSNorm)
         layer = cls(
             norm.normalized_shape, norm.eps, norm.elementwise_affine, sequence_parallel=sequence_parallel,
             device_mesh=device_mesh, device="meta", dtype=None if norm.weight is None else norm.weight.dtype,

@@ -15,6 +15,7 @@ from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.parameter import (
     OnMesh,
+    check_kind,
     check_sequence_dim,
     empty_parameter,
     local_linear,
@@ -84,6 +85,7 @@ class RowParallelLinear(OnMesh, nn.Linear):
         device_mesh: DeviceMesh | None = None,
     ) -> Self:
         """Return a layer with this rank's columns of `linear`, whole on every rank, on its device and dtype."""
+        check_kind("linear", linear, nn.Linear)
         layer = cls(
             linear.in_features, linear.out_features, linear.bias is not None, input_is_parallel=input_is_parallel,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh,

@@ -10,6 +10,8 @@ from tpfuse.comm.layout import copy_whole_, has_values
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.parameter import (
     OnMesh,
+    check_embedding,
+    check_kind,
     check_sequence_dim,
     empty_parameter,
     gather_features,
@@ -24,13 +26,6 @@ from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
-
-
-def check_embedding(called: str, embedding: nn.Embedding) -> None:
-    """Raise ValueError for an embedding with max_norm, scale_grad_by_freq or sparse gradients. called: its name."""
-    for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
-        if getattr(embedding, name) != off:
-            raise ValueError(f"{called} has {name}={getattr(embedding, name)}: expected {off}")
 
 
 class VocabParallelEmbedding(OnMesh, nn.Embedding):
@@ -84,6 +79,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
         Raise ValueError for an embedding with max_norm, scale_grad_by_freq or sparse gradients: the layer has none.
         """
+        check_kind("embedding", embedding, nn.Embedding)
         check_embedding("embedding", embedding)
         layer = cls(
             embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx,

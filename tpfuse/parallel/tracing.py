@@ -32,7 +32,7 @@ def kernels_compiled_for_traces() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def record_trace(
-    folder: Path,
+    folder: str | Path,
     model: nn.Module | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
@@ -40,7 +40,7 @@ def record_trace(
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Records what this rank does within the block, and writes it to FOLDER/rankN.json. Collective over `group`.
 
-        with tpfuse.record_trace(Path("trace"), model, dist.group.WORLD) as step:
+        with tpfuse.record_trace("trace", model, dist.group.WORLD) as step:
             for batch in batches:
                 with step():
                     ...
@@ -72,7 +72,7 @@ def record_trace(
             "signals": recorder.signals,
             "launches": recorder.launches,
         }
-        replace_file(folder / f"rank{document['rank']}.json", json.dumps(document))
+        replace_file(Path(folder) / f"rank{document['rank']}.json", json.dumps(document))
 
 
 @contextlib.contextmanager

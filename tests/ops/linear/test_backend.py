@@ -96,7 +96,7 @@ def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
                     return method(*args, **options)
 
                 patch.setattr(kind, name, recorded)
-        with measuring(600, file=Path(file)) as found:
+        with measuring(600, file=file) as found:
             step()
         calls.clear()
         results = step()
