@@ -616,13 +616,14 @@ def _padded(x: Tensor, dim: int, zeros: int) -> Tensor:
 def gather_sequence(x: Tensor, dim: int, group: Any, length: int | None) -> Tensor:
     """Return the whole sequences of which x is this rank's padded shard along `dim`; `length`: without the padding.
 
-    All ranks compute the same from the result: in backward each keeps its own part of the gradient.
+    All ranks compute the same from the result: in backward each keeps its own part of the gradient. It is contiguous,
+    as the whole model's activations are: a module that is left alone may view them in another shape.
     """
     out = gather_last(x.movedim(dim, -1), group).movedim(-1, dim)
-    return out if length is None else out.narrow(dim, 0, length)
+    return (out if length is None else out.narrow(dim, 0, length)).contiguous()
 
 
 def split_sequence(x: Tensor, dim: int, group: Any) -> Tensor:
-    """Return this rank's padded shard along `dim` of x, which is equal on all ranks."""
+    """Return this rank's padded shard along `dim` of x, which is equal on all ranks. It is contiguous."""
     padded = pad_sequence(x, dim, rank_and_size(group)[1])
-    return split_last(padded.movedim(dim, -1), group).movedim(-1, dim)
+    return split_last(padded.movedim(dim, -1), group).movedim(-1, dim).contiguous()

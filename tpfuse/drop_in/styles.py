@@ -313,10 +313,13 @@ class SequenceShards:
         self.length: int | None = None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the inputs with this rank's plain shard for a DTensor, whose length is kept for the output."""
+        """Return the inputs with this rank's plain shard for a DTensor, whose length is kept for the output.
+
+        It is contiguous, as the whole model's activations are: a norm of the model's own may view it in another shape.
+        """
         x, *others = inputs
         self.length = x.shape[self.dim] if isinstance(x, DTensor) else None
-        return as_local(x, self.dim, self.mesh)[0], *others
+        return as_local(x, self.dim, self.mesh)[0].contiguous(), *others
 
     def after(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         """Return the output in the layout that the style promises."""
