@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.layout import copy_whole_, has_values, local_tensor
+from tpfuse.comm.layout import copy_whole_, has_values, is_sharded, local_tensor
 from tpfuse.comm.mesh import check_order, rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
@@ -455,7 +455,7 @@ class ConvertedDropout(Converted, nn.Dropout):
 
 
 class ReplicatedModule(Converted):
-    """A module with any forward, whose own parameters are DTensors that every rank holds whole.
+    """A module with any forward, whose own parameters are DTensors that every rank holds whole, or those of its heads.
 
     During forward the module has plain tensors instead, and so have its children of this class, whose parameters it may
     read without calling them. sum_gradients: each rank computes a part of the gradients, for its tokens or its heads,
@@ -468,9 +468,11 @@ class ReplicatedModule(Converted):
         """Return the module's plan for `tpfuse.explain`."""
         kind = self.unconverted.kind.__name__
         shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
+        own = next((x for x in self._parameters.values() if isinstance(x, DTensor)), None)  # type: ignore[attr-defined]
+        part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
         computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
-        reason = self.__dict__.get("reason") or f"every rank {computes}"
-        return LayerPlan(name, kind, shape, shape, "its own forward", "replicated", reason)
+        reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else 'has those of its heads'}"
+        return LayerPlan(name, kind, shape, part, "its own forward", "replicated" if part == shape else "sharded", reason)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward returns."""

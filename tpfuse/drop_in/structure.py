@@ -61,6 +61,7 @@ LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _LENGTHS = ("position_ids", "cache_position")  # GPT-2 of transformers 4 gives its attention the latter alone
 HEADS = ("lm_head", "embed_out")
+_OF_HEADS = ("sinks",)  # parameters of attention modules with an entry for each query head
 _NO_DECODER = "found no list of layers with an attention that tpfuse knows"
 
 
@@ -102,6 +103,7 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
             try:
                 if isinstance(_base(module), nn.Linear):
                     _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
+                    _plan_tied_embedding(plan, model, _base(module))
             except NotImplementedError as error:
                 plan.kept[name] = str(error)
                 plan.add(name, ReplicatedParallel())
@@ -111,7 +113,43 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
             parents = (parent for parent in plan.kept if name.startswith(f"{parent}."))
             reason = next((plan.kept[parent] for parent in parents), "every rank computes the same")
             plan.kept.setdefault(name, reason)
+    _keep_what_is_tied(plan, model)
     return plan
+
+
+def _plan_tied_embedding(plan: Recognised, model: nn.Module, head: nn.Module) -> None:
+    """Add the style of an embedding with the weight of a head, if it has none, since it has another name."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight is head.weight and name not in plan.styles:
+            plan.add(name, _embedding_style())
+
+
+def _embedding_style() -> FusedRowwiseParallel:
+    return FusedRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+
+
+def _keep_what_is_tied(plan: Recognised, model: nn.Module) -> None:
+    """Keep embeddings and heads whole that share a parameter with a module that every rank holds whole."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(name)
+    for names in owners.values():
+        whole = next((name for name in names if isinstance(plan.styles[name][0], ReplicatedParallel)), None)
+        for name in names if whole is not None else ():
+            if _is_of_vocabulary(plan.styles[name][0]):
+                plan.styles[name] = [ReplicatedParallel()]
+                plan.kept[name] = f"it shares its weight with {whole}, which every rank holds whole"
+
+
+def _is_of_vocabulary(style: ParallelStyle) -> bool:
+    """Return whether a style is that of an embedding or of a head, whose input and output are whole on all ranks."""
+    whole = (Replicate(),)
+    return (
+        isinstance(style, FusedRowwiseParallel | FusedColwiseParallel)
+        and style.input_layouts == whole
+        and style.output_layouts == whole
+    )
 
 
 def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -151,7 +189,7 @@ def _plan_decoder(
     if embedding is not None:
         path, module = _join(name, embedding), children[embedding]
         if isinstance(module, nn.Embedding):
-            plan.add(path, FusedRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
+            plan.add(path, _embedding_style())
         else:
             plan.add(path, ReplicatedParallel())
             plan.kept[path] = f"it is a {type(module).__module__}.{type(module).__name__}: expected an nn.Embedding"
@@ -223,6 +261,9 @@ def _plan_mlp(
 ) -> None:
     for name in (*inner, outer):
         _linear(module, name)
+    for name, parameter in module.named_parameters():
+        if name.partition(".")[0] not in (*inner, outer):
+            raise NotImplementedError(f"its {name} {list(parameter.shape)} is in none of its projections")
     plan.add(path, _input(inner, sequence_parallel))
     for name in inner:
         style = FusedColwiseParallel(parts=2 if name == "gate_up_proj" else 1)
@@ -330,6 +371,8 @@ def _plan_attention(
         _plan_linear(plan, _join(path, name), module.get_submodule(name), style)
     _plan_linear(plan, _join(path, outer), module.get_submodule(outer), _row_style(length is not None))
     plan.add(path, _input(inner, length is not None, length, **attributes))
+    if any(True for _ in module.parameters(recurse=False)):
+        plan.add(path, ReplicatedParallel(sharded=_OF_HEADS))
     for name, child in module.named_children():
         if name not in (*inner, outer) and any(True for _ in child.parameters()):
             plan.add(_join(path, name), ReplicatedParallel(sum_gradients=True))
@@ -365,7 +408,8 @@ def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
 def _heads(module: nn.Module, inner: tuple[str, ...], outer: str) -> tuple[int, int, int]:
     """Return (query heads, key/value heads, head size) of an attention module.
 
-    Raise NotImplementedError if its sizes contradict each other, or for norms over all heads at once.
+    Raise NotImplementedError if its sizes contradict each other, for norms over all heads at once, and for parameters
+    that the plan cannot share among the heads.
     """
     size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if not isinstance(size, int):
@@ -383,6 +427,12 @@ def _heads(module: nn.Module, inner: tuple[str, ...], outer: str) -> tuple[int, 
                 raise NotImplementedError(
                     f"{name} has {parameter.numel()} parameters: expected {size}, those of a head"
                 )
+    for name, parameter in module.named_parameters(recurse=False):
+        if name not in _OF_HEADS or parameter.shape != (heads,):
+            raise NotImplementedError(
+                f"its own parameter {name} {list(parameter.shape)} is not known: expected {' or '.join(_OF_HEADS)}"
+                f" [{heads}], with an entry for each head"
+            )
     return heads, shared, size
 
 

@@ -334,10 +334,19 @@ class SequenceShards:
 
 
 def replicate_(
-    module: nn.Module, mesh: DeviceMesh, sum_gradients: bool, source: int | None, kind: type[nn.Module] | None = None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sum_gradients: bool,
+    source: int | None,
+    kind: type[nn.Module] | None = None,
+    sharded: Sequence[str] = (),
 ) -> None:
-    """Make the module's own parameters DTensors that every rank holds whole. kind: its class, by default its own."""
-    layouts = dict.fromkeys((name for name, _ in module.named_parameters(recurse=False)), (None, None))
+    """Make the module's own parameters DTensors that every rank holds whole. kind: its class, by default its own.
+
+    sharded: those whose first dimension is sharded instead.
+    """
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    layouts = {name: (0 if name in sharded else None, None) for name in names}
     attributes: dict[str, Any] = {"sum_gradients": sum_gradients and mesh.size() > 1}
     if kind is None:
         terms = rms_norm_terms(module)
@@ -350,20 +359,28 @@ class ReplicatedParallel(ParallelStyle):
     """A module that runs its own forward, with parameters that every rank holds whole.
 
     sum_gradients: each rank computes a part of the parameters' gradients (for its heads, for instance), and the parts
-    are summed; otherwise all ranks compute the same gradients.
+    are summed; otherwise all ranks compute the same gradients. sharded: the names of its own parameters that have an
+    entry for each head, of which a rank holds and computes with those of its heads.
     """
 
-    def __init__(self, *, sum_gradients: bool = False) -> None:
-        self.sum_gradients = sum_gradients
+    def __init__(self, *, sum_gradients: bool = False, sharded: Sequence[str] = ()) -> None:
+        self.sum_gradients, self.sharded = sum_gradients, tuple(sharded)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
         check_floats(module)
+        for name in self.sharded:
+            parameter = module._parameters.get(name)
+            if parameter is not None and (not parameter.ndim or len(parameter) % device_mesh.size()):
+                raise ValueError(
+                    f"its {name} {list(parameter.shape)} cannot be split among {device_mesh.size()} ranks: expected a"
+                    " multiple of them"
+                )
 
     @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
-        replicate_(module, device_mesh, self.sum_gradients, self.src_data_rank)
+        replicate_(module, device_mesh, self.sum_gradients, self.src_data_rank, sharded=self.sharded)
         return module
 
 
