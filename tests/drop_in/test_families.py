@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tpfuse.drop_in.converted import rms_norm_terms
 from tpfuse.drop_in.parallelize import parallelize
@@ -15,14 +15,16 @@ from tpfuse.layers.explain import plans
 from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.compare import check_error
-from tpfuse.testing.decoders import FAMILIES, decoder, exact
+from tpfuse.testing.decoders import FAMILIES, OTHERS, decoder, exact
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive, pairwise
 
-# The structures that differ: packed projections in [in, out]; separate ones; packed with unequal parts; head by head.
-STRUCTURES = ["gpt2", "llama", "phi3_shared", "neox"]
+# The structures that differ: packed projections in [in, out]; separate ones; packed with unequal parts; head by head;
+# blocks that are left alone and view what they get in another shape; parameters of attention that have an entry for
+# each head; embeddings of another name with the weight of the head.
+STRUCTURES = ["gpt2", "llama", "phi3_shared", "neox", "mixtral", "gpt_oss", "falcon"]
 
 
 def _batch(sequences: int, length: int, padding: str) -> dict[str, Tensor]:
@@ -89,7 +91,7 @@ def test_each_structure_agrees_with_the_untouched_model(sequence_parallel: bool)
 @pytest.mark.parametrize(
     *pairwise(
         first=0,
-        family=list(FAMILIES),
+        family=[*FAMILIES, *OTHERS],
         world=[3, 4, 2, 1],
         dtype=[torch.float64, torch.float32],
         sequence_parallel=[True, False],
@@ -146,6 +148,20 @@ def test_generate_with_its_cache_gives_the_tokens_of_one_rank() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_family_generates_the_tokens_of_one_rank(world: int, sequence_parallel: bool) -> None:
     pool(world).run(_tokens_agree, list(FAMILIES), sequence_parallel)
+
+
+def _placements() -> None:
+    oss, falcon = parallelize(decoder("gpt_oss"), tensor_mesh()), parallelize(decoder("falcon"), tensor_mesh())
+    sinks = oss.model.layers[1].self_attn.sinks
+    assert sinks.placements == (Shard(0),) and sinks.to_local().shape == (6,)
+    plan = next(plan for plan in plans(oss) if plan.layer == "model.layers.1.self_attn")
+    assert (plan.shard, plan.implementation, plan.reason) == ((6,), "sharded", "every rank has those of its heads")
+    embedding = falcon.transformer.word_embeddings.weight
+    assert embedding is falcon.lm_head.weight and embedding.placements == (Shard(0),)
+
+
+def test_sinks_are_sharded_with_the_heads_and_tied_embeddings_with_the_head() -> None:
+    pool(2).run(_placements)
 
 
 class _DoubledRMSNorm(nn.Module):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -246,21 +247,9 @@ class Converted(OnMesh):
                 shards = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
                 destination[prefix + name] = shards.clone()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
-        for name, shape in self.unconverted.shapes.items():
-            given, held = state_dict.get(prefix + name), parameters.get(name)
-            if not isinstance(given, Tensor) or held is None or given.shape != shape:
-                continue  # torch says what is wrong
-            if isinstance(given, DTensor):
-                if given.placements == cast(DTensor, held).placements and given.shape == held.shape:
-                    continue
-                given = gather_whole(given)
-            device = held.device if has_values(held) else given.device  # load_state_dict(assign=True)
-            part = torch.empty_like(held.detach(), dtype=given.dtype, device=device)
-            copy_whole_(part, given.detach().reshape(held.shape))
-            state_dict[prefix + name] = part
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+    def shapes_in_state(self, name: str, parameter: Tensor) -> list[torch.Size]:
+        """Return the original shape of a parameter."""
+        return [self.unconverted.shapes.get(name, parameter.shape)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         if "made_of" not in type(self).__dict__:
@@ -452,6 +441,19 @@ class ConvertedDropout(Converted, nn.Dropout):
         shape[dim] *= ranks
         rows = torch.arange(math.prod(shape), device=input.device).view(shape).narrow(dim, rank * length, length)
         return dropout(input, self.p, rows.contiguous(), key)
+
+
+def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Raise ValueError if a sharded module becomes the base of an adapter, which would be made for a shard's sizes."""
+    sharded = isinstance(child, ConvertedColumnLinear | ConvertedRowLinear | ConvertedEmbedding)
+    if name == "base_layer" and sharded and cast(Converted, child).group is not None:
+        raise ValueError(
+            f"{cast(Converted, child).called} is sharded and takes no adapters: add them before"
+            " tpfuse.parallelize(model, mesh), or after tpfuse.restore(model)"
+        )
+
+
+register_module_module_registration_hook(cast(Any, _refuse_adapters))
 
 
 class ReplicatedModule(Converted):

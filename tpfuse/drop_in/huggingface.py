@@ -49,9 +49,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,8 @@ from tpfuse.parallel.pipeline.cut import Stage
 
 ATTENTION = "tpfuse_ring"
 _THEIR_IGNORE = -100
+# Methods of transformers' and PEFT's models that read or replace whole weights, or add layers of their sizes.
+_CHANGES = ("resize_token_embeddings", "merge_and_unload", "merge_adapter", "add_adapter")
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,6 +261,22 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
                     module.register_forward_pre_hook(_append_last_position, with_kwargs=True),
                     module.register_forward_hook(_drop_last_position),
                 ]
+
+
+def refuse_changes(model: nn.Module) -> None:
+    """Make methods that change parameters of whole modules raise ValueError, in a model and in the modules in it."""
+    for module in model.modules():
+        for name in _CHANGES:
+            if callable(getattr(type(module), name, None)):
+                set_attributes(module, **{name: partial(_refuse, name)})
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise ValueError, before anything is changed."""
+    raise ValueError(
+        f"{name}: the model is parallelized: call {name} before tpfuse.parallelize(model, mesh), or after"
+        " tpfuse.restore(model)"
+    )
 
 
 class _AttentionChoice:

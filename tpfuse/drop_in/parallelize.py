@@ -115,6 +115,8 @@ def parallelize(
         with agreement(f"reading weights={str(weights)!r}", mesh):
             load_weights(model, found, mesh.device_type)
     huggingface.adapt(model, context, tensor_mesh)
+    if tensor_mesh is not None:
+        huggingface.refuse_changes(model)
     offer_save_pretrained(model, mesh)
     share_generators(tensor_mesh)
     if check:

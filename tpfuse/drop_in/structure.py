@@ -101,9 +101,11 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in HEADS:
             try:
-                if isinstance(_base(module), nn.Linear):
-                    _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
-                    _plan_tied_embedding(plan, model, _base(module))
+                head = _base(module)
+                if not isinstance(head, nn.Linear):
+                    raise NotImplementedError(f"it is a {type(head).__module__}.{type(head).__name__}: expected an nn.Linear")
+                _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
+                _plan_tied_embedding(plan, model, head)
             except NotImplementedError as error:
                 plan.kept[name] = str(error)
                 plan.add(name, ReplicatedParallel())
@@ -206,9 +208,22 @@ def _plan_decoder(
                 input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True, length=length
             ),
         )
-        plan.add(_join(name, norm), FusedSequenceParallel(gather_output=length))
+        _plan_last_norm(plan, _join(name, norm), children[norm], length)
     for index, layer in enumerate(stack):
         _plan_layer(plan, _join(name, layers, str(index)), layer, ranks, length)
+
+
+def _plan_last_norm(plan: Recognised, path: str, norm: nn.Module, length: SequenceLength) -> None:
+    """Add the styles of the norm after which sequences are whole again."""
+    if not any(True for child in norm.children() for _ in child.parameters()):
+        plan.add(path, FusedSequenceParallel(gather_output=length))
+        return
+    plan.kept[path] = f"{type(norm).__name__} is no norm that tpfuse knows"
+    plan.add(path, ReplicatedParallel())
+    whole = FusedPrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True, length=length
+    )
+    plan.add(path, whole)
 
 
 def _plan_layer(plan: Recognised, name: str, layer: nn.Module, ranks: int, length: SequenceLength | None) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tpfuse.comm.layout import copy_whole_, from_local, local_tensor
+from tpfuse.comm.layout import copy_whole_, from_local, has_values, local_tensor
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size, shard_range
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.collectives import gather_last
@@ -33,6 +33,39 @@ class OnMesh:
     def group(self) -> dist.ProcessGroup | None:
         """Return the process group of the mesh, None for one rank. Raise ValueError as `group_of` does."""
         return group_of(self.device_mesh)
+
+    def shapes_in_state(self, name: str, parameter: Tensor) -> list[torch.Size]:
+        """Return the shapes that a parameter may have in state dicts: its own, and that with its parts in one."""
+        parts = getattr(self, "parts", 1) > 1
+        return [parameter.shape, *([parameter.flatten(0, 1).shape] if parts and parameter.ndim > 1 else [])]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load tensors that are whole on every rank as well as DTensors."""
+        parameters: dict[str, Tensor | None] = self._parameters  # type: ignore[attr-defined]
+        for name, parameter in parameters.items():
+            given = state_dict.get(prefix + name)
+            if parameter is None or not isinstance(given, Tensor):
+                continue
+            if given.shape in self.shapes_in_state(name, parameter):  # otherwise torch says what is wrong
+                state_dict[prefix + name] = _laid_out(given.detach(), parameter.detach())
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+def _laid_out(given: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor of a state dict in the shape and with the placements of `like`, in its own dtype.
+
+    The call is a collective of the mesh if `given` is a DTensor with another shape or other placements.
+    """
+    if isinstance(given, DTensor):
+        if isinstance(like, DTensor) and given.shape == like.shape and given.placements == like.placements:
+            return given
+        given = given.full_tensor()
+    if not isinstance(like, DTensor):
+        return given.reshape(like.shape)
+    device = like.device if has_values(like) else given.device  # load_state_dict(assign=True)
+    part = torch.empty_like(like, dtype=given.dtype, device=device)
+    copy_whole_(part, given.reshape(like.shape))
+    return part
 
 
 class Borrowed:

@@ -41,6 +41,22 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": True, **_NEOX}),
     "neox_sequential": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": False, **_NEOX}),
 }  # fmt: skip
+# Decoders of which `parallelize` leaves modules alone, or which have parameters and names of their own.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_key_value_heads": 4, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "falcon": ("FalconForCausalLM", "FalconConfig", {}),  # tied
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 12}),  # tied
+}  # fmt: skip
 
 
 def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
@@ -51,11 +67,13 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) ->
     """
     import transformers
 
-    model_class, config_class, own = FAMILIES[family]
+    model_class, config_class, own = (FAMILIES | OTHERS)[family]
     state = torch.get_rng_state()
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**{**SIZES, **own, **settings})
-    config._attn_implementation = "eager" if family == "gemma2" else "sdpa"  # soft caps need eager attention
+    # Soft caps and sinks need eager attention, and torch's grouped product of experts has no float64.
+    config._attn_implementation = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    config._experts_implementation = "eager"
     model = getattr(transformers, model_class)(config)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) / 20)
