@@ -25,13 +25,20 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
-IGNORE = -1  # the target of a row that has no loss
+IGNORE, TORCH_IGNORE = -1, -100  # the targets of rows that have no loss: ours, and the default of torch
 
 _IGNORE: tl.constexpr = tl.constexpr(IGNORE)
+_TORCH_IGNORE: tl.constexpr = tl.constexpr(TORCH_IGNORE)
 # Elements of a piece: 16 bytes or more of every type; Triton specialises strides for multiples of it.
 _PIECE: tl.constexpr = tl.constexpr(16)
 _UNROLL: tl.constexpr = tl.constexpr(3)  # blocks whose loads overlap; with 4 blocks ptxas spills registers
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the lowest float32: -inf - _LOWEST is -inf, not NaN
+
+
+@triton.jit
+def is_ignored(target):
+    """Returns whether a row with this target has no loss."""
+    return (target == _IGNORE) | (target == _TORCH_IGNORE)
 
 
 @triton.jit
@@ -105,7 +112,7 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
 
     logits: [M, V] float32, float16 or bfloat16, the vocabulary's entries from `start` on, rows of adjacent elements at
     any stride; target: [M] int64, indices into the whole vocabulary. The target's logit is 0 where the target is not
-    among these V, or is -1. A shard without entries, and a row that is -inf throughout, give -inf, 0 and 0 (the
+    among these V, or is -1 or -100. A shard without entries, and a row that is -inf throughout, give -inf, 0 and 0 (the
     target's logit is -inf if it is in such a row); a NaN or +inf in a row makes its sum NaN. Raises ValueError for
     other shapes, dtypes or devices.
     """
@@ -155,9 +162,10 @@ def cross_entropy_combine_kernel(
         total += tl.load(shard_ptr + M + offs_m, mask=mask_m, other=1.0) * share
         target_logit += tl.load(shard_ptr + 2 * M + offs_m, mask=mask_m, other=0.0)
     target = tl.load(target_ptr + offs_m, mask=mask_m, other=_IGNORE)
-    total = tl.where((target >= _IGNORE) & (target < vocabulary), total, float("nan"))
+    ignored = is_ignored(target)
+    total = tl.where(ignored | ((target >= 0) & (target < vocabulary)), total, float("nan"))
     loss = tl.log(total) - (target_logit - maximum)
-    tl.store(loss_ptr + offs_m, tl.where(target == _IGNORE, 0.0, loss), mask=mask_m)
+    tl.store(loss_ptr + offs_m, tl.where(ignored, 0.0, loss), mask=mask_m)
     tl.store(normalizer_ptr + offs_m, maximum, mask=mask_m)
     tl.store(normalizer_ptr + M + offs_m, total, mask=mask_m)
 
@@ -166,8 +174,8 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
     """Returns the losses [M] and, for the backward pass, maximum and total [2, M] of the whole vocabulary, in float32.
 
     statistics: [world, 3, M] float32 of `cross_entropy_forward` on each shard, added in this order; target: [M] int64.
-    A target of -1 has loss 0. A target that is not in the vocabulary has loss NaN and makes its row's gradient NaN,
-    because a kernel cannot raise. Raises ValueError for other shapes, dtypes or devices.
+    A target of -1 or -100 has loss 0. Another target that is not in the vocabulary has loss NaN and makes its row's
+    gradient NaN, because a kernel cannot raise. Raises ValueError for other shapes, dtypes or devices.
     """
     operator = "cross_entropy_combine"
     check_integers(operator, "target", target, (torch.int64,))
@@ -197,11 +205,11 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
 
 
 @triton.jit
-def logit_gradient(x, columns, column, maximum, inverse, scale, live):
-    """Returns (exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 where not `live`."""
+def logit_gradient(x, columns, column, maximum, inverse, scale, ignored):
+    """Returns (exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 where `ignored`."""
     gradient = tl.exp(x.to(tl.float32) - maximum[:, None]) * inverse[:, None]
     gradient = tl.where(columns == column[:, None], gradient - 1.0, gradient)
-    return tl.where(live[:, None], gradient * scale[:, None], 0.0)
+    return tl.where(ignored[:, None], 0.0, gradient * scale[:, None])
 
 
 @triton.jit
@@ -226,7 +234,7 @@ def cross_entropy_backward_kernel(
     offs_v = tl.arange(0, BLOCK_V)
 
     target = tl.load(target_ptr + offs_m, mask=mask_m, other=_IGNORE)
-    live = target != _IGNORE
+    ignored = is_ignored(target)
     column = tl.where((target >= start) & (target < start + width), target - start, -1).to(tl.int32)
     maximum = tl.load(normalizer_ptr + offs_m, mask=mask_m, other=0.0)
     inverse = 1.0 / tl.load(normalizer_ptr + M + offs_m, mask=mask_m, other=1.0)
@@ -238,12 +246,12 @@ def cross_entropy_backward_kernel(
         offs = block + offs_v[None, :]
         mask = offs < length[:, None]
         x = tl.load(logits_ptr + first[:, None] + offs, mask=mask, other=0.0)
-        gradient = logit_gradient(x, head[:, None] + offs, column, maximum, inverse, scale, live)
+        gradient = logit_gradient(x, head[:, None] + offs, column, maximum, inverse, scale, ignored)
         tl.store(out_ptr + first[:, None] + offs, rounded(gradient, out_ptr.dtype.element_ty), mask=mask)
 
     columns, mask = edge_columns(width, head, length)
     x = tl.load(logits_ptr + row[:, None] + columns, mask=mask, other=0.0)
-    gradient = logit_gradient(x, columns, column, maximum, inverse, scale, live)
+    gradient = logit_gradient(x, columns, column, maximum, inverse, scale, ignored)
     tl.store(out_ptr + row[:, None] + columns, rounded(gradient, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -263,8 +271,8 @@ def cross_entropy_backward_(
     """Replaces the logits by scale (exp(logit - maximum) / total - [target]), rounded to their dtype; returns them.
 
     logits, target, start: as in `cross_entropy_forward`; normalizer: [2, M] float32 of `cross_entropy_combine`; scale:
-    [M] float32, the factor of each row's gradient, 1 where it is None. Rows whose target is -1 become 0, even if they
-    contain NaN. Raises ValueError for other shapes, dtypes or devices.
+    [M] float32, the factor of each row's gradient, 1 where it is None. Rows whose target is -1 or -100 become 0,
+    even if they contain NaN. Raises ValueError for other shapes, dtypes or devices.
     """
     _check("cross_entropy_backward_", logits, target)
     if len(logits) > 1 and logits.stride(0) < logits.shape[1]:

@@ -144,7 +144,10 @@ def sharded_adamw(
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Returns each row's loss in nats. logits: [M, V]; target: [M] int64, -1 where there is no loss -> [M], 0 there."""
+    """Returns each row's loss in nats.
+
+    logits: [M, V]; target: [M] int64, -1 or -100 where there is no loss -> [M], 0 there.
+    """
     picked = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
     return torch.where(target < 0, 0, logits.logsumexp(dim=1) - picked)
 
@@ -152,8 +155,8 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
     """Returns the sum of weights * cross_entropy(x Wᵀ), in nats: [].
 
-    x: [M, C]; weight: [V, C]; target: [M] int64, -1 where there is no loss; weights: [M]. Logits of half types are
-    upcast to float32, as in every training loop.
+    x: [M, C]; weight: [V, C]; target: [M] int64, -1 or -100 where there is no loss; weights: [M]. Logits of half
+    types are upcast to float32, as in every training loop.
     """
     logits = F.linear(x, weight)
     losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)

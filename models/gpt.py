@@ -166,15 +166,15 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Returns losses [B, T] in nats if targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
-        ids_BT, targets_BT: int64, equal on all ranks; a target of -1 has no loss. loss_weight: if given, the losses
-        times this weight are summed to one value [], and the logits are never held whole; each context-parallel rank
-        returns the sum over its own tokens, so that the sum over the ranks is the whole. dropout_at: (seed, step) if
-        dropout is wanted. sequences_B: the numbers of these sequences in the whole batch, by default 0 … B-1. cache:
-        holds the positions before these, and afterwards also these; with it, every context-parallel rank computes
-        everything. stage: a pipeline stage of this rank, by default the whole model; unless it is the first one, x_mC
-        is the output [m, C] of the stage before it; unless it is the last one, its output [m, C] is returned. Raises
-        ValueError if there are no tokens, or fewer than context-parallel ranks, if the context is too short, or if an
-        id is not in the vocabulary.
+        ids_BT, targets_BT: int64, equal on all ranks; a target of -1 or -100 has no loss. loss_weight: if given,
+        the losses times this weight are summed to one value [], and the logits are never held whole; each
+        context-parallel rank returns the sum over its own tokens, so that the sum over the ranks is the whole.
+        dropout_at: (seed, step) if dropout is wanted. sequences_B: the numbers of these sequences in the whole batch,
+        by default 0 … B-1. cache: holds the positions before these, and afterwards also these; with it, every
+        context-parallel rank computes everything. stage: a pipeline stage of this rank, by default the whole model;
+        unless it is the first one, x_mC is the output [m, C] of the stage before it; unless it is the last one, its
+        output [m, C] is returned. Raises ValueError if there are no tokens, or fewer than context-parallel ranks, if
+        the context is too short, or if an id is not in the vocabulary.
         """
         stage = stage or self.stages[0]
         if not ids_BT.numel():

@@ -174,6 +174,10 @@ def _counts_and_copies() -> None:
     shifted = F.pad(arguments["labels"], (0, 1), value=-100)[:, 1:].roll(1, 1)
     for more in ({"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}):
         _close(model(**arguments, **more).loss, plain(**arguments, **more).loss)
+    labels, token = arguments["labels"], int(IDS[0, 7])
+    left_out = arguments | {"labels": labels.masked_fill(labels == token, -100)}
+    _close(model(**arguments, ignore_index=token).loss, plain(**left_out).loss)
+    _close(model(**arguments | {"labels": labels.masked_fill(labels == -100, -1)}).loss, plain(**arguments).loss)
     embeds = plain.get_input_embeddings()(IDS).detach()
     _close(model(inputs_embeds=embeds).logits, plain(inputs_embeds=embeds).logits)
     _close(model(IDS, logits_to_keep=2).logits, plain(IDS, logits_to_keep=2).logits)

@@ -50,6 +50,7 @@ def _batch(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     ids = integers(1, batch, length, low=0, high=vocabulary - 1, dtype=torch.int64)
     targets = ids.roll(-1, 1)
     targets[:, -1] = -1
+    targets[0, 0] = -100
     return ids, targets
 
 

@@ -67,13 +67,12 @@ from tpfuse.drop_in.converted import ConvertedColumnLinear, original_of, set_att
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
 from tpfuse.ops.collectives import all_reduce
-from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
+from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.parallel.context import ContextParallel, ShardedBatch
 from tpfuse.parallel.pipeline.cut import Stage
 
 ATTENTION = "tpfuse_ring"
-_THEIR_IGNORE = -100
 # Methods of transformers' and PEFT's models that read or replace whole weights, or add layers of their sizes.
 _CHANGES = ("resize_token_embeddings", "merge_and_unload", "merge_adapter", "add_adapter")
 
@@ -393,16 +392,17 @@ class ParallelForward:
         per_token["position_ids"] = positions.expand(batch, length)
         items = kwargs.get("num_items_in_batch")
         if labels is not None:
-            shifted = F.pad(labels, (0, 1), value=_THEIR_IGNORE)[:, 1:] if shifted is None else shifted
+            shifted = F.pad(labels, (0, 1), value=TORCH_IGNORE)[:, 1:] if shifted is None else shifted
+            shifted = _counted(shifted, kwargs.get("ignore_index", TORCH_IGNORE))
             per_token["labels"] = shifted
-            items = (shifted != _THEIR_IGNORE).sum() if items is None else items
+            items = (~is_ignored(shifted)).sum() if items is None else items
         cu_seqlens = None
         if starts is not None:
             ends = torch.tensor([batch * length], device=starts.device)
             cu_seqlens = torch.cat([starts.flatten().nonzero().flatten(), ends]).to(given.device, torch.int32)
             per_token = {name: x.reshape(1, batch * length, *x.shape[2:]) for name, x in per_token.items()}
         sharded = context.sharded_batch(per_token["position_ids"])
-        fills = {"labels": _THEIR_IGNORE}
+        fills = {"labels": TORCH_IGNORE}
         mine = {name: sharded.shard(x, fills.get(name, 0)) for name, x in per_token.items()}
         tokens = ShardedTokens(
             sharded,
@@ -530,7 +530,7 @@ def causal_loss(
     labels: Tensor,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = _THEIR_IGNORE,
+    ignore_index: int = TORCH_IGNORE,
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
@@ -548,15 +548,20 @@ def causal_loss(
     else:
         target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = target.reshape(-1).to(logits.device)
-    target = torch.where(target == ignore_index, IGNORE, target)
+    target = _counted(target, ignore_index)
     group = None if running.head is None else running.head.group
     logits = logits.reshape(-1, logits.shape[-1])
     losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, vocab_size, group)
-    items = (target != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    items = (~is_ignored(target)).sum() if num_items_in_batch is None else num_items_in_batch
     loss = losses.sum() / (items.to(losses.device) if isinstance(items, Tensor) else items)
     for context_group in () if running.tokens is None else running.tokens.sharded.context.groups:
         loss = all_reduce(loss, context_group)
     return loss
+
+
+def _counted(labels: Tensor, ignore_index: int) -> Tensor:
+    """Return the labels, -1 for those that the caller's `ignore_index` leaves out."""
+    return labels if ignore_index == TORCH_IGNORE else labels.masked_fill(labels == ignore_index, IGNORE)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         """Return weight Σ cross_entropy(x wᵀ, target), float32 [], equal on all ranks.
 
         No rank holds all its logits at once. x: [..., embedding_dim], whole or a shard, as for `project`; target: [...]
-        int64, those of all tokens, -1 for no loss.
+        int64, those of all tokens, -1 or -100 for no loss.
         """
         group = self.group
         if self.sequence_parallel:

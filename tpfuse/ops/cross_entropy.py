@@ -27,6 +27,7 @@ from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.kernels.cross_entropy import (
     IGNORE,
+    TORCH_IGNORE,
     cross_entropy_backward,
     cross_entropy_backward_,
     cross_entropy_combine,
@@ -35,16 +36,21 @@ from tpfuse.kernels.cross_entropy import (
 from tpfuse.ops.autograd import apply, once_differentiable
 from tpfuse.ops.values import check_range
 
-__all__ = ["IGNORE", "cross_entropy"]
+__all__ = ["IGNORE", "TORCH_IGNORE", "cross_entropy", "is_ignored"]
+
+
+def is_ignored(target: Tensor) -> Tensor:
+    """Return which targets have no loss, bool, in the shape of `target`: those that are -1 or -100."""
+    return (target == IGNORE) | (target == TORCH_IGNORE)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup | None) -> Tensor:
     """Return the loss of each position, in nats: [M], equal on all ranks, in the dtype of the computation.
 
     logits: [M, this rank's slice of the vocabulary], float32, float64 or a half type, which is computed in float32;
-    target: [M] int64 global token numbers, -1 for no loss. Raise ValueError if the logits are not this rank's slice,
-    for a target of another shape or dtype and, on CPUs, for a target outside the vocabulary. On CUDA that check would
-    stop the stream: there the loss is NaN, or a device assertion fails with the torch path.
+    target: [M] int64 global token numbers, -1 or -100 for no loss. Raise ValueError if the logits are not this rank's
+    slice, for a target of another shape or dtype and, on CPUs, for a target outside the vocabulary. On CUDA that check
+    would stop the stream: there the loss is NaN, or a device assertion fails with the torch path.
     """
     check_group("cross_entropy", group)
     check_local("cross_entropy", logits=logits, target=target)
@@ -64,7 +70,7 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
         loss: Tensor = _forward(logits, target, vocabulary, start, name)[0]
         return loss
     if group is None:
-        return F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
+        return F.cross_entropy(logits, as_torch(target), reduction="none")
     return apply(_VocabParallelCrossEntropy, logits, target, vocabulary, group)
 
 
@@ -74,8 +80,14 @@ def check_target(target: Tensor, rows: Tensor, vocabulary: int) -> None:
         raise ValueError(f"target is {target.dtype} {tuple(target.shape)}: expected int64 ({rows.shape[0]},)")
     if target.device != rows.device:
         raise ValueError(f"target is on {target.device}: expected {rows.device}")
-    expected = f"expected 0 to {vocabulary - 1}, or {IGNORE}"
-    check_range(target, IGNORE, vocabulary - 1, f"targets from {{low}} to {{high}}: {expected}")
+    expected = f"expected 0 to {vocabulary - 1}, or {IGNORE} or {TORCH_IGNORE} for no loss"
+    message = f"targets from {{low}} to {{high}}: {expected}"
+    check_range(target, 0, vocabulary - 1, message, besides=(IGNORE, TORCH_IGNORE))
+
+
+def as_torch(target: Tensor) -> Tensor:
+    """Return the target for torch's functions, which by default ignore -100 alone."""
+    return target.masked_fill(target == IGNORE, TORCH_IGNORE)
 
 
 class _VocabParallelCrossEntropy(Function):
@@ -133,7 +145,7 @@ def gradient_(
         return cross_entropy_backward_(logits, target, start, normalizer, scale)
     owned, column = _owned(target, start, logits.shape[1])
     maximum, total = normalizer
-    scale = torch.where(target == IGNORE, 0, torch.ones_like(total) if scale is None else scale)
+    scale = torch.where(is_ignored(target), 0, torch.ones_like(total) if scale is None else scale)
     logits.sub_(maximum.unsqueeze(1)).exp_().mul_((scale / total).unsqueeze(1))
     if logits.shape[1]:
         logits.scatter_add_(1, column.unsqueeze(1), torch.where(owned, -scale, 0).unsqueeze(1))
@@ -166,7 +178,7 @@ def _combined(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     maximum = statistics[:, 0].amax(0)
     total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(0)
     loss = total.log() - (statistics[:, 2].sum(0) - maximum)
-    return torch.where(target == IGNORE, 0, loss), torch.stack([maximum, total])
+    return torch.where(is_ignored(target), 0, loss), torch.stack([maximum, total])
 
 
 @custom_op("tpfuse::cross_entropy_forward", mutates_args=())

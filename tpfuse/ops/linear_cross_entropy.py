@@ -28,7 +28,7 @@ from tpfuse.backend import use_triton
 from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
-from tpfuse.ops.cross_entropy import IGNORE, check_target, gradient_, losses
+from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
 
 _ALIGNMENT = 16  # entries: TMA, wide loads and store masks need rows of logits at multiples of 32 bytes
 
@@ -46,9 +46,9 @@ def linear_cross_entropy(
     """Return (Σ weights[m] loss[m], the losses [M] in nats), equal on all ranks; the losses have no gradient.
 
     x: [M, C], all tokens on every rank; weight: [this rank's slice of the vocabulary, C], of x's dtype; target: [M]
-    int64 global token numbers, -1 for no loss; weights: [M], the factor of each loss, None for 1 (pass loss scale /
-    tokens for a scaled mean). Both results are float32, float64 for float64. chunk_tokens: the number of tokens whose
-    logits are in memory at once, equal on all ranks; default: see the module.
+    int64 global token numbers, -1 or -100 for no loss; weights: [M], the factor of each loss, None for 1 (pass loss
+    scale / tokens for a scaled mean). Both results are float32, float64 for float64. chunk_tokens: the number of tokens
+    whose logits are in memory at once, equal on all ranks; default: see the module.
 
     The gradients of x and weight have the dtypes of x and weight. With a group, x's gradient is this rank's *partial*
     sum, that of its slice of the vocabulary. So x must come from `ops.collectives.all_gather` of sequence shards, whose
@@ -179,9 +179,9 @@ def _losses_and_gradient_(
             gradient_(logits, target, start, normalizer, scale, triton=triton)
         return each
     log_softmax = F.log_softmax(logits, 1)  # for a whole vocabulary, torch's own function has fewer passes
-    each = F.nll_loss(log_softmax, target, ignore_index=IGNORE, reduction="none")
+    each = F.nll_loss(log_softmax, as_torch(target), reduction="none")
     if wanted:
-        scale = torch.where(target == IGNORE, 0, torch.ones_like(each) if scale is None else scale).unsqueeze(1)
+        scale = torch.where(is_ignored(target), 0, torch.ones_like(each) if scale is None else scale).unsqueeze(1)
         torch.exp(log_softmax, out=logits).mul_(scale).scatter_add_(1, target.clamp(min=0).unsqueeze(1), -scale)
     return each
 

@@ -1,17 +1,24 @@
 """Checks of the values of a tensor, made only where reading them costs nothing."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from tpfuse.comm.layout import is_traced
 
 
-def check_range(x: Tensor, lowest: int, highest: int, message: str) -> None:
-    """Raise ValueError unless all integers in x are from `lowest` to `highest`, both included.
+def check_range(x: Tensor, lowest: int, highest: int, message: str, besides: Iterable[int] = ()) -> None:
+    """Raise ValueError unless all integers in x are from `lowest` to `highest`, both included, or in `besides`.
 
-    message: the text of the error, with the fields {low} and {high} for the extremes of x. Only CPU tensors with values
-    are checked (on CUDA a check would stop the stream), and not while torch.compile traces (it would break the graph).
+    message: the text of the error, with the fields {low} and {high} for the extremes of the others. Only CPU tensors
+    with values are checked (on CUDA a check would stop the stream), and not while torch.compile traces (it would break
+    the graph).
     """
-    if x.device.type != "cpu" or is_traced(x) or not x.numel():
+    if x.device.type != "cpu" or is_traced(x):
+        return
+    for value in besides:
+        x = x[x != value]
+    if not x.numel():
         return
     low, high = int(x.min()), int(x.max())
     if low < lowest or high > highest:
