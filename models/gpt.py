@@ -114,6 +114,7 @@ class GPT(nn.Module):
         self.recompute = recompute
         self.context = ContextParallel(context_mesh, context_schedule, context_balance)
         self.context.check(config.n_positions, config.n_head // self.tp)
+        self.sum_over_context = self.context if self.context.groups else None  # for the engines of `tpfuse.zero`
         self.stages = [whole_model(config.n_layer)] if stages is None else list(stages)
         with torch.device("meta"):
             self.transformer = Transformer(config, mesh, self.context, recompute, self.stages)

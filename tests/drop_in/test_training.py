@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpfuse
+from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedRowLinear
 from tpfuse.drop_in.parallelize import replacements
 from tpfuse.parallel.whole import gather_whole
@@ -96,25 +97,26 @@ def _plain(kind: str) -> tuple[Trained, Trained]:
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
-def _zero(stage: int, adapters: bool) -> tuple[Trained, Trained]:
-    """Train the whole model, and the parallelized one at dp 2 with ZeRO; return the norms and weights of both.
+def _zero(stage: int, dp: int, tp: int, cp: int, adapters: bool = False) -> tuple[Trained, Trained]:
+    """Train the whole model, and the parallelized one with ZeRO; return the norms and weights of both.
 
     adapters: train those of PEFT alone.
     """
     whole, model = (_adapted("llama") if adapters else decoder("llama") for _ in range(2))
     layers = model.get_submodule("base_model.model.model.layers" if adapters else "model.layers")
-    mesh = mesh_of(2, 2)
+    mesh = mesh_of(dp, tp, cp)
     tpfuse.parallelize(model, mesh)
     engine: Any
     if stage == 3:
         engine = FullySharded(model, mesh=mesh, units=layers)
     else:
+        group = flat_group(mesh, "dp", "cp")
         engine = GradientBuckets(
-            model, stage=stage, data_group=mesh.get_group("dp"), world_group=dist.group.WORLD, bucket_bytes=20_000
+            model, stage=stage, data_group=group, world_group=dist.group.WORLD, bucket_bytes=20_000
         )
     with exact(whole):
         expected = _steps(whole, whole, _adamw(whole), IDS)
-        found = _steps(model, model, ZeroOptimizer(engine, **SETTINGS), IDS[mesh.get_local_rank("dp") :: 2])
+        found = _steps(model, model, ZeroOptimizer(engine, **SETTINGS), IDS[mesh.get_local_rank("dp") :: dp])
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
@@ -150,12 +152,42 @@ def test_autocast_trains_as_exactly_as_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "adapters"), exhaustive((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))
+    ("stage", "dp", "tp", "cp"),
+    [
+        (1, 1, 1, 2),  # the ranks of a context share one loss
+        *exhaustive(*((stage, 2, tp, cp) for stage in range(4) for tp, cp in ((2, 1), (1, 2))), (3, 1, 2, 2)),
+    ],
 )
-def test_zero_trains_as_on_one_rank(stage: int, adapters: bool) -> None:
-    if adapters:
-        pytest.importorskip("peft")
-    _agree(pool(4).run(_zero, stage, adapters), 1e-9)
+def test_zero_trains_as_on_one_rank(stage: int, dp: int, tp: int, cp: int) -> None:
+    _agree(pool(dp * tp * cp).run(_zero, stage, dp, tp, cp), 1e-9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_trains_adapters_as_on_one_rank(stage: int) -> None:
+    pytest.importorskip("peft")
+    _agree(pool(4).run(_zero, stage, 2, 2, 1, True), 1e-9)
+
+
+def _without_the_context() -> list[str]:
+    mesh, messages = mesh_of(1, 1, 2), []
+    model = tpfuse.parallelize(decoder("llama"), mesh)
+    for engine in (partial(GradientBuckets, data_group=mesh.get_group("dp")), partial(FullySharded, mesh=mesh["dp"])):
+        try:
+            engine(model)
+        except ValueError as error:
+            messages.append(str(error))
+    engine = GradientBuckets(model, data_group=mesh.get_group("cp"))
+    return [*messages, str(engine.data_ranks)]
+
+
+def test_an_engine_needs_all_ranks_of_the_context() -> None:
+    for rank, (*messages, ranks) in enumerate(pool(2).run(_without_the_context)):
+        text = (
+            f"the data-parallel group has ranks [{rank}]: expected the ranks [0, 1] of the model's context too: pass"
+        )
+        assert len(messages) == 2 and all(text in message for message in messages)
+        assert ranks == "1"  # the refusals have changed nothing
 
 
 # Models with PEFT's adapters: the family, what differs from the settings below, and what tpfuse leaves alone.

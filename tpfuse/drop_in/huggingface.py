@@ -251,7 +251,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     if causal:
         set_attributes(model, _loss_function=causal_loss)  # what transformers' setter of loss_function sets
     if context.groups:
-        set_attributes(model, sum_over_context=True)
+        set_attributes(model, sum_over_context=context)
         original_of(model).hooks.append(_AttentionChoice(model, their.config._attn_implementation))
         their.set_attn_implementation(ATTENTION)
         for module in model.modules():

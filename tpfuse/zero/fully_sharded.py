@@ -133,13 +133,13 @@ class FullySharded(MicroBatches):
         if tied_group is not None:
             set_timeout(tied_group)
             self._groups.append(tied_group)
-        broadcast_model(model, flat_group(mesh, *_data_dimensions(mesh)), tied, tied_group)
+        data_group = flat_group(mesh, *_data_dimensions(mesh))
         copies, copy = across.size(), across.get_local_rank()
-        self.data_ranks = copies * shards.size()
+        self.data_ranks = copies * shards.size() // take_context_sums(model, data_group)
+        broadcast_model(model, data_group, tied, tied_group)
         replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         tensor_sharded = {name for name, p in model.named_parameters() if is_sharded(p)}
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
-        take_context_sums(model)
         self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
         self.members: list[ShardedParameter] = []
         for index, name in enumerate(replaced):

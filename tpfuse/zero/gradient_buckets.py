@@ -117,13 +117,13 @@ class GradientBuckets(MicroBatches):
         if stage not in (0, 1, 2):
             raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.zero.fully_sharded.FullySharded)")
         super().__init__(model)
-        self.stage, self.data_ranks = stage, rank_and_size(data_group)[1]
+        self.stage = stage
+        self.data_ranks = rank_and_size(data_group)[1] // take_context_sums(model, data_group)
         self.compression = compression
         self._world_group = data_group if world_group is None else world_group
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
         self._next, self._uses = 0, uses or {}
         partial = take_partial_gradients(model)
-        take_context_sums(model)
         tied, summing = frozenset(tied), world_group if partial_group == "world" else partial_group
         if partial and world_group is None:
             raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")

@@ -16,7 +16,8 @@ class MicroBatches(ABC):
 
     `_accumulating` is true between the first micro-batch of a step and `finish()`, `_last` between the last one and
     `finish()`, and `_summed` from `finish()` to the update. `_begun` is true from the first micro-batch to the update,
-    also after an error. data_ranks: the number of ranks with different tokens, over which gradients are summed.
+    also after an error. data_ranks: the number of ranks with different sequences; the ranks of a model's context
+    share one loss. Gradients are summed over all of them.
     compression: the compression of the gradients that are sent between nodes.
     """
 

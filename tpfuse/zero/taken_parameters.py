@@ -8,6 +8,7 @@ or for one that is zero.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
@@ -29,14 +30,29 @@ def take_partial_gradients(model: nn.Module) -> set[str]:
     return names
 
 
-def take_context_sums(model: nn.Module) -> None:
-    """Stop a model's own sums of gradients over the ranks of a context (`tpfuse.drop_in.huggingface`).
+def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) -> int:
+    """Stop a model's own sums of gradients over the ranks of a context; return the number of these ranks, or 1.
 
-    They are among the ranks over which the engine sums.
+    The module with a context has it as `sum_over_context` (`tpfuse.drop_in.huggingface`, `tpfuse.models.gpt`).
+    data_group: the ranks over which the engine sums instead. Raises ValueError, before it changes the model, if some
+    rank of the context is not among them: its part of the sum would be lost.
     """
+    size = 1
     for module in model.modules():
-        if getattr(module, "sum_over_context", False):
-            setattr(module, "sum_over_context", Borrowed(False, own=True))  # noqa: B010 (see above)
+        context = getattr(module, "sum_over_context", None)
+        context = context.own if isinstance(context, Borrowed) else context
+        if context is None:
+            continue
+        ranks = {dist.get_rank()} if data_group is None else set(dist.get_process_group_ranks(data_group))
+        shared = {rank for group in context.groups for rank in dist.get_process_group_ranks(group)}
+        if not shared <= ranks:
+            raise ValueError(
+                f"the data-parallel group has ranks {sorted(ranks)}: expected the ranks {sorted(shared)} of the model's"
+                ' context too: pass data_group=flat_group(mesh, "dp", "cp", "ring", "ulysses"), or the whole mesh'
+            )
+        setattr(module, "sum_over_context", Borrowed(None, own=context))  # noqa: B010 (see above)
+        size = context.size
+    return size
 
 
 def _local(parameter: Tensor) -> Tensor:
