@@ -183,9 +183,7 @@ def _without_the_context() -> list[str]:
 
 def test_an_engine_needs_all_ranks_of_the_context() -> None:
     for rank, (*messages, ranks) in enumerate(pool(2).run(_without_the_context)):
-        text = (
-            f"the data-parallel group has ranks [{rank}]: expected the ranks [0, 1] of the model's context too: pass"
-        )
+        text = f"the data-parallel group has ranks [{rank}]: expected the ranks [0, 1] of the model's context too: pass"
         assert len(messages) == 2 and all(text in message for message in messages)
         assert ranks == "1"  # the refusals have changed nothing
 

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.layout import copy_whole_, has_values, is_sharded, local_tensor
+from tpfuse.comm.layout import has_values, is_sharded, local_tensor
 from tpfuse.comm.mesh import check_order, rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
@@ -474,7 +474,9 @@ class ReplicatedModule(Converted):
         part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
         computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
         reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else 'has those of its heads'}"
-        return LayerPlan(name, kind, shape, part, "its own forward", "replicated" if part == shape else "sharded", reason)
+        return LayerPlan(
+            name, kind, shape, part, "its own forward", "replicated" if part == shape else "sharded", reason
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward returns."""

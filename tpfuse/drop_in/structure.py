@@ -103,7 +103,9 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
             try:
                 head = _base(module)
                 if not isinstance(head, nn.Linear):
-                    raise NotImplementedError(f"it is a {type(head).__module__}.{type(head).__name__}: expected an nn.Linear")
+                    raise NotImplementedError(
+                        f"it is a {type(head).__module__}.{type(head).__name__}: expected an nn.Linear"
+                    )
                 _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
                 _plan_tied_embedding(plan, model, head)
             except NotImplementedError as error:
