@@ -1,5 +1,7 @@
 """Collectives for `fully_shard`, which takes custom ones through its hooks. They count the bytes that ranks exchange.
 
+Each belongs to a unit, and ranks compare the units first (`tpfuse.zero.unit_order`).
+
 Between CPU ranks they call `tpfuse.comm.collectives`, which sum in rank order, have a deadline, and name a rank that is
 lost. On CUDA they call NCCL and return its work objects, because `fully_shard` orders the streams itself.
 """
@@ -16,10 +18,13 @@ from tpfuse.comm.traffic import Traffic
 
 
 class _Counted:
-    """The interface that `fully_shard` expects of a collective: `allocate` here, `__call__` in the subclasses."""
+    """The interface that `fully_shard` expects of a collective: `allocate` here, `__call__` in the subclasses.
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    begin: is called before each use, with the collective's name.
+    """
+
+    def __init__(self, traffic: Traffic, begin: Callable[[str], None]) -> None:
+        self._traffic, self._begin = traffic, begin
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
@@ -41,6 +46,7 @@ class CountedAllGather(_Counted):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather `input_tensor` of all ranks into `output_tensor`; on CUDA return NCCL's work object."""
+        self._begin("all_gather")
         self.count(input_tensor, group)
         if input_tensor.device.type != "cpu":
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -53,6 +59,7 @@ class CountedReduceScatter(_Counted):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Write this rank's shard of the sum to `output_tensor`. `op` is the sum, as `FullySharded` requires."""
+        self._begin("reduce_scatter")
         self.count(output_tensor, group)
         if input_tensor.device.type != "cpu":
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

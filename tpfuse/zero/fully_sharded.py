@@ -20,9 +20,11 @@ This module makes `fully_shard` an engine like the buckets of the other stages (
   last one to the first one, and then the model.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -45,8 +47,13 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.counted_collectives import CountedAllGather, CountedReduceScatter
 from tpfuse.zero.equal_start import broadcast_model
 from tpfuse.zero.micro_batches import MicroBatches
-from tpfuse.zero.taken_parameters import take_context_sums, taken_gradient
+from tpfuse.zero.taken_parameters import count_write, take_context_sums, taken_gradient, writes
+from tpfuse.zero.unit_order import UnitOrder
 
+_LOST = (
+    "{name} was written to while it was gathered, and its shards do not have what was written: call"
+    " engine.free_gathered() before you write to it, or use GradientBuckets if a forward pass writes to it"
+)
 _REPLACED = (
     "{name} was replaced by its shards when FullySharded took the model: make optimizers and lists of"
     " model.parameters() after that"
@@ -92,10 +99,15 @@ class FullySharded(MicroBatches):
     coordinates; both get the tied parameters of the first of the two, and the same updates.
 
     Use: pass it to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)`, forward and
-    backward for each micro-batch, then `finish()`. Every rank must run the same units. A parameter that took no part on
-    some rank, or on any rank, has gradient zero there (before torch 2.13 it must take part on all ranks or on none). A
-    micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks, forward and backward passes
-    raise PeerTimeout.
+    backward for each micro-batch, then `finish()`. Every rank must run the same units in the same order: if one skips a
+    unit, all raise Disagreement, which names the unit, between CPU ranks in the pass itself, on GPUs in `finish()`. A
+    parameter of a unit that took no part on some rank, or on any rank, has gradient zero there (before torch 2.13 it
+    must take part on all ranks or on none). A parameter without elements stays as it is. A micro-batch that is not the
+    last leaves its gradients unsharded. Between CPU ranks, forward and backward passes raise PeerTimeout.
+
+    As in a plain model, a backward pass raises RuntimeError if a parameter was written after its forward pass
+    (load_state_dict, an update). The model's own parameters and its last unit stay gathered after a forward pass, so
+    call `free_gathered()` before you write to them; otherwise the next `finish()` or `start()` raises ValueError.
 
     Collective. Raises ValueError, which names the parameter, for one that cannot be sharded; also if no parameter
     requires a gradient, if `replicas` does not divide the number of ranks, and if ranks have parameters of other names,
@@ -124,8 +136,14 @@ class FullySharded(MicroBatches):
         for submesh in (shards, across):
             set_timeout(submesh.get_group())
         self._groups = [submesh.get_group() for submesh in (shards, across) if submesh.size() > 1]
+        device = torch.device(mesh.device_type)
+        self._order = UnitOrder(tuple(self._groups), device, self._described, each=device.type == "cpu")
         self._across = across.get_group() if across.size() > 1 else None
         self._pipelined, self._kept_whole = "pp" in (mesh.mesh_dim_names or ()), False
+        # For fully_shard's parameters: the writes to the shards before they were gathered, and our own counts of writes
+        # to the gathered ones.
+        self._versions: dict[Any, int] = {}
+        self._counted: Counter[Any] = Counter()
         self._awaited: set[Any] = set()  # fully_shard's parameters whose last gradients the current pass computes
         self._arrived: set[Any] = set()  # those that have all gradients of this step
         self._unreduced: list[FSDPModule] = []  # the units whose reduction has not started, in a pipeline's step
@@ -137,7 +155,7 @@ class FullySharded(MicroBatches):
         copies, copy = across.size(), across.get_local_rank()
         self.data_ranks = copies * shards.size() // take_context_sums(model, data_group)
         broadcast_model(model, data_group, tied, tied_group)
-        replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        replaced = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
         tensor_sharded = {name for name, p in model.named_parameters() if is_sharded(p)}
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
         self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
@@ -158,8 +176,39 @@ class FullySharded(MicroBatches):
         self._record_parameters()
 
     def _check_parameters(self) -> None:
+        self._check_gathered()
         self.free_gathered()  # afterwards the modules hold shards
         super()._check_parameters()
+
+    def _unshard(self, group: Any, async_op: bool = False) -> None:
+        """Gather the parameters of a group of `fully_shard` unless they are gathered; replaces its method.
+
+        If shards were written since the last time (load_state_dict, an update), what was gathered is old, also what was
+        prefetched. A backward pass that needs the old values is then an error of autograd, as it is for a plain model:
+        `fully_shard` would compute it with the new ones.
+        """
+        versions = {parameter: writes(parameter.sharded_param) for parameter in group.fsdp_params}
+        written = [p for p, version in versions.items() if self._versions.get(p, version) != version]
+        self._versions |= versions
+        if written:
+            group.wait_for_unshard()
+            group._to_sharded()
+            known = [p for p in written if _gathered(p) is not None]
+            count_write([p.unsharded_param for p in known])
+            self._counted.update(known)
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False):  # what is made in this mode can never be trained
+            type(group).unshard(group, async_op)
+            if inference and any(_gathered(parameter) is None for parameter in group.fsdp_params):
+                group.wait_for_unshard()
+
+    def _check_gathered(self) -> None:
+        """Raise ValueError if others have written to a gathered parameter: its shards do not have that."""
+        for group in _parameter_groups(*self._units):
+            for parameter in group.fsdp_params:
+                gathered = _gathered(parameter)
+                if gathered is not None and writes(gathered) != self._counted[parameter]:
+                    raise ValueError(_LOST.format(name=parameter._param_fqn))
 
     def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
         """Shard the units, then the model, which has the parameters that no unit has taken."""
@@ -167,11 +216,11 @@ class FullySharded(MicroBatches):
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if half else None, reduce_dtype=reduced if half else None, cast_forward_inputs=False
         )
-        gather, reduce = CountedAllGather(self.traffic), CountedReduceScatter(self.traffic)
         self._units: list[FSDPModule] = []
         self._freed: list[FSDPModule] = []  # the units that free their parameters after a forward pass
-        for unit in (*units, self.model):
+        for index, unit in enumerate((*units, self.model)):
             _widen(unit)
+            begin = partial(self._order.begin, unit=index)
             # The backward pass begins with the model and its last unit. If they freed their parameters after the
             # forward pass, they would have to gather them again at once.
             frees = all(unit is not later for later in (*units[-1:], self.model))
@@ -181,16 +230,19 @@ class FullySharded(MicroBatches):
                 mp_policy=policy,
                 reshard_after_forward=frees,
                 shard_placement_fn=lambda p: Shard(shard_dim(local_tensor(p).shape, mesh.size())),
+                ignored_params={p for p in unit.parameters() if not p.numel()},  # torch cannot reduce their gradients
             )
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)  # Gloo has no other reduction
-            wrapped.set_custom_all_gather(cast(Any, gather))
-            wrapped.set_custom_reduce_scatter(cast(Any, reduce))
+            wrapped.set_custom_all_gather(cast(Any, CountedAllGather(self.traffic, begin)))
+            wrapped.set_custom_reduce_scatter(cast(Any, CountedReduceScatter(self.traffic, begin)))
             if self._across is not None:
-                wrapped.set_all_reduce_hook(self._sum_across)
+                wrapped.set_all_reduce_hook(partial(self._sum_across, index))
             if self._pipelined:
                 hook = torch.compiler.disable(self._watch_gradients)  # type: ignore[no-untyped-call]
                 unit.register_forward_pre_hook(hook)
+            for group in _parameter_groups(wrapped):
+                group.unshard = partial(self._unshard, group)
             self._units.append(wrapped)
             self._freed += [wrapped] * frees
         *blocks, root = self._units
@@ -201,9 +253,17 @@ class FullySharded(MicroBatches):
         for first, second in zip([root, *blocks[::-1]], blocks[::-1], strict=False):
             first.set_modules_to_backward_prefetch([second])
 
-    def _sum_across(self, sums: Tensor) -> None:
+    def _described(self, unit: int) -> str:
+        """Return the name of a unit in messages, with its first parameter."""
+        names = {module: name for name, module in self.model.named_modules()}
+        parameters = [p._param_fqn for group in _parameter_groups(self._units[unit]) for p in group.fsdp_params]
+        what = f"unit {names[self._units[unit]]}" if unit < len(self._units) - 1 else "the model's own parameters"
+        return f"{what} ({', '.join(parameters[:1] + ['…'] * (len(parameters) > 1))})"
+
+    def _sum_across(self, unit: int, sums: Tensor) -> None:
         """Sum a unit's shards over the replicas, in place."""
         assert self._across is not None
+        self._order.begin("reduce_scatter", unit)  # with one rank to a replica there was no other
         world = self._across.size()
         nbytes = 2 * (world - 1) * sums.nbytes // world
         self.traffic.exchange(nbytes)
@@ -214,6 +274,9 @@ class FullySharded(MicroBatches):
             raise ValueError(f'start(backwards={backwards}): expected 1, because the mesh has no dimension "pp"')
         if first:
             self.clear_gradients()
+        elif last:
+            for group in _parameter_groups(*self._units):
+                _complete_half_gradients(group)
         self._keep_whole(last and self._pipelined)
         self._unreduced = [*self._units[-2::-1], self._units[-1]] if self._kept_whole else []
         self._awaited, self._arrived = set(), set()
@@ -230,10 +293,16 @@ class FullySharded(MicroBatches):
         root.set_is_last_backward(not keep)
 
     def _complete(self, *, sums: bool) -> None:
-        """Reduce the gradients of a pipeline's step. After another step the backward pass has reduced them already."""
+        """Reduce the gradients of a pipeline's step. After another step the backward pass has reduced them already.
+
+        Raises Disagreement on every rank if ranks have run other units, and ValueError if a gathered parameter was
+        written to.
+        """
+        self._check_gathered()
         if self._kept_whole:
             self._start_reductions(complete=False)
             self._free_whole()
+        self._order.end("finish()")
         for member in self._tied:
             if member.sharded.grad is None:
                 member.sharded.grad = torch.zeros_like(member.sharded)
@@ -312,10 +381,10 @@ class FullySharded(MicroBatches):
         self._drop()
 
     def discard(self) -> None:
-        """See `MicroBatches`. Raises ValueError or Disagreement on all ranks if only some have run a backward pass."""
-        if self._last and self._groups:
-            backwards = int(self._reducing())
-            collectives.agree_on_rows(backwards, self.device, *self._groups, op="zero_grad", unit="backward passes")
+        """See `MicroBatches`. Raises Disagreement on all ranks if only some have run a backward pass."""
+        if self._last:
+            backward = self._reducing()
+            self._order.end("zero_grad() after a backward pass" if backward else "zero_grad() without a backward pass")
         if not self._reducing():
             self._keep_whole(False)  # no rank has a gradient to reduce
         super().discard()
@@ -431,6 +500,13 @@ def _complete_gradient(parameter: Any) -> None:
         parameter.to_accumulated_grad_if_needed()
 
 
+def _complete_half_gradients(group: Any) -> None:
+    """Complete the gradients of a unit that has accumulated some in another dtype than that in which they arrive."""
+    if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+        for parameter in group.fsdp_params:
+            _complete_gradient(parameter)
+
+
 def _gathered(parameter: Any) -> Parameter | None:
     """Return the gathered parameter of one of `fully_shard`; None if it has never been gathered."""
     return getattr(parameter, "_unsharded_param", None)
@@ -471,12 +547,12 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
             raise ValueError(f"{name} is a scalar, and stage 3 cannot shard it: expected a parameter of shape (1,)")
         if not local_tensor(parameter).is_contiguous():
             raise ValueError(f"{name} is not contiguous, and stage 3 cannot shard it: expected a contiguous parameter")
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and parameter.numel():
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         several = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
         raise ValueError(f"{several}: stage 3 expects parameters of one dtype")
-    if not any(parameter.requires_grad for parameter in first_use):
+    if not any(parameter.requires_grad and parameter.numel() for parameter in first_use):
         raise ValueError("the model has no parameter that requires a gradient")
     return next(iter(dtypes))
 
@@ -486,7 +562,7 @@ def _widen(unit: nn.Module) -> None:
     widened: dict[Parameter, Parameter] = {}
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dtype in HALF:
+            if parameter.dtype in HALF and parameter.numel():
                 if parameter not in widened:
                     wide = parameter.detach().float()
                     widened[parameter] = Parameter(wide, requires_grad=parameter.requires_grad)

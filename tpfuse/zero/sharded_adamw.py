@@ -9,6 +9,7 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
 from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
 from tpfuse.zero.rectangles import StateRectangle
+from tpfuse.zero.taken_parameters import count_write
 
 
 class ShardedAdamW:
@@ -43,6 +44,7 @@ class ShardedAdamW:
             members = [m for m in self._engine.members if m.decay == decay and local_tensor(m.sharded).numel()]
             if members:
                 self._update(members, lr, factor, self.weight_decay if decay else 0.0)
+        count_write([member.sharded for member in self._engine.members])
         self._engine.clear_gradients()
         self._engine.free_gathered()
 

@@ -89,6 +89,11 @@ def count_write(parameters: list[Parameter]) -> None:
     torch.autograd.graph.increment_version([_local(parameter) for parameter in parameters])
 
 
+def writes(parameter: Parameter) -> int:
+    """Return autograd's count of writes to the parameter on this rank; a DTensor and its local tensor count apart."""
+    return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
+
+
 _PERMITTED = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
