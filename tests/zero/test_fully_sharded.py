@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_slices, local_tensor
@@ -213,7 +214,7 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
         model = Toy()
         change(model)
         with pytest.raises(ValueError) as caught:
-            FullySharded(model, mesh=mesh, units=model.blocks, **options)
+            FullySharded(model, **{"mesh": mesh, "units": model.blocks, **options})
         assert "\n" not in str(caught.value) and type(model) is Toy, "the model is unchanged"
         return str(caught.value)
 
@@ -238,6 +239,16 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
     assert message(tie).startswith("blocks.0.up.weight and blocks.2.up.weight are one parameter in two units")
     assert message(lambda model: model.blocks[0].half()).startswith("frozen is torch.float32, blocks.0.up.weight is")
     assert "no parameter that requires" in message(lambda model: model.requires_grad_(False))
+    for wrong, start in (
+        ({"mesh": None}, "FullySharded: mesh is None: expected a DeviceMesh"),
+        ({"mesh": init_device_mesh("cpu", (2,))}, "FullySharded: mesh has the dimensions None: expected one for data"),
+        ({"units": [nn.Linear(2, 2)]}, "FullySharded: a unit is a Linear that is not a part of the model"),
+        ({"reduce_dtype": torch.float32}, 'FullySharded: reduce_dtype is a dtype: expected "float32" or "parameter"'),
+        ({"tied_group": mesh}, "FullySharded: tied_group is a DeviceMesh: expected its get_group()"),
+    ):
+        assert message(lambda model: None, **wrong).startswith(start)
+    with pytest.raises(ValueError, match="a unit is a ModuleList, which is never called"):
+        FullySharded(model := Toy(), mesh=mesh, units=[model.blocks])
     assert message(lambda model: None, replicas=3).startswith("replicas 3: expected a number that divides the 2")
 
     _, engine = engine_of("toy", Layout(dp=2))

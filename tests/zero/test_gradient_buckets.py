@@ -1,5 +1,7 @@
 """Buckets hold the sums of all ranks' gradients, reduce them during the backward pass, and refuse wrong use."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -277,7 +279,43 @@ def _missing_group() -> None:
     model = GPT(CONFIG, device_mesh=tensor_mesh())
     initialize(model, 1)
     with pytest.raises(ValueError, match=r"world_group is missing: gradients such as transformer.h.0.ln_1.bias's"):
+        GradientBuckets(model, data_group=None)
+    with pytest.raises(ValueError, match=r"data_group is missing: transformer.wte.weight is on several ranks, so pass"):
         GradientBuckets(model)
+    with pytest.raises(ValueError, match=r"data_group is missing: world_group is given"):
+        GradientBuckets(nn.Linear(2, 2), world_group=dist.group.WORLD)
+
+
+@on_ranks(2)
+def test_the_default_group_is_that_of_ddp() -> None:
+    model, expected, x = _Toy(), _Toy(), normal(dist.get_rank(), 4, 9, dtype=torch.float64)
+    buckets = GradientBuckets(model, stage=0)
+    assert buckets.data_ranks == 2 and buckets.world_group is dist.group.WORLD
+    alone = GradientBuckets(_Toy(), data_group=None)
+    assert alone.data_ranks == 1 and alone.world_group is None
+    _run(model, buckets, [x])
+    sum(expected(normal(r, 4, 9, dtype=torch.float64)).sum() for r in range(2)).backward()
+    for name, gradient in _gradients(buckets).items():
+        if "unused" not in name:
+            torch.testing.assert_close(gradient, expected.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"model": nn.Linear(2, 2).parameters()},
+            r"^GradientBuckets got a generator: expected the model, an nn\.Module",
+        ),
+        ({"data_group": "WORLD"}, r"^GradientBuckets: data_group is 'WORLD': expected a process group, or None"),
+        ({"world_group": 1}, r"^GradientBuckets: world_group is 1: expected a process group, or None"),
+        ({"gradient_dtype": torch.bfloat16}, r'gradient_dtype is a dtype: expected "float32" or "parameter"$'),
+        ({"reduce_dtype": "bfloat16"}, r"reduce_dtype is 'bfloat16': expected \"float32\" or"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientBuckets(**{"model": nn.Linear(2, 2), **arguments})
 
 
 def test_bad_input_is_refused() -> None:

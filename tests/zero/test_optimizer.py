@@ -308,7 +308,7 @@ def sharded_norms() -> tuple[float, str]:
     for group in (dist.group.WORLD, None):
         layer = ColumnParallelLinear(4, 6, device_mesh=tensor_mesh(), dtype=torch.float64)
         nn.init.ones_(layer.weight)
-        optimizer = ZeroOptimizer(GradientBuckets(layer, world_group=group))
+        optimizer = ZeroOptimizer(GradientBuckets(layer, data_group=None, world_group=group))
         layer(x).sum().backward()
         try:
             norms.append(optimizer.clip_grad_norm_(1.0).item())
@@ -388,6 +388,21 @@ def test_errors_explain_what_is_wrong_in_a_loop() -> None:
     model[0].bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"0\.bias\.requires_grad is False now"):
         optimizer.zero_grad()
+
+
+def test_what_is_no_engine_and_no_state_is_refused() -> None:
+    model = made()
+    for wrong, shown in ((model.parameters(), "a generator"), (model, "a Sequential"), ([1], "a list")):
+        with pytest.raises(
+            ValueError, match=rf"^ZeroOptimizer got {shown}: expected the engine .*GradientBuckets\(model"
+        ):
+            ZeroOptimizer(wrong)  # type: ignore[arg-type]
+    buckets = GradientBuckets(model)
+    for options in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match="expected betas from 0 to below 1, and no number below 0"):
+            ZeroOptimizer(buckets, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected that of ZeroOptimizer\.state_dict\(\)"):
+        ZeroOptimizer(buckets).load_state_dict(torch.optim.AdamW(made().parameters()).state_dict())
 
 
 def _store_of_shards() -> str:

@@ -73,7 +73,7 @@ def test_hooks_of_sharded_parameters_are_called() -> None:
     layer.weight.register_hook(lambda gradient: seen.append((type(gradient).__name__, gradient.shape)))
     layer.bias.note = "kept"  # type: ignore[union-attr]
     before = dict(layer.named_parameters())
-    buckets = GradientBuckets(layer, world_group=dist.group.WORLD)
+    buckets = GradientBuckets(layer, data_group=None, world_group=dist.group.WORLD)
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
     assert layer.bias.note == "kept"  # type: ignore[union-attr]
     optimizer = torch.optim.AdamW(layer.parameters())

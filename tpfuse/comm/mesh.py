@@ -124,7 +124,7 @@ def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
         return None
     if not isinstance(device_mesh, DeviceMesh):
         raise ValueError(
-            f"device_mesh is {_shown(device_mesh)}: expected a one-dimensional DeviceMesh, or None for one rank"
+            f"device_mesh is {shown(device_mesh)}: expected a one-dimensional DeviceMesh, or None for one rank"
         )
     if device_mesh.ndim != 1:
         raise ValueError(
@@ -141,15 +141,21 @@ def groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
-def check_group(operator: str, group: object) -> None:
-    """Raises ValueError, with the operator's name, unless `group` is a process group or None."""
+def check_group(operator: str, group: object, argument: str = "group") -> None:
+    """Raises ValueError, with the operator's and the argument's name, unless `group` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         cure = "its get_group()" if isinstance(group, DeviceMesh) else "a process group, or None for one rank"
-        raise ValueError(f"{operator}: group is {_shown(group)}: expected {cure}")
+        raise ValueError(f"{operator}: {argument} is {shown(group)}: expected {cure}")
 
 
-def _shown(value: object) -> str:
-    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+def shown(value: object) -> str:
+    """Returns the name of a wrong argument in a message: its text, or its type."""
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """Returns torch's default process group; None for one rank, also if torch.distributed is not initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpfuse.comm import trace
 from tpfuse.comm.host import node_identity, replace_file
+from tpfuse.comm.mesh import default_group
 from tpfuse.kernels.trace import KernelTrace
 from tpfuse.parallel.clock import clock_offset
 
@@ -34,7 +35,7 @@ def kernels_compiled_for_traces() -> AbstractContextManager[object]:
 def record_trace(
     folder: str | Path,
     model: nn.Module | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Literal["default"] | None = "default",
     device: torch.device | None = None,
     layout: Mapping[str, Any] | None = None,
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
@@ -46,10 +47,12 @@ def record_trace(
                     ...
 
     `tpfuse profile summary FOLDER` explains the files of all ranks. model: whose layers get spans; None for no layers.
-    group: all ranks; None for a single one. device: where the model computes, default the CPU. layout: how the ranks
-    share the model, for the reader. The file is also written if the block raises. Raises OSError if it cannot be.
+    group: all ranks, by default torch's default group if it is initialised; None for a single one. device: where the
+    model computes, default the CPU. layout: how the ranks share the model, for the reader. The file is also written if
+    the block raises. Raises OSError if it cannot be.
     """
     device = torch.device("cpu") if device is None else device
+    group = default_group() if group == "default" else group
     offset, error = clock_offset(group, device)
     kernels = KernelTrace()
     recorder = trace.Recorder(device, kernels)

@@ -39,14 +39,14 @@ from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.comm.mesh import check_order, flat_group, rank_and_size
+from tpfuse.comm.mesh import check_group, check_order, flat_group, rank_and_size, shown
 from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import Borrowed
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.counted_collectives import CountedAllGather, CountedReduceScatter
 from tpfuse.zero.equal_start import broadcast_model
-from tpfuse.zero.micro_batches import MicroBatches
+from tpfuse.zero.micro_batches import MicroBatches, check_gradient_dtype
 from tpfuse.zero.taken_parameters import count_write, take_context_sums, taken_gradient, writes
 from tpfuse.zero.unit_order import UnitOrder
 
@@ -131,6 +131,8 @@ class FullySharded(MicroBatches):
         self.traffic = Traffic()
         self._mesh = mesh
         units = list(units)
+        check_gradient_dtype("FullySharded", "reduce_dtype", reduce_dtype)
+        _check_kinds(model, mesh, units, tied_group)
         dtype = _checked(model, units)
         shards, across = data_mesh(mesh, replicas)
         for submesh in (shards, across):
@@ -522,6 +524,27 @@ def _parameter_groups(*units: FSDPModule) -> list[Any]:
 def _data_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the dimensions along which ranks have the same parameters and different tokens."""
     return tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))
+
+
+def _check_kinds(model: nn.Module, mesh: object, units: list[nn.Module], tied_group: object) -> None:
+    """Raise ValueError for arguments of `FullySharded` of another kind."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"FullySharded: mesh is {shown(mesh)}: expected a DeviceMesh, as tpfuse.build_mesh returns it")
+    if not _data_dimensions(mesh):
+        raise ValueError(
+            f"FullySharded: mesh has the dimensions {mesh.mesh_dim_names}: expected one for data parallelism, as in"
+            ' init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), or tpfuse.build_mesh'
+        )
+    modules = set(model.modules()) - {model}
+    for unit in units:
+        if not isinstance(unit, nn.Module) or unit not in modules:
+            raise ValueError(
+                f"FullySharded: a unit is {shown(unit)} that is not a part of the model: expected modules, such as its"
+                " blocks, by which it shares its parameters"
+            )
+        if isinstance(unit, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"FullySharded: a unit is {shown(unit)}, which is never called: pass the modules in it")
+    check_group("FullySharded", tied_group, "tied_group")
 
 
 def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:

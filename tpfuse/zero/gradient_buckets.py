@@ -39,13 +39,13 @@ from torch.nn import Parameter
 
 from tpfuse.choices import GradientDtype
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.mesh import check_group, default_group, rank_and_size
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import offer_leaf, withdraw_leaf
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
 from tpfuse.zero.equal_start import broadcast_model
-from tpfuse.zero.micro_batches import MicroBatches
+from tpfuse.zero.micro_batches import MicroBatches, check_gradient_dtype
 from tpfuse.zero.reducer.backend import make_reducer
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.inter_node import Compression
@@ -65,12 +65,14 @@ class GradientBuckets(MicroBatches):
     model: its parameters are plain or DTensors on one tensor-parallel mesh. If a module has a true `sum_gradients`
     (`tpfuse.layers.layer_norm`), the buckets sum its gradients over the mesh from now on. stage: 0, 1 or 2. data_group:
     ranks with the same parameters and different tokens; they get the parameters and buffers of the first of them, also
-    frozen ones, as under DDP. world_group: all ranks of data × tensor parallelism, also those of a pipeline's other
-    stages. bucket_bytes: the size of a bucket's float32 gradients, by default that of torch's DDP. gradient_dtype: the
-    dtype in which gradients are accumulated and kept. reduce_dtype: the dtype in which they are sent, by default the
-    same. "float32" means float64 for float64; "parameter" takes half as much memory if the parameters are a half type.
-    Sums are float32 in both cases, except the whole sums of stage 0, which have the dtype that is sent. compression:
-    the compression of the gradients that are sent between nodes (`tpfuse.zero.compression`).
+    frozen ones, as under DDP. By default these are all ranks of torch's default group, as under DDP; None stands for
+    this rank alone, as with tensor parallelism only. world_group: all ranks of data × tensor parallelism, also those of
+    a pipeline's other stages; by default data_group. bucket_bytes: the size of a bucket's float32 gradients, by default
+    that of torch's DDP. gradient_dtype: the dtype in which gradients are accumulated and kept. reduce_dtype: the dtype
+    in which they are sent, by default the same. "float32" means float64 for float64; "parameter" takes half as much
+    memory if the parameters are a half type. Sums are float32 in both cases, except the whole sums of stage 0, which
+    have the dtype that is sent. compression: the compression of the gradients that are sent between nodes
+    (`tpfuse.zero.compression`).
 
     A pipeline adds four arguments. partial_group: the ranks over which gradients are summed that are partial sums, all
     ranks of data × tensor parallelism with this rank's stages; by default world_group. uses: the parameters that
@@ -91,9 +93,10 @@ class GradientBuckets(MicroBatches):
     A copy of the model (copy.deepcopy, torch.optim.swa_utils.AveragedModel, torch.save) is a plain model with its own
     parameters, which are in no buckets.
 
-    Raises ValueError for another stage; if no parameter requires a gradient; for complex parameters; if data-parallel
-    ranks have parameters of other names, shapes or dtypes; if `world_group` or `tied_group` is missing but needed; and
-    for tied parameters that are not in the model, or that are not shards although others are.
+    Raises ValueError for arguments of another kind; if no parameter requires a gradient; for complex parameters; if
+    data-parallel ranks have parameters of other names, shapes or dtypes; if `data_group`, `world_group` or `tied_group`
+    is missing but needed; and for tied parameters that are not in the model, or that are not shards although others
+    are.
     """
 
     _advice = "make new buckets and a new optimizer of the changed model"
@@ -103,7 +106,7 @@ class GradientBuckets(MicroBatches):
         model: nn.Module,
         *,
         stage: int = 0,
-        data_group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | Literal["default"] | None = "default",
         world_group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         gradient_dtype: GradientDtype = "float32",
@@ -117,6 +120,9 @@ class GradientBuckets(MicroBatches):
         if stage not in (0, 1, 2):
             raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.zero.fully_sharded.FullySharded)")
         super().__init__(model)
+        for name, dtype in (("gradient_dtype", gradient_dtype), ("reduce_dtype", reduce_dtype or gradient_dtype)):
+            check_gradient_dtype("GradientBuckets", name, dtype)
+        data_group = _data_group(model, data_group, world_group=world_group, tied_group=tied_group)
         self.stage = stage
         self.data_ranks = rank_and_size(data_group)[1] // take_context_sums(model, data_group)
         self.compression = compression
@@ -369,6 +375,35 @@ def _has_hooks(parameter: Tensor) -> bool:
 def _within(shard: Tensor, whole: range, part: range) -> Tensor:
     """Return the elements `part` of a bucket, given the tensor of its shard `whole`."""
     return shard[part.start - whole.start : part.stop - whole.start]
+
+
+def _data_group(
+    model: nn.Module,
+    data_group: dist.ProcessGroup | Literal["default"] | None,
+    **others: dist.ProcessGroup | None,
+) -> dist.ProcessGroup | None:
+    """Return the ranks with the same parameters and different tokens.
+
+    others: the other groups, by the names of their arguments. Raises ValueError for what is no group, and for the
+    default group if some of its ranks may have other parameters.
+    """
+    for name, group in others.items():
+        check_group("GradientBuckets", group, name)
+    if data_group != "default":
+        check_group("GradientBuckets", data_group, "data_group")
+        return data_group
+    group = default_group()
+    reasons = [f"{name} is given" for name, other in others.items() if other is not None]
+    named = model.named_parameters()
+    reasons += [
+        f"{name} is on several ranks" for name, p in named if isinstance(p, DTensor) and p.device_mesh.size() > 1
+    ]
+    if reasons and group is not None:
+        raise ValueError(
+            f"GradientBuckets: data_group is missing: {reasons[0]}, so pass the ranks with the same parameters and"
+            ' other tokens, as tpfuse.comm.mesh.flat_group(mesh, "dp", "cp") returns them, or None if there are none'
+        )
+    return group
 
 
 def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:

@@ -2,11 +2,14 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from typing import get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tpfuse.choices import GradientDtype
+from tpfuse.comm.mesh import shown
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.taken_parameters import location
 
@@ -26,6 +29,15 @@ class MicroBatches(ABC):
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"{type(self).__name__} got {shown(model)}: expected the model, an nn.Module, since the names and the"
+                " modules of its parameters matter too"
+            )
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{type(self).__name__} got a model in DDP, which it replaces: expected the model, its .module"
+            )
         self.model = model
         self._last = self._accumulating = self._summed = self._begun = False
 
@@ -183,6 +195,13 @@ class MicroBatches(ABC):
                 "an update without new gradients: call finish() after the last backward pass, and then step() once"
             )
         self._summed = self._begun = False
+
+
+def check_gradient_dtype(engine: str, argument: str, dtype: object) -> None:
+    """Raise ValueError unless `dtype` is one of the names of `GradientDtype`."""
+    if dtype not in get_args(GradientDtype):
+        names = " or ".join(f'"{name}"' for name in get_args(GradientDtype))
+        raise ValueError(f"{engine}: {argument} is {shown(dtype)}: expected {names}")
 
 
 def _module_parameters(model: nn.Module) -> list[Parameter | None]:

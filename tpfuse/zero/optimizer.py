@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
+from tpfuse.comm.mesh import shown
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -58,6 +59,16 @@ class ZeroOptimizer(Optimizer):
         *,
         store: StateStore | None = None,
     ) -> None:
+        if not isinstance(engine, GradientBuckets | FullySharded):
+            raise ValueError(
+                f"ZeroOptimizer got {shown(engine)}: expected the engine that takes over the model, as in"
+                " ZeroOptimizer(GradientBuckets(model, stage=2)), or FullySharded for stage 3"
+            )
+        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(
+                f"ZeroOptimizer: lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}: expected betas from 0"
+                " to below 1, and no number below 0"
+            )
         self.engine = engine
         self._adamw: FlatAdamW | ShardedAdamW
         if isinstance(engine, GradientBuckets):
@@ -194,6 +205,11 @@ class ZeroOptimizer(Optimizer):
         Raises ValueError, before it changes anything, if this rank holds other rectangles: after a change of the number
         of ranks, the stage, the bucket size or the model.
         """
+        if not {"state", "param_groups", "updates", "compression"} <= set(state_dict):
+            raise ValueError(
+                f"load_state_dict: the state has {sorted(map(str, state_dict))}: expected that of"
+                " ZeroOptimizer.state_dict(); the state of another optimizer cannot be loaded"
+            )
         here, there = self._shards(), state_dict["state"]
         if {name: x.dtype for name, x in here.items()} != {name: x.dtype for name, x in there.items()}:
             lacking = next((name for name in here if name not in there), "nothing")
