@@ -45,25 +45,56 @@ def _loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
+def _sum(model: Callable[..., Any], ids: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the losses at the labels, as the models compute it."""
+    total: Tensor = model(input_ids=ids, labels=labels, num_items_in_batch=1).loss
+    return total
+
+
 def _steps(
-    model: nn.Module, forward: Callable[..., Any], optimizer: Any, ids: Tensor, autocast: bool = False
+    model: nn.Module,
+    forward: Callable[..., Any],
+    optimizer: Any,
+    ids: Tensor,
+    autocast: bool = False,
+    labels: Tensor | None = None,
 ) -> list[float]:
-    """Train with two micro-batches in each step; return the norms of the gradients."""
+    """Train with two micro-batches in each step; return the norms of the gradients.
+
+    labels: for the mean over these, of which the micro-batches of all ranks have different numbers.
+    """
     zero = isinstance(optimizer, ZeroOptimizer)
     clip = optimizer.clip_grad_norm_ if zero else partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     results: list[float] = []
     for _ in range(STEPS):
         *early, last = ids.chunk(2)
-        for micro in (*early, last):
+        for index, micro in enumerate((*early, last)):
             with optimizer.no_sync() if zero and micro is not last else contextlib.nullcontext():
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = _loss(forward, micro)
-                (loss / 2).backward()
+                if labels is None:
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss = _loss(forward, micro)
+                    (loss / 2).backward()
+                    continue
+                loss, count = _sum(forward, micro, labels.chunk(2)[index]), _count(labels.chunk(2)[index])
+                (loss if zero else loss / _count(labels)).backward()
+                if zero:
+                    optimizer.divide_by(count)
         norm = clip(CLIP)
         results.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         optimizer.step()
         optimizer.zero_grad()
     return results
+
+
+def _count(labels: Tensor) -> int:
+    return int((labels[:, 1:] != -100).sum())
+
+
+def _masked() -> Tensor:
+    """Return labels of IDS: 13, 1, 0 and 5 of its sequences."""
+    labels = IDS.clone()
+    labels[1, :-1], labels[2, 1:], labels[3, 6:] = -100, -100, -100
+    return labels
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -97,10 +128,12 @@ def _plain(kind: str) -> tuple[Trained, Trained]:
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
-def _zero(stage: int, dp: int, tp: int, cp: int, adapters: bool = False) -> tuple[Trained, Trained]:
+def _zero(
+    stage: int, dp: int, tp: int, cp: int, masked: bool = False, adapters: bool = False
+) -> tuple[Trained, Trained]:
     """Train the whole model, and the parallelized one with ZeRO; return the norms and weights of both.
 
-    adapters: train those of PEFT alone.
+    masked: with the loss at some labels, of which each rank has another number. adapters: train those of PEFT alone.
     """
     whole, model = (_adapted("llama") if adapters else decoder("llama") for _ in range(2))
     layers = model.get_submodule("base_model.model.model.layers" if adapters else "model.layers")
@@ -115,8 +148,11 @@ def _zero(stage: int, dp: int, tp: int, cp: int, adapters: bool = False) -> tupl
             model, stage=stage, data_group=group, world_group=dist.group.WORLD, bucket_bytes=20_000
         )
     with exact(whole):
-        expected = _steps(whole, whole, _adamw(whole), IDS)
-        found = _steps(model, model, ZeroOptimizer(engine, **SETTINGS), IDS[mesh.get_local_rank("dp") :: dp])
+        labels = _masked() if masked else None
+        expected = _steps(whole, whole, _adamw(whole), IDS, labels=labels)
+        mine = slice(mesh.get_local_rank("dp"), None, dp)
+        labels = None if labels is None else labels[mine]
+        found = _steps(model, model, ZeroOptimizer(engine, **SETTINGS), IDS[mine], labels=labels)
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
@@ -152,21 +188,22 @@ def test_autocast_trains_as_exactly_as_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dp", "tp", "cp"),
+    ("stage", "dp", "tp", "cp", "masked"),
     [
-        (1, 1, 1, 2),  # the ranks of a context share one loss
-        *exhaustive(*((stage, 2, tp, cp) for stage in range(4) for tp, cp in ((2, 1), (1, 2))), (3, 1, 2, 2)),
+        (1, 1, 1, 2, False),  # the ranks of a context share one loss
+        *exhaustive(*((stage, 2, 1, 2, masked) for stage in range(4) for masked in (False, True))),
+        *exhaustive(*((stage, 2, 2, 1, stage % 2 == 1) for stage in range(4)), (3, 1, 2, 2, True), (2, 2, 1, 1, True)),
     ],
 )
-def test_zero_trains_as_on_one_rank(stage: int, dp: int, tp: int, cp: int) -> None:
-    _agree(pool(dp * tp * cp).run(_zero, stage, dp, tp, cp), 1e-9)
+def test_zero_trains_as_on_one_rank(stage: int, dp: int, tp: int, cp: int, masked: bool) -> None:
+    _agree(pool(dp * tp * cp).run(_zero, stage, dp, tp, cp, masked), 1e-9)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_trains_adapters_as_on_one_rank(stage: int) -> None:
     pytest.importorskip("peft")
-    _agree(pool(4).run(_zero, stage, 2, 2, 1, True), 1e-9)
+    _agree(pool(4).run(_zero, stage, 2, 2, 1, False, True), 1e-9)
 
 
 def _without_the_context() -> list[str]:

@@ -122,6 +122,118 @@ def test_a_loop_trains_like_adamw_on_one_rank(world: int, stage: int, schedule: 
             assert error <= 1e-12, f"{name}: {error:.1e}"
 
 
+def masks(step: int) -> Tensor:
+    """Return the labelled rows, bool [micro-batches, ranks, rows]: from none to all of a rank's in a micro-batch."""
+    mask = normal(200 + step, 3, dist.get_world_size() if dist.is_initialized() else 1, BATCH // 3) > 0
+    mask[0, -1], mask[step % 3, 0], mask[1, -1, 1:] = False, True, False
+    return mask
+
+
+def masked(stage: int, accumulation: int, store: bool = False) -> tuple[float, float]:
+    """Train with sums over labelled rows, and by torch's AdamW with their mean; return the largest errors.
+
+    The first is that of the norms, the second that of the weights, both relative.
+    """
+    rank, model, whole = dist.get_rank(), made(), made()
+    optimizer = ZeroOptimizer(
+        engine_of(model, stage), lr=1e-2, betas=BETAS, weight_decay=DECAY, store=HostStore() if store else None
+    )
+    reference = torchs_adamw(dict(whole.named_parameters()), betas=BETAS, eps=1e-8, weight_decay=DECAY)
+
+    def summed(of: nn.Module, mask: Tensor, step: int, micro: int, part: int) -> Tensor:
+        x = normal(1000 + 100 * step + 10 * micro + part, BATCH // 3, 9, dtype=torch.float64)
+        total: Tensor = (of(x).square().mean(1) * mask[micro, part]).sum()
+        return total
+
+    norm_error = 0.0
+    for step in range(4):
+        mask = masks(step)[:accumulation]
+        for micro in range(accumulation):
+            with optimizer.no_sync() if micro < accumulation - 1 else contextlib.nullcontext():
+                summed(model, mask, step, micro, rank).backward()
+            optimizer.divide_by(mask[micro, rank].sum() if micro else int(mask[micro, rank].sum()))
+            for part in range(mask.shape[1]):
+                (summed(whole, mask, step, micro, part) / mask.sum()).backward()
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), CLIP if step % 2 else 1e9)
+        if step % 2:  # the other steps are not clipped, and need no norm
+            assert expected > CLIP
+            norm_error = max(norm_error, float((optimizer.clip_grad_norm_(CLIP) / expected - 1).abs()))
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    found = {name: gather_whole(p) for name, p in model.named_parameters()}
+    errors = [(found[name] - p).abs().max() / p.abs().max().clamp(min=1.0) for name, p in whole.named_parameters()]
+    return norm_error, float(max(errors))
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "accumulation", "store"),
+    [
+        (2, 1, 3, False),
+        *exhaustive(*((2, stage, 3, False) for stage in (0, 2, 3)), *((2, stage, 1, False) for stage in range(4))),
+        *exhaustive(*((3, stage, 2, False) for stage in range(4)), (2, 1, 3, True), (1, 0, 3, False)),
+    ],
+)
+def test_the_gradient_of_sums_is_divided_by_the_labels_of_all_ranks(
+    world: int, stage: int, accumulation: int, store: bool
+) -> None:
+    """Ranks and micro-batches have different numbers of labels, some none, and each label has the same weight."""
+    for norm_error, weight_error in pool(world).run(masked, stage, accumulation, store):
+        assert norm_error <= 1e-12 and weight_error <= 1e-12
+
+
+def miscounted(stage: int, kind: str) -> list[str]:
+    """Return this rank's errors after mistakes with `divide_by`, and of the step after them."""
+    model, messages = made(), []
+    optimizer = ZeroOptimizer(engine_of(model, stage))
+    rows = ROWS.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def attempt(update: Callable[[], Any], labels: Any = None) -> None:
+        try:
+            if labels is not None:
+                optimizer.divide_by(labels)
+            update()
+        except ValueError as error:
+            messages.append(str(error))
+
+    for step in range(2):
+        loss_of(model, step, rows).backward()
+        if kind == "one rank":
+            attempt(lambda: optimizer.clip_grad_norm_(1.0), None if dist.get_rank() else 5)
+        elif kind == "no labels":
+            attempt(optimizer.step, 0)
+        elif kind == "a mask":
+            attempt(optimizer.step, torch.ones(3, dtype=torch.bool))
+        elif kind == "late":
+            optimizer.divide_by(5)
+            optimizer.clip_grad_norm_(1.0)
+            attempt(optimizer.step, 5)
+        elif kind == "never before":
+            attempt(optimizer.step, 5 if step else None)
+        optimizer.zero_grad()
+    loss_of(model, 2, rows).backward()
+    if kind != "never before":
+        optimizer.divide_by(7)
+    optimizer.step()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "message"),
+    [
+        ("one rank", 2, "divide_by() was called on 1 of 2 ranks in this step: call it on every rank, with 0"),
+        ("no labels", 2, "divide_by() was given 0 labels by all ranks together: skip such a step by zero_grad()"),
+        ("a mask", 2, "divide_by() got a tensor of shape (3,): expected the number of labels"),
+        ("late", 2, "divide_by() comes between zero_grad() and clip_grad_norm_() or step()"),
+        ("never before", 1, "divide_by() after steps without it, whose losses were means: call it in every step"),
+    ],
+)
+@pytest.mark.parametrize("stage", [2, *exhaustive(3)])
+def test_a_miscount_is_one_line_on_every_rank(stage: int, kind: str, count: int, message: str) -> None:
+    for found in pool(2).run(miscounted, stage, kind):
+        assert len(found) == count and all(line.startswith(message) for line in found)
+
+
 def resumed(stage: int, dtype: torch.dtype, optimizer_first: bool) -> tuple[bool, bool, dict[str, Any]]:
     """Save and load after two of four steps; return whether weights and state equal the uninterrupted run's."""
 

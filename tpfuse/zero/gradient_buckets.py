@@ -136,7 +136,8 @@ class GradientBuckets(MicroBatches):
         trained = _trained(model)
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
-        self._unknown_world = world_group is None and (bool(tied) or any(map(_is_on_several_ranks, trained.values())))
+        several = bool(tied) or any(map(_is_on_several_ranks, trained.values()))
+        self.lacks_world_group = world_group is None and several
         _check_tied(tied, trained)
         broadcast_model(model, data_group, tied, tied_group)
         first = next(iter(trained.values()))
@@ -302,7 +303,7 @@ class GradientBuckets(MicroBatches):
     @property
     def world_group(self) -> dist.ProcessGroup | None:
         """See `MicroBatches`."""
-        if self._unknown_world:
+        if self.lacks_world_group:
             raise ValueError("world_group is missing: the norm of shards is a sum over tensor-parallel ranks too")
         return self._world_group
 

@@ -21,10 +21,12 @@ class MicroBatches(ABC):
     `finish()`, and `_summed` from `finish()` to the update. `_begun` is true from the first micro-batch to the update,
     also after an error. data_ranks: the number of ranks with different sequences; the ranks of a model's context
     share one loss. Gradients are summed over all of them.
-    compression: the compression of the gradients that are sent between nodes.
+    compression: the compression of the gradients that are sent between nodes. lacks_world_group: whether `world_group`
+    raises ValueError.
     """
 
     data_ranks: int
+    lacks_world_group = False
     compression: Compression | None = None
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
@@ -69,6 +71,11 @@ class MicroBatches(ABC):
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
         self._begin_micro_batch(first=not self._accumulating, last=last, backwards=backwards)
         self._accumulating, self._last, self._summed, self._begun = True, last, False, True
+
+    @property
+    def accumulating(self) -> bool:
+        """Return whether a step has begun whose gradients are not summed yet."""
+        return self._accumulating
 
     def start_pipeline(self, backwards: int) -> None:
         """Begin a whole step of a pipeline, also where `ZeroOptimizer.zero_grad()` has begun it already.

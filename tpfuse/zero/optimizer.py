@@ -9,7 +9,12 @@
     scheduler.step()
     optimizer.zero_grad()
 
-As under DDP, each rank computes the loss of its own tokens, and the gradient is the mean over the data-parallel ranks.
+As under DDP, each rank computes the mean loss of its own tokens, and the gradient is the mean over the data-parallel
+ranks. If ranks or micro-batches have different numbers of labels, that is not the mean over all labels. Then compute
+sums, and give their numbers of labels to `divide_by`: the gradient is that of Σ loss / Σ labels.
+
+    loss_sum.backward()
+    optimizer.divide_by(labels)
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +27,7 @@ from torch.optim import Optimizer
 
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
-from tpfuse.comm.mesh import shown
+from tpfuse.comm.mesh import rank_and_size, shown
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -86,6 +91,10 @@ class ZeroOptimizer(Optimizer):
         ]
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._clip: float | None = None  # the factor of the mean gradient in the next update; None before it is summed
+        self._divisor = 1.0  # of the summed gradient in the next update
+        self._labels: Tensor | None = None  # what `divide_by` was given in this step
+        self._counting: bool | None = None  # whether every step calls `divide_by`; None before the first update
+        self._device = next(iter(trained.values())).device
         engine.start(last=True)
 
     @property
@@ -110,7 +119,7 @@ class ZeroOptimizer(Optimizer):
         update since the last call the ranks reduce their gradients first, so call it once per step. Raises ValueError
         if the model's parameters are not those that the engine took.
         """
-        self._clip = None
+        self._clip = self._labels = None
         with _explained():
             self.engine.discard()
             self.engine.start(last=True)
@@ -126,6 +135,60 @@ class ZeroOptimizer(Optimizer):
         yield
         self.engine.start(last=True)
 
+    def divide_by(self, labels: int | Tensor) -> None:
+        """Divide the gradient of this step by the sum of `labels` over its micro-batches and over all ranks.
+
+        labels: the number of labels whose losses this rank has summed in a micro-batch, 0 if there are none; a number
+        or a tensor []. Without this method it is 1 on each rank: the gradient is the mean over ranks. Ranks that
+        compute one loss together, those of tensor parallelism, of a context and of a pipeline, pass the same number,
+        which counts once.
+
+        Call it between `zero_grad()` and `clip_grad_norm_()` or `step()`, for each micro-batch, on every rank and in
+        every step, or never. Raises ValueError at another time, and for anything but one number. The next
+        `clip_grad_norm_()` or `step()` sums the numbers. It raises ValueError on every rank if this was not called on
+        some rank, or if there is no label on any.
+        """
+        if self.engine.lacks_world_group:
+            raise ValueError("divide_by() counts the labels of all ranks: give GradientBuckets their world_group")
+        if self._counting is False:
+            raise ValueError(
+                "divide_by() after steps without it, whose losses were means: call it in every step, with 0 for a"
+                " micro-batch without labels, or make a new optimizer"
+            )
+        if not self.engine.accumulating:
+            raise ValueError("divide_by() comes between zero_grad() and clip_grad_norm_() or step()")
+        number = torch.as_tensor(labels, dtype=torch.float64, device=self._device)
+        if number.ndim:
+            raise ValueError(f"divide_by() got a tensor of shape {tuple(number.shape)}: expected the number of labels")
+        self._labels = number if self._labels is None else self._labels + number
+
+    def _agree_on_divisor(self) -> float:
+        """Return what the summed gradient is divided by. In the first step ranks agree on whether they count labels."""
+        ranks = float(self.engine.data_ranks)
+        if self._counting is False or self.engine.lacks_world_group:
+            return ranks
+        world_group = self.engine.world_group
+        _, world = rank_and_size(world_group)
+        own = torch.zeros(2, dtype=torch.float64, device=self._device)  # the labels, and whether they were counted
+        if self._labels is not None:
+            own[0], own[1] = self._labels, 1.0
+        labels, callers = map(float, collectives.all_reduce(own, world_group).tolist())
+        if self._counting is None:
+            self._counting = callers > 0
+        if not self._counting:
+            return ranks
+        if callers < world:
+            raise ValueError(
+                f"divide_by() was called on {callers:.0f} of {world} ranks in this step: call it on every rank, with 0"
+                " where there are no labels"
+            )
+        if not labels > 0:
+            raise ValueError(
+                f"divide_by() was given {labels:g} labels by all ranks together: skip such a step by zero_grad() on"
+                " every rank"
+            )
+        return labels * ranks / world
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Make the next `step` scale the gradient so that its 2-norm is at most max_norm; return the norm before that.
@@ -135,8 +198,9 @@ class ZeroOptimizer(Optimizer):
         """
         if self._clip is None:
             self.engine.finish()
+            self._divisor = self._agree_on_divisor()
         squared = collectives.all_reduce(self.engine.squared_norm(), self.engine.world_group)
-        norm = squared.sqrt() / self.engine.data_ranks
+        norm = squared.sqrt() / self._divisor
         self._clip = min(1.0, max_norm / (norm.item() + 1e-6))
         return norm
 
@@ -165,8 +229,9 @@ class ZeroOptimizer(Optimizer):
         with _explained():
             if clip is None:
                 self.engine.finish(sums=False)
-            self._clip = None
-            adamw.step(float(decayed["lr"]), (1.0 if clip is None else clip) / self.engine.data_ranks)
+                self._divisor = self._agree_on_divisor()
+            self._clip = self._labels = None
+            adamw.step(float(decayed["lr"]), (1.0 if clip is None else clip) / self._divisor)
         return loss
 
     def _shards(self) -> dict[str, Tensor]:

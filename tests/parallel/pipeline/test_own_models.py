@@ -43,6 +43,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A language model of torch's layers. kind: "" if the head has a matrix of its own."""
 
+    summed = False  # whether the loss is the sum over the labels of a micro-batch, or their mean / MICRO_BATCHES
+
     def __init__(self, kind: str = "", mesh: DeviceMesh | None = None, blocks: int = BLOCKS) -> None:
         super().__init__()
         if kind == HEAD_FIRST:
@@ -62,7 +64,8 @@ class Model(nn.Module):
 
     def loss(self, x: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
         logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICRO_BATCHES
+        reduction, divisor = ("sum", 1) if self.summed else ("mean", MICRO_BATCHES)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction) / divisor
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(ids, targets)
@@ -193,17 +196,20 @@ def test_a_pipeline_trains_like_one_process(
 
 
 @pytest.mark.parametrize(
-    ("zero", "schedule", "kind"),
+    ("zero", "schedule", "kind", "masked"),
     [
-        (2, "1f1b", HEAD_FIRST),
-        (3, "zbv", TIED),
-        (1, "zbv", TIED),
-        *exhaustive((0, "zero_bubble", ""), (3, "1f1b", TIED)),
+        (2, "1f1b", HEAD_FIRST, False),
+        (3, "zbv", TIED, True),
+        (1, "zbv", TIED, False),
+        *exhaustive((0, "zero_bubble", "", True), (3, "1f1b", TIED, False), (2, "zbv", TIED, True)),
     ],
 )
 @on_ranks(4)
-def test_an_engine_takes_the_gradients_of_a_pipeline(zero: int, schedule: str, kind: str) -> None:
-    """Data-parallel ranks have other micro-batches; `ZeroOptimizer` clips, and updates with the mean gradient."""
+def test_an_engine_takes_the_gradients_of_a_pipeline(zero: int, schedule: str, kind: str, masked: bool) -> None:
+    """Data-parallel ranks have other micro-batches; `ZeroOptimizer` clips, and updates with the mean gradient.
+
+    masked: micro-batches have different numbers of labels, some none, and the mean is that over all labels.
+    """
     mesh = mesh_of(2, 1, pp=2)
     model = model_of(kind, seed=1 + mesh.get_local_rank("dp"))  # the replicas begin with the weights of the first
     pipeline = pipeline_of(model, mesh["pp"], schedule=schedule)
@@ -224,16 +230,23 @@ def test_an_engine_takes_the_gradients_of_a_pipeline(zero: int, schedule: str, k
         )
     optimizer = ZeroOptimizer(engine, lr=0.01, weight_decay=0.0)
     whole = model_of(kind)
+    model.summed = whole.summed = masked
     torchs = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
     for step in range(STEPS):
         batches = batches_of(step, 2 * MICRO_BATCHES)
+        if masked:
+            for number, (_, targets) in enumerate(batches):
+                targets.flatten()[: 3 * number - 1] = -100  # from 10 labels to none
+        labels = [int((targets != -100).sum()) for _, targets in batches]
         optimizer.zero_grad()
         pipeline.step(batches[mesh.get_local_rank("dp") :: 2], engine)
+        for number in labels[mesh.get_local_rank("dp") :: 2] if masked else ():
+            optimizer.divide_by(number)
         torchs.zero_grad()
         one_step(whole, batches)
         for parameter in whole.parameters():
             assert parameter.grad is not None
-            parameter.grad /= 2
+            parameter.grad /= sum(labels) if masked else 2
         expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
         check_close(optimizer.clip_grad_norm_(0.3), expected.detach())
         optimizer.step()
