@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"ops", "layers", "parallel", "parallel.pipeline"},
     "cost": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer", "models"},
     "train": {
-        "nearest", "choices", "backend", "comm", "comm.collectives", "ops.ring_attention", "layers", "parallel",
+        "nearest", "choices", "backend", "comm", "comm.collectives", "ops", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models", "cost",
     },
     "plan": {

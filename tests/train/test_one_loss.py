@@ -6,6 +6,7 @@ The same holds for torch's kernels and Triton's, and for products in 16 bits up 
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpfuse.backend import Implementation, Kernels, kernels
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import Result, check_same, new_trainer, options_of, ranks_of, train, trained
+from tpfuse.testing.training import (
+    Result,
+    check_same,
+    new_trainer,
+    options_of,
+    ranks_of,
+    train,
+    trained,
+    whole_weights,
+)
+from tpfuse.train.batches import Windows
+from tpfuse.train.errors import RunError
 
 STEPS = 10
 
@@ -83,6 +96,65 @@ def test_every_layout_gives_the_same_losses_and_weights(tmp_path: Path, layout: 
     assert expected[0][-1] < expected[0][0] - 0.1
     for found in trained(options_of(**layout), STEPS, name):
         check_same(found, expected)
+
+
+class MaskedWindows(Windows):
+    """Windows whose sequences have from all to none of their labels, at random, those of one half of a batch few."""
+
+    def sequences(self, number: int, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, targets = super().sequences(number, start, stop, device)
+        noise = normal(300 + number, self.batch, self.length)[start:stop]
+        few = torch.arange(start, stop).unsqueeze(1) < self.batch // 2
+        return ids, targets.masked_fill(noise > torch.where(few, -1.5, 1.5), -100)
+
+
+def masked(layout: dict[str, Any]) -> Result:
+    trainer, plain = new_trainer(options_of(**layout))
+    windows = MaskedWindows(plain.tokens, plain.length, plain.seed, plain.stream, plain.batch)
+    results = [trainer.train_step(windows, lambda: False) for _ in range(4)]
+    losses = [*(result.loss for result in results), trainer.evaluate(windows, 2)]
+    windows.sequences = lambda *given: (plain.sequences(*given)[0], torch.full_like(plain.sequences(*given)[1], -1))
+    for wrong in (lambda: trainer.evaluate(windows, 2), lambda: trainer.train_step(windows, lambda: False)):
+        with pytest.raises(RunError, match=r"^(step 4: )?no target of the batch"):
+            wrong()
+    return losses, [result.grad_norm for result in results], whole_weights(trainer)
+
+
+@functools.cache
+def masked_on_one_rank() -> Result:
+    return pool(1).run(masked, {})[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "accumulation": 3, "stage": 1},
+        *exhaustive({"dp": 2, "stage": 3, "accumulation": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "cp": 2, "stage": 2}),
+        *exhaustive({"dp": 2, "pp": 2, "accumulation": 6}, {"dp": 4, "stage": 0}),
+    ],
+    ids=str,
+)
+def test_each_label_has_the_same_weight_in_every_layout(layout: dict[str, Any]) -> None:
+    """Ranks and micro-batches have different numbers of labels, some few and some none."""
+    for found in pool(ranks_of(options_of(**layout))).run(masked, layout):
+        check_same(found, masked_on_one_rank())
+
+
+def test_loss_and_gradient_are_those_of_the_mean_over_the_labels() -> None:
+    trainer, plain = new_trainer(options_of(clip=0.5))
+    windows = MaskedWindows(plain.tokens, plain.length, plain.seed, plain.stream, plain.batch)
+    ids, targets = windows.sequences(0, 0, plain.batch, torch.device("cpu"))
+    model, rows = trainer.model, torch.arange(plain.batch)
+    logits = model(ids, dropout_at=(trainer.options.train.seed, 0), sequences_B=rows)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+    with mock.patch.object(trainer.optimizer, "step") as update:
+        result = trainer.train_step(windows, lambda: False)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-10) and norm > 0.5
+    _, factor = update.call_args.args
+    assert float(trainer.engine.squared_norm()) ** 0.5 * factor == pytest.approx(0.5 * norm / (norm + 1e-6), rel=1e-10)
 
 
 def clipped_norms(tp: int, clip: float) -> list[float]:

@@ -1,10 +1,10 @@
 """The training step, the evaluation, and the state between them, on one rank or on many.
 
-The loss is the sum over all tokens of the batch divided by their number, in every layout: data-parallel ranks have
+The loss is the sum over all labels of the batch divided by their number, in every layout: data-parallel ranks have
 different sequences, context-parallel ranks have different tokens of the same sequences, and gradients are summed over
-both. At the end of each backward pass, the ranks sum one small vector: the squared norm of the gradient, the loss, and
-whether a rank was asked to stop. So all ranks see the same numbers and take the same decision. The same sum tells all
-ranks how long each of them worked and waited in the previous step.
+both. At the end of each backward pass, the ranks sum one small vector: the squared norm of the gradient, the loss, the
+number of labels, and whether a rank was asked to stop. So all ranks see the same numbers and take the same decision.
+The same sum tells all ranks how long each of them worked and waited in the previous step.
 """
 
 from collections import Counter
@@ -24,6 +24,7 @@ from tpfuse.comm.connect import connected
 from tpfuse.comm.mesh import flat_group, group_of_ends, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
+from tpfuse.ops.cross_entropy import is_ignored
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.train.batches import MicroBatch, Windows
@@ -309,15 +310,18 @@ class Trainer:
                     total += loss / weight
         with span("phase", "gradients"):
             self.engine.finish()
-            squared, whole, stop, worked, waited, idle = self._agree(total, stop_wanted())
+            squared, whole, labels, stop, worked, waited, idle = self._agree(total, _labels(batches), stop_wanted())
         for memory in connected():
             memory.check()
-        norm = squared**0.5 / self.loss_scale
+        if not labels:
+            raise RunError(f"step {self.step}: no target of the batch has a loss; the last checkpoint is untouched")
+        share = tokens / labels  # `weight` is that of a batch in which every token has a label
+        norm = squared**0.5 / self.loss_scale * share
         lr = learning_rate(options.optim, self.step, options.train.steps, tokens, self.ahead)
-        result = StepResult(whole / tokens, norm, lr, stop, worked=worked, waited=waited, idle=idle)
+        result = StepResult(whole / labels, norm, lr, stop, worked=worked, waited=waited, idle=idle)
         if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
-        factor = 1.0 / self.loss_scale
+        factor = share / self.loss_scale
         if options.optim.clip and norm > options.optim.clip:
             factor *= options.optim.clip / (norm + 1e-6)
         with span("phase", "update"):
@@ -334,28 +338,28 @@ class Trainer:
         return [MicroBatch(ids, targets, weight, at, sequences) for ids, targets, sequences in batches]
 
     def _agree(
-        self, total: Tensor, stop: bool
-    ) -> tuple[float, float, bool, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """Returns the gradient's global squared norm, the global sum of the loss, whether any rank must stop, and what
-        `StepResult` has of each rank: worked, waited, idle.
+        self, total: Tensor, labels: Tensor, stop: bool
+    ) -> tuple[float, float, float, bool, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Returns the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
+        any rank must stop, and what `StepResult` has of each rank: worked, waited, idle.
         """
         times = 4 * self.world if self.clock.measures else 0
-        vector = torch.zeros(3 + times, dtype=torch.float64, device=self.device)
+        vector = torch.zeros(4 + times, dtype=torch.float64, device=self.device)
         vector[0] = self.engine.squared_norm()
         if self.tp_rank == 0:
             vector[1] = total
-        vector[2] = float(stop)
+        vector[2], vector[3] = labels, float(stop)
         if times:  # each rank fills in its own entries, and the sum has those of all ranks
             intervals = [] if self.runner is None else self.runner.intervals
             busy = sum(interval.end - interval.start for interval in intervals)
             own = (*(self.clock.last or (0.0, 0.0)), busy, intervals[-1].end if intervals else 0.0)
-            vector[3 + self.rank :: self.world] = torch.tensor(own, dtype=torch.float64)
-        squared, loss, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
+            vector[4 + self.rank :: self.world] = torch.tensor(own, dtype=torch.float64)
+        squared, loss, counted, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
         worked, waited, busy_s, ended = (tuple(seconds[i * self.world : (i + 1) * self.world]) for i in range(4))
         if self.clock.last is None:
             worked = waited = ()
         idle = tuple(1.0 - busy / max(ended) for busy in busy_s) if any(ended) else ()
-        return squared, loss, stopping > 0, worked, waited, idle
+        return squared, loss, counted * self.dp / self.world, stopping > 0, worked, waited, idle
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         """Halves the loss scale and makes no update in float16. Raises RunError if that cannot help."""
@@ -387,15 +391,22 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, windows: Windows, batches: int, first: int = 0) -> float:
-        """Returns the loss in nats per token over `batches` batches from number `first` on, without dropout."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        """Returns the loss in nats per token over `batches` batches from number `first` on, without dropout.
+
+        Raises RunError if no target of them has a loss.
+        """
+        total, labels = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
         for number in range(first, first + batches):
-            for loss in self._losses(self.micro_batches(windows, number), None):
+            micro_batches = self.micro_batches(windows, number)
+            labels += _labels(micro_batches)
+            for loss in self._losses(micro_batches, None):
                 total += loss
         if self.tp_rank:
             total.zero_()
-        tokens = batches * self.tokens_per_step
-        return float(collectives.all_reduce(total, self.world_group)) / tokens
+        whole, counted = collectives.all_reduce(torch.stack([total, labels]), self.world_group).tolist()
+        if not counted:
+            raise RunError("no target of the batches to evaluate has a loss")
+        return float(whole / (counted * self.dp / self.world))
 
     @torch.no_grad()
     def _losses(self, batches: list[tuple[Tensor, Tensor, Tensor]], at: tuple[int, int] | None) -> Sequence[Tensor]:
@@ -507,3 +518,8 @@ class Trainer:
             self.compression.scale_errors(self.loss_scale / float(state["loss_scale"]))
         self.steps_since_overflow = int(state["steps_since_overflow"])
         self.optimizer.updates = int(state["updates"])
+
+
+def _labels(batches: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Returns the number of targets of these micro-batches that have a loss, int64 []."""
+    return torch.stack([(~is_ignored(targets)).sum() for _, targets, _ in batches]).sum()
