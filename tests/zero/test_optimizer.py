@@ -17,6 +17,7 @@ from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.errors import Disagreement
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing import zero_training
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.nodes import pretended_nodes
@@ -180,6 +181,27 @@ def test_the_gradient_of_sums_is_divided_by_the_labels_of_all_ranks(
     """Ranks and micro-batches have different numbers of labels, some none, and each label has the same weight."""
     for norm_error, weight_error in pool(world).run(masked, stage, accumulation, store):
         assert norm_error <= 1e-12 and weight_error <= 1e-12
+
+
+def norm_over_a_context(stage: int, counted: bool) -> float:
+    """Return the norm of the GPT's first gradient, whose loss over a context is a sum over its ranks."""
+    layout = zero_training.Layout(dp=2, cp=2, stage=stage)
+    case, engine = zero_training.engine_of("gpt", layout)
+    optimizer = ZeroOptimizer(engine)
+    (rows,) = zero_training.micro_batches(layout, 1)
+    loss = case.loss(rows, 0)  # divided by the tokens of all ranks
+    (loss * zero_training.BATCH if counted else loss * layout.dp).backward()
+    if counted:
+        optimizer.divide_by(len(rows))
+    return optimizer.clip_grad_norm_(1.0).item()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_ranks_of_a_context_count_once(stage: int, counted: bool) -> None:
+    expected = zero_training.plain("gpt")[1][0]
+    assert pool(4).run(norm_over_a_context, stage, counted) == pytest.approx([expected] * 4, rel=1e-12)
 
 
 def miscounted(stage: int, kind: str) -> list[str]:
