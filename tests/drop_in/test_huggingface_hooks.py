@@ -127,6 +127,47 @@ def test_a_context_gives_the_results_of_eager_attention(
     pool(tp * cp).run(_agrees, cases, family, tp, cp, ulysses, sequence_parallel, UNCAPPED.get(family, {}))
 
 
+def _routers_and_padding(family: str, tp: int, cp: int) -> None:
+    """Compare with sdpa on one rank: every token has a label, those after padding at the left too."""
+    arguments, valid = _inputs("left")
+    valid[1, -3:] = False
+    arguments["attention_mask"] = valid.long()
+    arguments["labels"] = IDS.masked_fill(~valid, -100)
+    if family == "mixtral":
+        arguments["output_router_logits"] = True
+    plain, model = decoder(family), decoder(family)
+    plain.router_aux_loss_coef = model.router_aux_loss_coef = 1.0
+    parallelize(model, mesh_of(1, tp, cp))
+    with exact(plain):
+        expected, out = plain(**arguments, use_cache=False), model(**arguments)
+        expected.loss.backward()
+        out.loss.backward()
+        # The losses of routers sum in float32, whose gradients are rounded differently where the sums are.
+        eps = 8 * torch.finfo(torch.float32).eps if family == "mixtral" else 1e-11
+        gradients = zip(_gradients(model, plain), _gradients(plain, plain), strict=True)
+        for mine, theirs in ((out.loss, expected.loss), *gradients):
+            assert mine.shape == theirs.shape and (mine - theirs).abs().max() <= eps * max(1.0, theirs.abs().max())
+        for mine, theirs in zip(out.get("router_logits", ()), expected.get("router_logits", ()), strict=True):
+            _close(mine[valid.flatten()], theirs[valid.flatten()])
+    if family == "mixtral":
+        assert out.aux_loss > 1 and len(out.router_logits) == 2
+        base, its = parallelize(decoder(family).model, mesh_of(1, tp, cp)), decoder(family).model
+        found = [each(IDS, output_router_logits=True).router_logits[0] for each in (base, its)]
+        assert (found[0] - found[1]).abs().max() < 1e-6  # the norms of the untouched model compute in float32
+
+
+def _gradients(model: nn.Module, like: nn.Module) -> list[Tensor]:
+    return [_gradient(mine, theirs) for mine, theirs in zip(model.parameters(), like.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "cp"),
+    [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("qwen3", 1, 4), ("mixtral", 2, 2), ("mixtral", 1, 4))],
+)
+def test_losses_of_routers_and_labels_after_padding_are_those_of_one_rank(family: str, tp: int, cp: int) -> None:
+    pool(tp * cp).run(_routers_and_padding, family, tp, cp)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "scaling",
@@ -310,14 +351,15 @@ def _refuse() -> None:
 
     mesh = mesh_of(1, 1, 2)
     model = parallelize(decoder("mistral"), mesh)
-    amid = torch.ones_like(IDS)
-    amid[0, 3] = 0
+    amid, after = torch.ones_like(IDS), torch.ones_like(IDS)
+    amid[0, 3] = after[0, -2:] = 0
     cases: list[tuple[dict[str, Any], str]] = [
         ({"attention_mask": amid}, "leaves out tokens between others"),
         (
             {"attention_mask": torch.ones(2, 1, 13, 13)},
             r"attention_mask is \(2, 1, 13, 13\): expected a tensor \(2, 13",
         ),
+        ({"attention_mask": after, "labels": IDS}, "a label follows padding at the right: expected -100"),
         ({"output_hidden_states": True}, "output_hidden_states is not supported"),
         ({"input_ids": IDS[:, :1]}, "a sequence of 1 tokens cannot be sharded over 2 ranks"),
         ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
@@ -328,6 +370,14 @@ def _refuse() -> None:
     model.loss_function = exact_loss
     with pytest.raises(ValueError, match="context parallelism: the model has a loss of its own"):
         model(IDS, labels=IDS)
+    eager = decoder("mistral")
+    eager.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"first token after padding .* or attn_implementation=\"sdpa\" before"):
+        parallelize(eager, mesh)(
+            IDS, attention_mask=after.flip(1), labels=IDS * after.flip(1) - 100 * (1 - after.flip(1))
+        )
+    with pytest.raises(ValueError, match=r"^GptOssAttention of layer 0: s_aux is not supported"):
+        parallelize(decoder("gpt_oss"), mesh)(IDS)
     capped = parallelize(decoder("gemma2"), mesh)
     with pytest.raises(ValueError, match="Gemma2Attention of layer 0: softcap is not supported"):
         capped(IDS)

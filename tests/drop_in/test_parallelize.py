@@ -366,8 +366,35 @@ class WideNorm(nn.Module):
         return self.norm(x.flatten(-2)).view(x.shape)
 
 
+class NormedMLP(nn.Module):
+    """A gated MLP with a norm over all its features, between projections of known names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(48, 96), nn.Linear(48, 96), nn.Linear(96, 48)
+        self.norm = nn.LayerNorm(96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.norm(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def _scaled(attention: nn.Module) -> nn.Module:
+    """Returns the attention with a parameter of its own, which scales the output."""
+    own = type(attention)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out, *others = own.forward(self, *args, **kwargs)
+        return out * self.scale, *others
+
+    attention.__class__ = type("Scaled", (own,), {"forward": forward})
+    attention.scale = nn.Parameter(torch.ones(48, dtype=torch.float64))
+    return attention
+
+
 def _alone(sequence_parallel: bool) -> None:
-    model = decoder("qwen3", head_dim=4, num_hidden_layers=3)
+    model = decoder("qwen3", head_dim=4, num_hidden_layers=4)
+    model.model.layers[3].mlp, model.model.norm = NormedMLP().double(), nn.Sequential(nn.LayerNorm(48)).double()
+    _scaled(model.model.layers[3].self_attn)
     model.model.layers[0].mlp = Experts().double()
     model.model.layers[1].self_attn.q_norm = WideNorm().double()
     model.model.layers[2].self_attn = Mixer().double()
@@ -380,6 +407,11 @@ def _alone(sequence_parallel: bool) -> None:
         assert reasons["model.layers.0.mlp"] == "Experts is no attention or MLP that tpfuse knows"
         assert reasons["model.layers.1.self_attn"] == "q_norm has 48 parameters: expected 4, those of a head"
         assert reasons["model.layers.2.self_attn"] == "Mixer is no attention or MLP that tpfuse knows"
+        assert reasons["model.layers.3.mlp"] == "its norm.weight [96] is in none of its projections"
+        assert reasons["model.layers.3.self_attn"] == (
+            "its own parameter scale [48] is not known: expected sinks [12], with an entry for each head"
+        )
+        assert reasons["model.norm"] == "Sequential is no norm that tpfuse knows"
         assert reasons["model.layers.1.mlp"] == reasons["model.layers.0.self_attn"] == ""
         _check_equal(_evaluate(model), expected)
     styles = {each.module: each.style for each in replacements(model)}
@@ -583,6 +615,34 @@ def _refused_meshes() -> None:
 
 def test_a_mesh_without_the_dimension_is_refused() -> None:
     pool(2).run(_refused_meshes)
+
+
+def _changed_afterwards() -> None:
+    import peft
+
+    model = decoder("llama")
+    added = peft.LoraConfig(r=2, target_modules=["o_proj"])
+    expected = _evaluate(parallelize(model, tensor_mesh()))
+    for change, message in (
+        (lambda: model.resize_token_embeddings(107), "resize_token_embeddings: the model is parallelized: call resize"),
+        (lambda: model.add_adapter(added), "add_adapter: the model is parallelized"),
+        (
+            lambda: peft.get_peft_model(model, added),
+            r"^model\.layers\.0\.self_attn\.o_proj .* sharded and takes no ada",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            change()
+        _check_equal(_evaluate(model), expected)
+    adapted = parallelize(peft.get_peft_model(decoder("llama"), added), tensor_mesh())
+    with pytest.raises(ValueError, match=r"merge_and_unload .* after tpfuse\.restore\(model\)"):
+        adapted.merge_and_unload()
+    assert restore(adapted).merge_and_unload().resize_token_embeddings(107).num_embeddings == 107
+
+
+def test_what_would_change_whole_weights_is_refused_before_anything_changes() -> None:
+    pytest.importorskip("peft")
+    pool(2).run(_changed_afterwards)
 
 
 def _whole_input() -> None:

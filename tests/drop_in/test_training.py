@@ -238,7 +238,12 @@ ADAPTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True, "lora_bias": False},
         ["self_attn", "mlp", "lm_head"],
     ),
+    "saved norms": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, []),
+    "saved head": ("llama_tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, ["lm_head"]),
+    "tokens": ("llama_tied", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 70]}, ["lm_head"]),
 }
+_FIRST = ("llama", "tokens")
+_TRAINED = ("lora_", "modules_to_save", "trainable_tokens_delta")
 
 
 def _adapted(case: str, **settings: Any) -> Any:
@@ -266,7 +271,7 @@ def _lora(case: str, sequence_parallel: bool, cp: int) -> dict[str, str]:
             _loss(each, IDS).backward()
     assert (outs[0] - outs[1]).abs().max() < 1e-10
     for (name, p), (other, q) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
-        assert name == other and p.requires_grad == q.requires_grad == ("lora_" in name)
+        assert name == other and p.requires_grad == q.requires_grad == any(each in name for each in _TRAINED)
         if p.requires_grad:
             assert p.grad.abs().max() > 1e-6, name
             assert (gather_whole(q.grad).reshape(p.shape) - p.grad).abs().max() < 1e-10, name
@@ -282,7 +287,8 @@ def _lora(case: str, sequence_parallel: bool, cp: int) -> dict[str, str]:
     ("world", "case", "sequence_parallel", "cp"),
     [
         (2, "llama", True, 1),
-        *exhaustive(*((2, case, sp, 1) for case in ADAPTED for sp in (True, False) if (case, sp) != ("llama", True))),
+        (2, "tokens", True, 1),
+        *exhaustive(*((2, case, sp, 1) for case in ADAPTED for sp in (True, False) if not sp or case not in _FIRST)),
         *exhaustive((4, "llama", True, 1), (4, "phi3", True, 1), (2, "llama", True, 2), (4, "llama", True, 2)),
     ],
 )

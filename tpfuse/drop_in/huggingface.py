@@ -20,8 +20,11 @@ return no logits in training either.) On one rank nothing is different.
 **Context parallelism.** The ranks of a context are given the same whole ids, labels, attention mask and positions, and
 take their shards (`tpfuse.parallel.context`). The attention of every layer is `ring_attention`, under the name
 "tpfuse_ring" of transformers' AttentionInterface. Where rows are padded, or packed from documents whose positions
-start again, the batch becomes one sequence of documents that do not see each other. The outputs at padding tokens are
-not those of the original, which has no use for them either.
+start again, the batch becomes one sequence of documents that do not see each other. Padding before a text sees nothing,
+as in the original, whose attention is zero there (but for "eager"): a label may follow it. The outputs at padding after
+a text are not those of the original, which has no use for them either.
+
+The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank.
 
 A hook on every parameter sums its gradients over the ranks of the context in each backward pass. So optimizers,
 gradient accumulation and clipping need nothing else, and other data-parallel code sums over the data-parallel ranks
@@ -45,6 +48,7 @@ no weights of another shape than in the file.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -63,7 +67,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
-from tpfuse.drop_in.converted import ConvertedColumnLinear, original_of, set_attributes
+from tpfuse.drop_in.converted import ConvertedColumnLinear, Original, original_of, set_attributes
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
 from tpfuse.ops.collectives import all_reduce
@@ -81,13 +85,15 @@ _CHANGES = ("resize_token_embeddings", "merge_and_unload", "merge_adapter", "add
 class ShardedTokens:
     """The tokens of a forward pass, sharded over the ranks of a context. Layers get them as their attention mask.
 
-    cu_seqlens: as for `ring_attention`, if the batch is one sequence of documents. last_position: [1, 1], the largest
-    position of all tokens. dropout_keys: [layers] int64, for the dropout of attention, if there is one. tensor_rank,
-    tensor_ranks: which of how many tensor-parallel ranks this is.
+    cu_seqlens: as for `ring_attention`, if the batch is one sequence of documents. unseeing: [1, local_length] bool,
+    this rank's tokens of padding before a text, which see no key; None if there are none. last_position: [1, 1], the
+    largest position of all tokens. dropout_keys: [layers] int64, for the dropout of attention, if there is one.
+    tensor_rank, tensor_ranks: which of how many tensor-parallel ranks this is.
     """
 
     sharded: ShardedBatch
     cu_seqlens: Tensor | None
+    unseeing: Tensor | None
     last_position: Tensor
     dropout_keys: Tensor | None
     tensor_rank: int
@@ -106,12 +112,13 @@ class ShardedTokens:
 class _Pass:
     """The forward pass that runs. head: the projection to the vocabulary if it keeps its output sharded.
 
-    tokens: None if every rank has all tokens. targets: this rank's labels, shifted, if tokens are sharded; items: the
-    number of labels of all ranks.
+    tokens: None if every rank has all tokens. shape: (batch, length) of the whole sequences. targets: this rank's
+    labels, shifted, if tokens are sharded; items: the number of labels of all ranks.
     """
 
     head: ConvertedColumnLinear | None
     tokens: ShardedTokens | None = None
+    shape: tuple[int, ...] = ()
     targets: Tensor | None = None
     items: Tensor | int | None = None
 
@@ -246,14 +253,22 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     causal = not _is_base(their) and _has_causal_loss(their)
     head = their.get_output_embeddings() if causal else None
     sharded = isinstance(head, ConvertedColumnLinear) and head.gather_output and head.group is not None
-    forward = ParallelForward(model, head if sharded else None, context if context.groups else None, tensor_mesh)
+    attention = their.config._attn_implementation
+    forward = ParallelForward(
+        model, head if sharded else None, context if context.groups else None, tensor_mesh, attention
+    )
     set_attributes(model, forward=forward)
     if causal:
         set_attributes(model, _loss_function=causal_loss)  # what transformers' setter of loss_function sets
     if context.groups:
         set_attributes(model, sum_over_context=context)
-        original_of(model).hooks.append(_AttentionChoice(model, their.config._attn_implementation))
+        original_of(model).hooks.append(_AttentionChoice(model, attention))
         their.set_attn_implementation(ATTENTION)
+        if their.base_model is not model:
+            original_of(their.base_model).hooks += [
+                their.base_model.register_forward_pre_hook(_take_mask, with_kwargs=True),
+                their.base_model.register_forward_hook(_give_whole_routers),
+            ]
         for module in model.modules():
             if _frequencies_depend_on_length(module):
                 original_of(module).hooks += [
@@ -294,7 +309,8 @@ class ParallelForward:
 
     head: the projection to the vocabulary, whose output stays sharded for the loss. context: None for one rank. stages:
     those of this rank, if the model has been cut: the arguments stage and stage_input then choose one of them and give
-    its input, and all but the last stage return the input of the next one.
+    its input, and all but the last stage return the input of the next one. attention: the implementation that the model
+    had before.
     """
 
     stages: DecoderStages | None = None
@@ -305,8 +321,10 @@ class ParallelForward:
         head: ConvertedColumnLinear | None,
         context: ContextParallel | None,
         tensor_mesh: DeviceMesh | None,
+        attention: str | None,
     ) -> None:
         self.model, self.head, self.context, self.tensor_mesh = model, head, context, tensor_mesh
+        self.attention = attention
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
         self.names = list(inspect.signature(model.forward).parameters)
 
@@ -318,7 +336,7 @@ class ParallelForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own forward returns for the whole sequences; the module says which logits."""
         kwargs = dict(zip(self.names, args, strict=False)) | kwargs
-        cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
+        cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache")) or kwargs.get("use_cache")
         if self.context is None:
             return self._run(kwargs, None)
         if not cached:
@@ -331,11 +349,11 @@ class ParallelForward:
         with_loss = kwargs.get("labels") is not None
         of_shards = with_loss and self.model.loss_function is causal_loss
         stage, x = kwargs.pop("stage", None), kwargs.pop("stage_input", None)
-        running, keep, shape = _Pass(self.head if of_shards else None), 0, torch.Size()
+        running, keep = _Pass(self.head if of_shards else None), 0
         if context is not None:
             if with_loss and not of_shards:
                 raise ValueError("context parallelism: the model has a loss of its own: expected that of transformers")
-            keep, shape = kwargs.pop("logits_to_keep", 0), _given(kwargs).shape[:2]
+            keep = kwargs.pop("logits_to_keep", 0)
             kwargs, running = self._shard(kwargs, running.head, context)
         wanted = kwargs.pop("return_dict", None)
         token = _running.set(running)
@@ -354,7 +372,9 @@ class ParallelForward:
         elif running.head is not None:
             out["logits"] = running.head.finish(out["logits"])
         if running.tokens is not None:
-            _gather(out, running.tokens.sharded, shape, keep)
+            _gather(out, running.tokens.sharded, running.shape, keep)
+            if self.model.base_model is self.model:
+                _gather_routers(out, running)
         if wanted is None:
             wanted = getattr(self.model.config, "return_dict", True)
         return out if wanted else out.to_tuple()
@@ -383,7 +403,8 @@ class ParallelForward:
             if x is not None and (not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != length):
                 described = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise ValueError(f"context parallelism: {name} is {described}: expected a tensor {(batch, length)}")
-        starts = _document_starts(kwargs.pop("attention_mask", None), positions, batch, length)
+        mask = kwargs.pop("attention_mask", None)
+        starts = _document_starts(mask, positions, batch, length)
         if positions is None:
             positions = torch.arange(length, device=given.device).unsqueeze(0)
         labels, shifted = kwargs.get("labels"), kwargs.pop("shift_labels", None)
@@ -396,22 +417,51 @@ class ParallelForward:
             shifted = _counted(shifted, kwargs.get("ignore_index", TORCH_IGNORE))
             per_token["labels"] = shifted
             items = (~is_ignored(shifted)).sum() if items is None else items
-        cu_seqlens = None
+        cu_seqlens = unseeing = None
         if starts is not None:
             ends = torch.tensor([batch * length], device=starts.device)
             cu_seqlens = torch.cat([starts.flatten().nonzero().flatten(), ends]).to(given.device, torch.int32)
+            if mask is not None:
+                unseeing = mask.cumsum(1) == 0
+                self._check_padding(mask.bool(), unseeing, shifted)
+                per_token["unseeing"] = unseeing
             per_token = {name: x.reshape(1, batch * length, *x.shape[2:]) for name, x in per_token.items()}
         sharded = context.sharded_batch(per_token["position_ids"])
         fills = {"labels": TORCH_IGNORE}
         mine = {name: sharded.shard(x, fills.get(name, 0)) for name, x in per_token.items()}
+        if mask is not None and kwargs.get(
+            "output_router_logits", getattr(self.model.config, "output_router_logits", 0)
+        ):
+            mine["attention_mask"] = mask  # for the losses of routers, which are computed from all tokens
         tokens = ShardedTokens(
             sharded,
             cu_seqlens,
+            mine.pop("unseeing", None),
             positions.max().view(1, 1),
             self._dropout_keys(context),
             *rank_and_size(group_of(self.tensor_mesh)),
         )
-        return kwargs | mine | {"use_cache": False}, _Pass(head, tokens, mine.get("labels"), items)
+        running = _Pass(head, tokens, given.shape[:2], mine.get("labels"), items)
+        return kwargs | mine | {"use_cache": False}, running
+
+    def _check_padding(self, mask: Tensor, unseeing: Tensor, shifted: Tensor | None) -> None:
+        """Raise ValueError if the output at a token of padding, which is not that of the original, has a label.
+
+        At padding before a text it is that of the original: attention returns zeros there, but for eager attention.
+        """
+        if shifted is None:
+            return
+        labelled = ~is_ignored(shifted) & ~mask
+        if bool((labelled & ~unseeing).any()):
+            raise ValueError(
+                "context parallelism: a label follows padding at the right: expected -100 for tokens that the attention"
+                " mask leaves out"
+            )
+        if self.attention == "eager" and bool(labelled.any()):
+            raise ValueError(
+                "context parallelism: the first token after padding at the left has a label, and eager attention"
+                ' averages all values there: expected -100, or attn_implementation="sdpa" before tpfuse.parallelize'
+            )
 
     def _dropout_keys(self, context: ContextParallel) -> Tensor | None:
         """Return keys for the dropout of attention that are equal on all ranks of the context, and new for each pass.
@@ -513,7 +563,7 @@ def _document_starts(mask: Tensor | None, positions: Tensor | None, batch: int, 
     return starts if bool(starts[:, 1:].any()) else None
 
 
-def _gather(out: Any, sharded: ShardedBatch, shape: torch.Size, keep: int | Tensor) -> None:
+def _gather(out: Any, sharded: ShardedBatch, shape: tuple[int, ...], keep: int | Tensor) -> None:
     """Replace the tensors of a model's output by those of all tokens. shape: (batch, length) of the whole sequences."""
     if out.get("hidden_states") is not None:
         raise ValueError("context parallelism: output_hidden_states is not supported: the states are shards of tokens")
@@ -523,6 +573,35 @@ def _gather(out: Any, sharded: ShardedBatch, shape: torch.Size, keep: int | Tens
             out[name] = whole.reshape(*shape, whole.shape[-1])
     if out.get("logits") is not None and not (isinstance(keep, int) and keep == 0):
         out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
+
+
+def _take_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens."""
+    running = _running.get()
+    sharded = running is not None and running.tokens is not None
+    return (args, {**kwargs, "attention_mask": None}) if sharded and "attention_mask" in kwargs else None
+
+
+def _give_whole_routers(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    """Replace the logits of routers in a decoder's output by those of all tokens, from which their loss follows."""
+    running = _running.get()
+    if running is not None and running.tokens is not None:
+        _gather_routers(out, running)
+
+
+def _gather_routers(out: Any, running: _Pass) -> None:
+    """Replace the logits of routers by those of all tokens; a rank's gradients are those of its own tokens."""
+    assert running.tokens is not None
+    sharded = running.tokens.sharded
+
+    def whole(x: Tensor) -> Tensor:
+        gathered = sharded.gather(x.reshape(sharded.batch, sharded.local_length, x.shape[-1]))
+        return gathered.reshape(*(running.shape if x.ndim > 2 else (math.prod(running.shape),)), x.shape[-1])
+
+    if getattr(out, "router_logits", None) is not None:
+        out["router_logits"] = tuple(whole(x) for x in out.router_logits)
 
 
 def causal_loss(
@@ -592,7 +671,8 @@ def _attention(
     query, key, value: [batch, heads, tokens, size]. attention_mask: what `_mask` returned. Raise ValueError, with the
     number of the layer, for what `ring_attention` cannot do.
     """
-    layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    kind = getattr(module, "unconverted", None) or Original(type(module))
+    layer = f"{kind.kind.__name__} of layer {getattr(module, 'layer_idx', '?')}"
     running = _running.get()
     for name in ("softcap", "s_aux", "head_mask"):
         if kwargs.get(name) is not None:
@@ -626,7 +706,10 @@ def _attention(
         cu_seqlens=attention_mask.cu_seqlens,
         **dropped,
     )
-    return attended.transpose(1, 2).contiguous(), None
+    out = attended.transpose(1, 2).contiguous()
+    if attention_mask.unseeing is not None:
+        out = out.masked_fill(attention_mask.unseeing[..., None, None], 0)
+    return out, None
 
 
 def _frequencies_depend_on_length(module: nn.Module) -> bool:

@@ -154,6 +154,11 @@ class DecoderConfig:
         """Raises ValueError for a model that tpfuse cannot train on `tp` tensor-parallel ranks."""
         if not 1 <= self.n_positions <= self.longest:
             raise ValueError(f"n_positions {self.n_positions}: expected 1 to {self.longest}, the model's context")
+        if self.settings.get("output_router_logits"):
+            raise ValueError(
+                "output_router_logits is true: tpfuse train adds no loss of routers to that of the tokens: set it to"
+                " false in config.json"
+            )
         model = self.empty(torch.float32)
         decoder_layers(model)
         if tp > 1 and dist.is_initialized():  # under torchrun; the ranks find sizes that they cannot divide
