@@ -40,7 +40,8 @@ _SIZES = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 # Conv1D with packed projections and a tied head; packed linear layers; a packed layer with few key/value heads, which
-# every rank holds whole; one key/value head; projections packed head by head, whose head has another name in the file.
+# every rank holds whole; one key/value head; projections packed head by head, whose head has another name in the file;
+# experts, each of which has tensors of its own in the files and none in the model (the order of 10 and 2 shows).
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {
         "vocab_size": 101, "n_embd": 48, "n_layer": 2, "n_head": 12, "n_positions": 64, "bos_token_id": 1,
@@ -51,6 +52,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES | {"num_key_value_heads": 1, "attention_bias": True}),
     "gemma2": ("Gemma2Config", _SIZES | {"num_key_value_heads": 4, "head_dim": 8}),
     "neox": ("GPTNeoXConfig", _SIZES),
+    "mixtral": ("MixtralConfig", _SIZES | {"num_key_value_heads": 4, "num_local_experts": 11, "intermediate_size": 16}),
 }  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def _load(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "family"),
     [
-        (2, "gpt2"), (2, "llama"), *exhaustive((2, "phi3"), (2, "phi3_few"), (2, "gemma2"), (2, "neox")),
+        (2, "gpt2"), (2, "llama"), (2, "mixtral"), *exhaustive((2, "phi3"), (2, "phi3_few"), (2, "gemma2"), (2, "neox")),
         *exhaustive(*((world, family) for world in (1, 3, 4) for family in _FAMILIES)),
     ],
 )  # fmt: skip
@@ -291,7 +293,7 @@ def _save(folder: Path, out: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "family"),
     [
-        (2, "phi3"), *exhaustive((2, "gpt2"), (2, "neox"), (2, "phi3_few"), (2, "gemma2"), (2, "llama")),
+        (2, "phi3"), (2, "mixtral"), *exhaustive((2, "gpt2"), (2, "neox"), (2, "phi3_few"), (2, "gemma2"), (2, "llama")),
         *exhaustive(*((world, family) for world in (1, 3, 4) for family in _FAMILIES)),
     ],
 )  # fmt: skip

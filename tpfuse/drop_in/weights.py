@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tpfuse.comm.layout import Slices, has_values, local_slices, local_tensor
 from tpfuse.drop_in.converted import set_attributes
+from tpfuse.drop_in.loaded_tensors import loaded_tensors
 from tpfuse.parallel.stored import StoredTensor, stored_tensors
 from tpfuse.parallel.whole import anywhere, gather_whole
 
@@ -101,7 +102,7 @@ def agreement(what: str, mesh: DeviceMesh) -> Iterator[None]:
 def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[StoredTensor]]:
     """Return the tensors in the files of every parameter and persistent buffer of a whole model, by its name.
 
-    A parameter that modules share may have several. Names may lack the model's `base_model_prefix`, or have it where
+    They are renamed and merged as transformers does when it loads a model (`loaded_tensors`). A parameter that modules share may have several. Names may lack the model's `base_model_prefix`, or have it where
     the model does not. Tensors that the model's class ignores, and those of buffers that the model computes, may be in
     the files too. Raise ValueError for files as `stored_tensors` does, and for tensors that are missing, unexpected, of
     another shape, or not floats where the model has floats.
@@ -113,7 +114,7 @@ def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[Store
         return _TODAY + name.removeprefix(_EARLIER) if name.startswith(_EARLIER) else name
 
     stored: dict[str, StoredTensor] = {}
-    for name, tensor in stored_tensors(folder_or_file).items():
+    for name, tensor in loaded_tensors(model, stored_tensors(folder_or_file)):
         if short(name) in stored:
             raise ValueError(f"{tensor.file}: {name} appears twice, also as {stored[short(name)].name}")
         stored[short(name)] = tensor

@@ -71,8 +71,8 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) ->
     state = torch.get_rng_state()
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**{**SIZES, **own, **settings})
-    # Soft caps and sinks need eager attention, and torch's grouped product of experts has no float64.
-    config._attn_implementation = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    # Soft caps, sinks and ALiBi need eager attention, and torch's grouped product of experts has no float64.
+    config._attn_implementation = "eager" if family in ("gemma2", "gpt_oss", "bloom") else "sdpa"
     config._experts_implementation = "eager"
     model = getattr(transformers, model_class)(config)
     for parameter in model.parameters():

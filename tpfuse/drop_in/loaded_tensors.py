@@ -1,0 +1,104 @@
+"""The tensors of files by the names, and in the shapes, that transformers gives them when it loads them.
+
+Release 5 of transformers has modules that do not look like the files of their models: for example, the experts of a
+layer are one parameter, and each of them is a tensor of its own in a file. Its table of conversions says which tensors
+it renames, and which it merges or splits; `save_pretrained` undoes this. Here the same conversions run when a tensor is
+read: until then only shapes are known.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpfuse.drop_in.huggingface import outermost
+from tpfuse.parallel.stored import StoredTensor
+
+
+@dataclass(frozen=True)
+class MergedTensor(StoredTensor):
+    """A tensor that transformers computes from tensors in files.
+
+    file, dtype: those of the first of them. name: the tensor's own. merge: what computes it.
+    """
+
+    merge: "_Merge"
+
+    def __getitem__(self, slices: slice | tuple[slice, ...] | EllipsisType) -> Tensor:
+        """Return a slice of the tensor. All tensors of which it is made are read for it. Raise ValueError as for one."""
+        return self.merge.run(lambda stored: stored[()])[self.name][slices]
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """A conversion of transformers. sources: the tensors for each of its patterns, in the order of their names."""
+
+    model: nn.Module
+    converter: Any
+    target: str
+    sources: dict[str, list[StoredTensor]]
+
+    def run(self, read: Any) -> dict[str, Tensor]:
+        """Return the tensors that the conversion makes, by their names. read: returns the values of a stored tensor."""
+        converter: Any = copy.deepcopy(self.converter)
+        for pattern, tensors in self.sources.items():
+            for tensor in tensors:
+                converter.add_tensor(self.target, tensor.name, pattern, lambda tensor=tensor: read(tensor))
+        made = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def tensors(self) -> Iterator[MergedTensor]:
+        """Yield what the conversion makes. Raise ValueError if the shapes of its sources do not fit."""
+        first = next(iter(self.sources.values()))[0]
+        try:
+            made = self.run(lambda stored: torch.empty(stored.shape, device="meta"))
+        except Exception as error:  # a conversion may fail anywhere
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{first.file}: transformers cannot make {self.target} of {first.name}: {reason}"
+            ) from error
+        for name, value in made.items():
+            yield MergedTensor(first.file, name, value.shape, first.dtype, self)
+
+
+def loaded_tensors(whole: nn.Module, stored: Mapping[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
+    """Return (name, tensor) of what transformers loads into a model for the tensors in files.
+
+    Tensors for which it has no conversion stay as they are, and so do all for other models and in release 4 of
+    transformers. Raise ValueError for tensors that it cannot convert.
+    """
+    model = outermost(whole)
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, dot_natural_key
+    except ImportError:
+        return list(stored.items())
+    if model is None:
+        return list(stored.items())
+    transforms: list[Any] = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    loaded: list[tuple[str, StoredTensor]] = []
+    merges: dict[str, _Merge] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        renamed = name
+        for transform in transforms:
+            if transform not in converters:
+                renamed, _ = transform.rename_source_key(renamed)
+        pattern, converter = None, None
+        for converter in converters:
+            renamed, pattern = converter.rename_source_key(renamed)
+            if pattern is not None:
+                break
+        if name in known and renamed not in known:
+            renamed, pattern = name, None
+        if pattern is None:
+            loaded.append((renamed, stored[name]))
+            continue
+        merge = merges.setdefault(renamed, _Merge(model, converter, renamed, {}))
+        merge.sources.setdefault(pattern, []).append(stored[name])
+    return loaded + [(tensor.name, tensor) for merge in merges.values() for tensor in merge.tensors()]
