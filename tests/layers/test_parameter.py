@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.parameter import empty_parameter, shared_generator
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
@@ -48,6 +50,32 @@ LAYERS: dict[str, tuple[type[nn.Module], tuple[int, int], dict[str, Any]]] = {
     "vocabulary": (VocabParallelEmbedding, (63, 9), {}),
     "positions": (PositionEmbedding, (63, 9), {}),
 }
+
+
+def _loads_whole_tensors(name: str) -> None:
+    kind, sizes, options = LAYERS[name]
+    for mesh in (tensor_mesh(), None):
+        layer = kind(*sizes, device_mesh=mesh, **options)
+        own = {key: integers(seed, *x.shape) for seed, (key, x) in enumerate(layer.named_parameters())}
+        packed = {key: x.flatten(0, 1) if name == "column" else x for key, x in own.items()}  # as in an nn.Linear
+        for state in (own, packed):
+            for parameter in layer.parameters():
+                parameter.data.zero_()
+            assert not any(layer.load_state_dict(state))
+            for key, parameter in layer.named_parameters():
+                found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                assert torch.equal(found, own[key]), key
+        other = kind(*sizes, device_mesh=mesh, **options)
+        assert not any(other.load_state_dict(layer.state_dict()))  # shards
+        pairs = zip(other.parameters(), layer.parameters(), strict=True)
+        assert all(torch.equal(local_tensor(x), local_tensor(y)) for x, y in pairs)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            layer.load_state_dict({key: x[1:] for key, x in packed.items()})
+
+
+def test_layers_take_the_weights_of_whole_ones() -> None:
+    for name in LAYERS:
+        pool(2).run(_loads_whole_tensors, name)
 
 
 def _initial(name: str) -> list[Tensor]:

@@ -29,7 +29,7 @@ class MergedTensor(StoredTensor):
     merge: "_Merge"
 
     def __getitem__(self, slices: slice | tuple[slice, ...] | EllipsisType) -> Tensor:
-        """Return a slice of the tensor. All tensors of which it is made are read for it. Raise ValueError as for one."""
+        """Return a slice of the tensor. Everything of which it is made is read for it. Raise ValueError as for one."""
         return self.merge.run(lambda stored: stored[()])[self.name][slices]
 
 

@@ -102,9 +102,10 @@ def agreement(what: str, mesh: DeviceMesh) -> Iterator[None]:
 def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[StoredTensor]]:
     """Return the tensors in the files of every parameter and persistent buffer of a whole model, by its name.
 
-    They are renamed and merged as transformers does when it loads a model (`loaded_tensors`). A parameter that modules share may have several. Names may lack the model's `base_model_prefix`, or have it where
-    the model does not. Tensors that the model's class ignores, and those of buffers that the model computes, may be in
-    the files too. Raise ValueError for files as `stored_tensors` does, and for tensors that are missing, unexpected, of
+    They are renamed and merged as transformers does when it loads a model (`loaded_tensors`). A parameter that modules
+    share may have several. Names may lack the model's `base_model_prefix`, or have it where the model does not. Tensors
+    that the model's class ignores, and those of buffers that the model computes, may be in the files too. Raise
+    ValueError for files as `stored_tensors` does, and for tensors that are missing, unexpected, of
     another shape, or not floats where the model has floats.
     """
     prefix = getattr(model, "base_model_prefix", "")
