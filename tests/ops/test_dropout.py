@@ -1,12 +1,14 @@
 """dropout: the hash, masks of slices, keys, and both paths."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tpfuse.backend import kernels
-from tpfuse.ops.dropout import dropout, dropout_key, dropout_keys, keep_mask
+from tpfuse.ops.dropout import drawn_keys, dropout, dropout_key, dropout_keys, keep_mask
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
 
@@ -87,6 +89,45 @@ def test_triton_has_the_same_mask_and_gradient(dtype: torch.dtype, p: float) -> 
 def test_the_operator_is_registered_correctly() -> None:
     x, rows = normal(1, 5, 16).requires_grad_(), torch.arange(5)
     torch.library.opcheck(torch.ops.tpfuse.dropout, (x, 0.3, rows, KEY))
+    torch.library.opcheck(torch.ops.tpfuse.keep_mask, (rows, 16, 0.3, KEY, None))
+    torch.library.opcheck(torch.ops.tpfuse.keep_mask, (rows, 16, 0.3, KEY, torch.arange(3)))
+
+
+def _drawn(x: Tensor) -> Tensor:
+    """Return x after two dropouts, with row numbers and keys that are made inside of the graph."""
+    rows = torch.arange(x[..., 0].numel()).view(x.shape[:-1])
+    return dropout(dropout(x, 0.2, rows, drawn_keys(x, 1)[0]), 0.3, rows, drawn_keys(x, 2)[1])
+
+
+def _values(function: Any, *shape: int) -> list[Tensor]:
+    x = torch.ones(*shape, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(3)
+    out = function(x)
+    out.sum().backward()
+    return [out.detach(), x.grad, torch.get_rng_state()]
+
+
+def test_a_graph_has_the_hash_and_the_draw_as_operators() -> None:
+    """Inductor would fold the products of the hash without a width, and draw other keys."""
+    kept: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        kept.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(_drawn, fullgraph=True, backend=backend)
+    assert all(map(torch.equal, _values(compiled, 2, 3, 4), _values(_drawn, 2, 3, 4)))
+    assert kept.count("tpfuse.keep_mask.default") == kept.count("tpfuse.drawn_keys.default") == 2
+    assert not [name for name in kept if "rand" in name or "xor" in name]
+
+
+@pytest.mark.compile
+def test_inductor_draws_the_masks_of_eager_code() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(_drawn, fullgraph=True)
+    for shape in ((2, 3, 4), (2, 8, 48), (3, 5, 7), (1, 1, 1)):
+        assert all(map(torch.equal, _values(compiled, *shape), _values(_drawn, *shape)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -82,8 +82,7 @@ def dense_attention(
     if dropout_p:
         assert head_rows is not None and dropout_key is not None
         heads = head_rows.unsqueeze(-1) if cu_seqlens_q is None else _of_queries(head_rows, document_q)
-        counters = (heads * dropout_width + q_pos).unsqueeze(-1) * dropout_width + k_pos
-        keep = keep_mask(counters, 1, dropout_p, dropout_key).squeeze(-1)
+        keep = keep_mask(heads * dropout_width + q_pos, dropout_width, dropout_p, dropout_key, k_pos)
         probabilities = probabilities * (keep.to(q.dtype) / (1.0 - dropout_p))
     out = torch.matmul(probabilities, v).masked_fill(blind, 0.0)
     if not return_lse:

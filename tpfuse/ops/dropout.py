@@ -6,6 +6,9 @@ the mask. The hash is the output function of splitmix64 (Steele, Lea and Flood 2
 over counter * golden ratio + key: a bijection of the counter whose bits pass BigCrush.
 
 Keys are tensors on the device: a compiled model and a CUDA graph take the keys of the next step as they take its batch.
+
+The products of the hash wrap around at 64 bits. Inductor folds integer expressions into constants without a width, so
+the hash is never part of a graph that torch.compile makes: there, a mask is one operator.
 """
 
 import hashlib
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from tpfuse.backend import use_triton
+from tpfuse.comm.layout import is_traced
 from tpfuse.kernels.dropout import dropout_forward, threshold
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
@@ -41,14 +45,47 @@ def _(like: Tensor, seed: int, step: int, sites: int) -> Tensor:
     return like.new_empty(sites, dtype=torch.int64)
 
 
-def keep_mask(rows: Tensor, width: int, p: float, key: Tensor) -> Tensor:
-    """Return a mask [..., width], true where an element is kept, for the global row numbers `rows` [...] int64."""
-    columns = torch.arange(width, device=rows.device)
+@custom_op("tpfuse::drawn_keys", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def drawn_keys(x: Tensor, count: int) -> Tensor:
+    """Return keys drawn from the default generator of x's device: [count] int64.
+
+    In a graph of torch.compile they are those that eager code draws, and x, a tensor to which one of the keys will be
+    applied, keeps the draws in their order.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (count,), device=x.device)
+
+
+@drawn_keys.register_fake
+def _(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=torch.int64)
+
+
+def keep_mask(rows: Tensor, width: int, p: float, key: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Return a mask [..., width], true where an element is kept, for the global row numbers `rows` [...] int64.
+
+    columns: the columns that the mask is for, int64 [columns], by default all of them.
+    """
+    mask: Tensor = (_keep_mask if is_traced(rows) else _hashed)(rows, width, p, key, columns)
+    return mask
+
+
+def _hashed(rows: Tensor, width: int, p: float, key: Tensor, columns: Tensor | None) -> Tensor:
+    columns = torch.arange(width, device=rows.device) if columns is None else columns
     x = (rows.unsqueeze(-1) * width + columns).mul_(_GOLDEN).add_(key)
     x.bitwise_xor_((x >> 30) & ((1 << 34) - 1)).mul_(_MIX1)
     x.bitwise_xor_((x >> 27) & ((1 << 37) - 1)).mul_(_MIX2)
     x.bitwise_xor_((x >> 31) & ((1 << 33) - 1))
     return x >= threshold(p)
+
+
+@custom_op("tpfuse::keep_mask", mutates_args=())
+def _keep_mask(rows: Tensor, width: int, p: float, key: Tensor, columns: Tensor | None) -> Tensor:
+    return _hashed(rows, width, p, key, columns)
+
+
+@_keep_mask.register_fake
+def _(rows: Tensor, width: int, p: float, key: Tensor, columns: Tensor | None) -> Tensor:
+    return rows.new_empty(*rows.shape, width if columns is None else len(columns), dtype=torch.bool)
 
 
 def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
