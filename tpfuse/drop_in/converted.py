@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
@@ -37,7 +38,7 @@ from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops.collectives import gather_last, replicate, split_last
-from tpfuse.ops.dropout import dropout
+from tpfuse.ops.dropout import drawn_keys, dropout
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
@@ -434,13 +435,12 @@ class ConvertedDropout(Converted, nn.Dropout):
         """Return this rank's shard with elements zeroed, and the others multiplied by 1 / (1 - p)."""
         if not self.training or self.p in (0.0, 1.0):
             return super().forward(input)
-        key = torch.randint(2**62, (), device=input.device)
         rank, ranks = rank_and_size(self.group)
         dim, shape = self.sequence_dim % input.ndim, list(input.shape[:-1])
         length = shape[dim]
         shape[dim] *= ranks
         rows = torch.arange(math.prod(shape), device=input.device).view(shape).narrow(dim, rank * length, length)
-        return dropout(input, self.p, rows.contiguous(), key)
+        return dropout(input, self.p, rows.contiguous(), drawn_keys(input, 1)[0])
 
 
 def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -616,7 +616,9 @@ def pad_sequence(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 
 def _padded(x: Tensor, dim: int, zeros: int) -> Tensor:
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, zeros)) if zeros else x
+    if statically_known_true(zeros == 0):  # of a length that torch.compile does not know, one graph pads none or some
+        return x
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, zeros))
 
 
 def gather_sequence(x: Tensor, dim: int, group: Any, length: int | None) -> Tensor:

@@ -49,9 +49,9 @@ no weights of another shape than in the file.
 
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
@@ -70,8 +70,9 @@ from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
 from tpfuse.drop_in.converted import ConvertedColumnLinear, Original, original_of, set_attributes
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
-from tpfuse.ops.collectives import all_reduce
+from tpfuse.ops.collectives import all_gather, all_reduce
 from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored
+from tpfuse.ops.dropout import drawn_keys
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.parallel.context import ContextParallel, ShardedBatch
 from tpfuse.parallel.pipeline.cut import Stage
@@ -123,7 +124,14 @@ class _Pass:
     items: Tensor | int | None = None
 
 
-_running: ContextVar[_Pass | None] = ContextVar("tpfuse_forward_pass", default=None)
+class _Running(threading.local):
+    """The pass that runs in a thread, None outside of all; torch.compile traces no ContextVar."""
+
+    def __init__(self) -> None:
+        self.now: _Pass | None = None
+
+
+_running = _Running()
 
 
 def outermost(model: nn.Module) -> nn.Module | None:
@@ -356,15 +364,12 @@ class ParallelForward:
             keep = kwargs.pop("logits_to_keep", 0)
             kwargs, running = self._shard(kwargs, running.head, context)
         wanted = kwargs.pop("return_dict", None)
-        token = _running.set(running)
+        before, _running.now = _running.now, running
         try:
             with _keeping_shards(running.head):
-                if stage is None:
-                    out = self.__wrapped__(**kwargs, return_dict=True)
-                else:
-                    out = self._run_stage(kwargs, stage, x)
+                out = self._run_own(kwargs) if stage is None else self._run_stage(kwargs, stage, x)
         finally:
-            _running.reset(token)
+            _running.now = before
         if isinstance(out, Tensor):
             return out
         if of_shards and self.model.training and (running.head is not None or running.tokens is not None):
@@ -379,12 +384,18 @@ class ParallelForward:
             wanted = getattr(self.model.config, "return_dict", True)
         return out if wanted else out.to_tuple()
 
+    def _run_own(self, kwargs: dict[str, Any]) -> Any:
+        """Return what the model's own forward returns; torch.compile does not trace the method of `__wrapped__`."""
+        if self.own is not None:
+            return self.own(**kwargs, return_dict=True)
+        return type(self.model).forward(self.model, **kwargs, return_dict=True)
+
     def _run_stage(self, kwargs: dict[str, Any], stage: Stage, x: Tensor | None) -> Any:
         """Return the output of a stage: a tensor, or, of the last stage, what the model's own forward returns."""
         assert self.stages is not None
         with self.stages.only(stage, x, _given(kwargs).shape[:2]) as running:
             if stage.last:
-                return self.__wrapped__(**kwargs, return_dict=True)
+                return self._run_own(kwargs)
             self.stages.decoder(**kwargs, return_dict=True)
             return running.output
 
@@ -438,7 +449,7 @@ class ParallelForward:
             cu_seqlens,
             mine.pop("unseeing", None),
             positions.max().view(1, 1),
-            self._dropout_keys(context),
+            self._dropout_keys(context, given),
             *rank_and_size(group_of(self.tensor_mesh)),
         )
         running = _Pass(head, tokens, given.shape[:2], mine.get("labels"), items)
@@ -463,7 +474,7 @@ class ParallelForward:
                 ' averages all values there: expected -100, or attn_implementation="sdpa" before tpfuse.parallelize'
             )
 
-    def _dropout_keys(self, context: ContextParallel) -> Tensor | None:
+    def _dropout_keys(self, context: ContextParallel, ids: Tensor) -> Tensor | None:
         """Return keys for the dropout of attention that are equal on all ranks of the context, and new for each pass.
 
         The first rank draws them. They are drawn before the layers run, since a layer that is recomputed draws nothing.
@@ -472,10 +483,9 @@ class ParallelForward:
         dropped = any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
         if not self.model.training or not dropped:
             return None
-        keys = torch.randint(-(2**63), 2**63 - 1, (config.num_hidden_layers,), device="cpu")
-        keys = keys.to(next(self.model.parameters()).device)
+        keys: Tensor = drawn_keys(ids, config.num_hidden_layers)
         for group in context.groups:
-            keys = collectives.all_gather(keys, group)[: len(keys)]
+            keys = all_gather(keys, group)[: len(keys)]
         return keys
 
     def sum_gradients(self) -> None:
@@ -579,14 +589,14 @@ def _take_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens."""
-    running = _running.get()
+    running = _running.now
     sharded = running is not None and running.tokens is not None
     return (args, {**kwargs, "attention_mask": None}) if sharded and "attention_mask" in kwargs else None
 
 
 def _give_whole_routers(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
     """Replace the logits of routers in a decoder's output by those of all tokens, from which their loss follows."""
-    running = _running.get()
+    running = _running.now
     if running is not None and running.tokens is not None:
         _gather_routers(out, running)
 
@@ -619,7 +629,7 @@ def causal_loss(
     for float64. In a forward pass of `ParallelForward` the logits may be of this rank's tokens and of its slice of the
     vocabulary; a rank's gradients are those of its own tokens.
     """
-    running = _running.get() or _Pass(None)
+    running = _running.now or _Pass(None)
     if running.targets is not None:
         target, num_items_in_batch = running.targets, running.items
     elif shift_labels is not None:
@@ -645,7 +655,7 @@ def _counted(labels: Tensor, ignore_index: int) -> Tensor:
 
 def _mask(*args: Any, **kwargs: Any) -> Any:
     """Return the attention mask of a forward pass, for transformers' AttentionMaskInterface."""
-    running = _running.get()
+    running = _running.now
     if running is None or running.tokens is None:
         from transformers.masking_utils import sdpa_mask
 
@@ -673,7 +683,7 @@ def _attention(
     """
     kind = getattr(module, "unconverted", None) or Original(type(module))
     layer = f"{kind.kind.__name__} of layer {getattr(module, 'layer_idx', '?')}"
-    running = _running.get()
+    running = _running.now
     for name in ("softcap", "s_aux", "head_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}")
@@ -723,7 +733,7 @@ def _append_last_position(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give a rotary embedding the largest position of all ranks too, so that its frequencies are equal on all."""
-    running = _running.get()
+    running = _running.now
     if running is None or running.tokens is None:
         return None
     positions = args[1] if len(args) > 1 else kwargs["position_ids"]
@@ -736,7 +746,7 @@ def _append_last_position(
 
 def _drop_last_position(module: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """Return the tables without the position that `_append_last_position` has appended."""
-    running = _running.get()
+    running = _running.now
     return None if running is None or running.tokens is None else tuple(table[:, :-1] for table in out)
 
 
