@@ -91,8 +91,10 @@ def test_the_end_of_the_schedule_is_said_once(words: str, said: list[str]) -> No
 
 def test_a_resumed_run_lists_its_changes(copied: Path, commands: Commands) -> None:
     commands.out = copied
+    (copied / ".stack-4000000").write_text("of a rank that was killed")
     changed = ("--optim.lr", "1e-3", "--train.log-every", "1", "--train.recompute", "full")
     assert "\nresuming with --optim.lr 0.001 (was 0.002)\n" in commands.resume("--train.steps", "13", *changed)
+    assert not [*copied.glob(".stack-*")]
     assert "resuming" not in commands.resume(), "the checkpoint of step 13 has it"
 
 

@@ -35,6 +35,12 @@ def offered_stack(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def remove_stacks(folder: Path) -> None:
+    """Removes the files of processes that were killed. No process may offer its stack there now. Raises OSError."""
+    for path in folder.glob(".stack-*"):
+        path.unlink(missing_ok=True)
+
+
 def state_of(pid: int) -> str:
     """Returns what a process of this host does, such as "S (sleeping)" or "T (stopped)"; "" if it has ended."""
     return _status(pid).get("State", "")

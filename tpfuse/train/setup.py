@@ -15,6 +15,7 @@ import torch
 
 from tpfuse import backend
 from tpfuse.backend import kernels, resolved_kernels
+from tpfuse.comm.stacks import remove_stacks
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good, open_checkpoint
@@ -419,6 +420,7 @@ def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
+        remove_stacks(folder)
         replace_file(folder / "config.toml", tomli_w.dumps(resolved(options)))
         replace_file(folder / "tokenizer.json", json.dumps(tokenizer.as_json()))
     except OSError as error:
