@@ -81,6 +81,16 @@ def test_resume_takes_the_configuration_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(tomli_w.dumps(resolved(options)))
     again = parse_train(["--resume", "--out", str(tmp_path), "--train.steps", "99"])
     assert (again.model.n_layer, again.train.steps, again.resume) == (2, 99, True)
+    assert (again.optim.decay_steps, again.data.order) == (77, "shuffled")
+
+
+def test_a_run_of_an_earlier_version_keeps_its_order(tmp_path: Path) -> None:
+    """Its config.toml names no order."""
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+    resume = ["--resume", "--out", str(tmp_path)]
+    assert parse_train(resume).data.order == "random"
+    assert parse_train([*resume, "--data.order", "shuffled"]).data.order == "shuffled"
+    assert parse_train([]).data.order == "shuffled"
 
 
 def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from torch import Tensor
 
 from tpfuse.train import batches
-from tpfuse.train.batches import Windows, unigram_loss, window_starts
+from tpfuse.train.batches import Windows, permuted, unigram_loss
 from tpfuse.train.corpus import read_text
 from tpfuse.train.data import EncodedText, kept_tokens, read_data, store
 from tpfuse.train.errors import UserError
-from tpfuse.train.options import DataOptions
+from tpfuse.train.options import DataOptions, Order
 from tpfuse.train.token_file import (
     HEADER_BYTES,
     VERSIONS,
@@ -335,18 +336,68 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert "class OrderedDict" in text
 
 
-def test_batches_depend_on_seed_and_step_alone() -> None:
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_batches_depend_on_seed_and_step_alone(order: Order) -> None:
     tokens = np.arange(5000, dtype=np.uint16)
-    windows = Windows(tokens, 16, 3, "train", 12)
+    windows = Windows(tokens, 16, 3, "train", 12, order)
     ids, targets = windows.sequences(7, 0, 12, torch.device("cpu"))
     assert ids.dtype == torch.int64
     assert torch.equal(ids[:, 1:], targets[:, :-1])
     assert torch.equal(targets, ids + 1)
-    parts = [Windows(tokens, 16, 3, "train", 12).sequences(7, i, i + 4, torch.device("cpu"))[0] for i in (0, 4, 8)]
+    others = [Windows(tokens, 16, 3, "train", 12, order) for _ in range(3)]
+    parts = [other.sequences(7, 4 * i, 4 * i + 4, torch.device("cpu"))[0] for i, other in enumerate(others)]
     assert torch.equal(torch.cat(parts), ids)
     assert not torch.equal(windows.sequences(8, 0, 12, torch.device("cpu"))[0], ids)
-    assert window_starts(3, "train", 7, 12, 100).tolist() != window_starts(4, "train", 7, 12, 100).tolist()
-    assert window_starts(3, "train", 7, 12, 100).tolist() != window_starts(3, "val", 7, 12, 100).tolist()
+    for other in (Windows(tokens, 16, 4, "train", 12, order), Windows(tokens, 16, 3, "val", 12, order)):
+        assert not torch.equal(other.sequences(7, 0, 12, torch.device("cpu"))[0], ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 64, 1000, 4097])
+def test_a_shuffled_order_is_a_permutation(size: int) -> None:
+    first, second = (permuted(bytes([key]) * 64, np.arange(size), size) for key in (1, 2))
+    assert sorted(first) == sorted(second) == list(range(size))
+    assert size < 5 or first.tolist() != second.tolist() != list(range(size))
+    parts = [permuted(bytes([1]) * 64, np.arange(place, min(place + 7, size)), size) for place in range(0, size, 7)]
+    assert np.concatenate(parts).tolist() == first.tolist()
+
+
+def test_a_shuffled_order_is_even_and_needs_no_memory() -> None:
+    """Each of 10 places has each of 10 values equally often: chi-squared of 9 degrees is above 34 in 1 of 10,000."""
+    keys = [hashlib.blake2b(f"{key}".encode()).digest() for key in range(2000)]
+    found = np.stack([permuted(key, np.arange(10), 10) for key in keys])
+    for place in range(10):
+        counts = np.bincount(found[:, place], minlength=10)
+        assert ((counts - 200) ** 2 / 200).sum() < 34
+    successors = (np.diff(found, axis=1) == 1).mean()
+    assert successors == pytest.approx(0.1, abs=0.01), "neighbours are neighbours no more often than by chance"
+    tracemalloc.start()
+    far = permuted(keys[0], np.array([0, 10**13 - 1]), 10**13)
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+    assert len({*far.tolist()}) == 2 and far.min() >= 0 and far.max() < 10**13
+
+
+def _shuffled(tokens: np.ndarray, batch: int, numbers: range, ahead: int = 0) -> Tensor:
+    windows = Windows(tokens, 16, 3, "train", batch, "shuffled")
+    windows.ahead = ahead
+    return torch.cat([windows.sequences(number, 0, batch, torch.device("cpu"))[1] for number in numbers])
+
+
+def test_an_epoch_reads_each_token_once() -> None:
+    """62 windows of 16 tokens fit into 1000, of which 7 are left over; a batch of 31 takes two steps to an epoch."""
+    epochs = [_shuffled(np.arange(1000), 31, range(step, step + 2)).view(-1) for step in (0, 2, 4, 6)]
+    for epoch in epochs:
+        first = int(epoch.min())
+        assert sorted(epoch.tolist()) == list(range(first, first + 62 * 16)) and 1 <= first <= 8
+    assert len({int(epoch.min()) for epoch in epochs}) > 1, "the windows are cut elsewhere"
+    assert len({tuple((epoch - epoch.min()).tolist()) for epoch in epochs}) == 4, "each epoch has an order of its own"
+
+
+def test_an_order_continues_with_another_batch_and_over_the_end_of_an_epoch() -> None:
+    tokens = np.arange(1000)
+    whole = _shuffled(tokens, 12, range(11))
+    assert torch.equal(whole[4 * 12 :], _shuffled(tokens, 28, range(4, 7), ahead=4 * 12 - 4 * 28))
+    assert torch.equal(whole, torch.cat([_shuffled(tokens, 1, range(row, row + 1)) for row in range(132)]))
 
 
 def test_every_window_can_be_drawn() -> None:

@@ -276,7 +276,7 @@ def test_triton_kernels_train_as_torchs_do(
     losses, own_weights = pool(tp).run(trained_by, name, tp, dtype, config, steps, products)[0]
     truth, weights = pool(1).run(trained_by, "torch", 1, "float64", config, steps)[0]
     plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, config, steps)[0]
-    assert truth[-1] < truth[0] - 0.01 * steps
+    assert truth[-1] < truth[0] - 0.005 * steps
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert (losses - truth).abs().max() <= 2 * (plain - truth).abs().max() + eps * truth.max()
     assert distance(own_weights, weights) <= 2 * distance(plain_weights, weights)

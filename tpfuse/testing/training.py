@@ -69,7 +69,8 @@ def new_trainer(options: TrainCommand, config: ModelConfig = CONFIG) -> tuple[Tr
         mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp, ulysses, parallel.pp)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)
-    windows = Windows(tokens, config.n_positions, options.train.seed, "train", options.train.batch)
+    seed, batch, order = options.train.seed, options.train.batch, options.data.order
+    windows = Windows(tokens, config.n_positions, seed, "train", batch, order)
     return Trainer(options, config, mesh, torch.device("cpu")), windows
 
 
@@ -110,6 +111,7 @@ def train(
         assert found is not None
         found.load(trainer.shards())
         trainer.restore(found.state)
+        windows.ahead = trainer.ahead // config.n_positions
         assert differing(found, trainer.shards(), trainer.world_group) == []
         assert trainer.optimizer.updates == found.step
     with implementation(name):

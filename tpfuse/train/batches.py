@@ -1,4 +1,9 @@
-"""Batches that depend on (seed, step) alone, so that every layout draws the same windows and takes its own slice."""
+"""Batches that depend on (seed, step) alone, so that every layout draws the same windows and takes its own slice.
+
+In the order `shuffled` the tokens are cut into windows that follow each other, and each epoch reads all of them in an
+order of its own. A window is computed from its place in that order, so no list of them is kept. In the order `random`
+each window begins anywhere, and a pass over as many tokens as there are leaves about 1/e of them unread.
+"""
 
 import hashlib
 from typing import NamedTuple
@@ -9,8 +14,10 @@ import torch
 from torch import Tensor
 
 from tpfuse.models.key_value_cache import KeyValueCache
+from tpfuse.train.options import Order
 from tpfuse.train.tokenizer import TokenSequence
 
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
 _CHUNK = 1 << 20  # tokens that are counted at once: np.bincount converts each token to 8 bytes
 
 
@@ -42,16 +49,59 @@ def window_starts(
     return generator.integers(0, limit, size=count)
 
 
-class Windows:
-    """Windows of `length` tokens, and for each of their tokens the one that follows. tokens: [n] uint16, n > length."""
+def permuted(key: bytes, places: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+    """Returns what a permutation of range(size) makes of `places`. key: chooses the permutation, 64 bytes.
 
-    def __init__(self, tokens: TokenSequence, length: int, seed: int, stream: str, batch: int) -> None:
+    A Feistel network of 8 rounds (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
+    functions", 1988) permutes all numbers of the smallest even number of bits that `size` needs. A result outside the
+    range is permuted again until it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002), less than 4 times on average. Its round function is a multiplicative hash, which is no cipher.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    values = places.astype(np.uint64)
+    walking = np.arange(len(values))
+    while len(walking):
+        left, right = values[walking] >> np.uint64(half), values[walking] & np.uint64((1 << half) - 1)
+        for round_key in np.frombuffer(key, dtype="<u8"):
+            hashed = (right ^ round_key) * _FACTOR
+            hashed = (hashed ^ (hashed >> np.uint64(32))) * _FACTOR
+            left, right = right, left ^ (hashed >> np.uint64(64 - half))
+        values[walking] = (left << np.uint64(half)) | right
+        walking = walking[values[walking] >= size]
+    return values.astype(np.int64)
+
+
+class Windows:
+    """Windows of `length` tokens, and for each of their tokens the one that follows. tokens: [n] uint16, n > length.
+
+    ahead: in the order `shuffled`, the number of sequences read before batch 0, which may be negative: a run that
+    resumes with another batch has read other sequences than `batch` for each step.
+    """
+
+    def __init__(
+        self, tokens: TokenSequence, length: int, seed: int, stream: str, batch: int, order: Order = "random"
+    ) -> None:
         self.tokens, self.length, self.seed, self.stream, self.batch = tokens, length, seed, stream, batch
+        self.order, self.ahead = order, 0
+
+    def _starts(self, number: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Returns where the windows of sequences [start, stop) of batch `number` start."""
+        if self.order == "random":
+            count = len(self.tokens) - self.length
+            return window_starts(self.seed, self.stream, number, self.batch, count)[start:stop]
+        count, spare = divmod(len(self.tokens) - 1, self.length)  # windows, and tokens that fill no window
+        epochs, places = np.divmod(self.ahead + number * self.batch + np.arange(start, stop), count)
+        starts = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            key = hashlib.blake2b(f"{self.seed} {self.stream} epoch {epoch}".encode()).digest()
+            offset = int.from_bytes(key[:4], "little") % (spare + 1)  # so that windows are cut elsewhere in each epoch
+            starts[epochs == epoch] = offset + self.length * permuted(key, places[epochs == epoch], count)
+        return starts
 
     def sequences(self, number: int, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns (ids, targets) of sequences [start, stop) of batch `number`, each [stop - start, length] int64."""
-        starts = window_starts(self.seed, self.stream, number, self.batch, len(self.tokens) - self.length)
-        windows = [self.tokens[first : first + self.length + 1] for first in starts[start:stop].tolist()]
+        starts = self._starts(number, start, stop).tolist()
+        windows = [self.tokens[first : first + self.length + 1] for first in starts]
         both = torch.from_numpy(np.stack(windows).astype(np.int64)).to(device)
         return both[:, :-1], both[:, 1:]
 

@@ -22,11 +22,13 @@ import tpfuse.models
 from tpfuse.nearest import nearest
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
-from tpfuse.train.options import ModelOptions, PrepareCommand, Preset, TrainCommand
+from tpfuse.train.options import DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.untrusted import Unreadable, quoted
 
 T = TypeVar("T")
 PRESETS: tuple[str, ...] = get_args(Preset)
+BEFORE = TrainCommand(data=DataOptions(order="random"))
+"""The options of runs that were begun before these options could be given."""
 _SHAPE = tuple(item.name for item in fields(ModelOptions) if item.name not in ("from_", "n_positions"))
 
 
@@ -215,8 +217,11 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
     options = overlaid(options, inherited, source)
     for index, (file, table) in enumerate(sources):
+        own = index == 0 and "--resume" in arguments  # the run's own file
+        if own:
+            options = replace(options, data=replace(options.data, order=BEFORE.data.order))
         options = overlaid(options, table, file)
-        if index == 0 and "--resume" in arguments:
+        if own:
             options = _with_end(options)
     return parse_command(TrainCommand, arguments, "train", options)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tpfuse.train.config import resolved
+from tpfuse.train.config import BEFORE, resolved
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import Effect, TrainCommand
 from tpfuse.train.schedule import units
@@ -38,11 +38,11 @@ def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
 
 
 def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
-    """Returns the options that have changed, by name. An option that the checkpoint does not have had its default.
+    """Returns the options that have changed, by name. An option that the checkpoint lacks is that of `BEFORE`.
 
     before: the options in the checkpoint.
     """
-    now, default = _with_end(resolved(options)), resolved(TrainCommand())
+    now, default = _with_end(resolved(options)), resolved(BEFORE)
     before = _with_end(before)
     found: dict[str, Change] = {}
     for place, effect in effects().items():

@@ -153,7 +153,8 @@ class TrainingLoop:
         self.data, self.tokenizer = run.data, run.data.train.tokenizer
         self.train_tokens, self.val_tokens = run.data.open(run.options.data.val_fraction)
         options, length = run.options.train, run.config.n_positions
-        self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch)
+        order = run.options.data.order
+        self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch, order)
         self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
         held = held_bytes(device)
         draw = run.checkpoint is None and run.weights is None
@@ -207,6 +208,7 @@ class TrainingLoop:
         self._on_all_ranks(load)
         state = opened[0].state
         self.trainer.restore(state)
+        self.windows.ahead = self.trainer.ahead // self.run.config.n_positions
         match state.get("decisions"):
             case {"machine": str(name), "cases": cases} if name == machine(self.device.type):
                 self.decisions = from_json(cases)

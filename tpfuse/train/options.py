@@ -21,6 +21,7 @@ from tpfuse.choices import (
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Autocast = Literal["none", "bfloat16", "float16"]
 LearningRateSchedule = Literal["cosine", "linear", "constant", "wsd"]
+Order = Literal["shuffled", "random"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 
 
@@ -91,6 +92,9 @@ class DataOptions:
     tokenizer.json of a run). The JSON file beside a token file overrides it."""
     val_fraction: Alters[float] = 0.1
     """Keep this fraction of the tokens, at their end, for validation if --data.val-path is not given."""
+    order: Alters[Order] = "shuffled"
+    """Train on windows of the text in this order: shuffled (each token once in an epoch, in an order that changes with
+    the epoch) or random (each window begins anywhere). Both follow from the seed and the step alone."""
 
 
 @dataclass(frozen=True)
