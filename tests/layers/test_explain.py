@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,14 @@ from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.measurement import measuring
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
+from tpfuse.layers.layer_norm import LayerNorm
+from tpfuse.layers.partial_gradients import warnings_of
+from tpfuse.layers.position_embedding import PositionEmbedding
+from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.ops.collectives import replicate
 from tpfuse.parallel.pipeline.cut import Cost
 from tpfuse.parallel.pipeline.order import PipelineSchedule
 from tpfuse.parallel.pipeline.pipeline import Pipeline
@@ -196,3 +203,67 @@ def test_only_the_first_rank_prints() -> None:
     first, second = pool(2).run(_printed)
     assert first.count("\n") == 5 and "CPU ranks of one host" in first
     assert second == ""
+
+
+class Summed(nn.Module):
+    """A scale with a plain parameter, whose gradient the module sums itself unless an engine does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.sum_gradients = nn.Parameter(torch.ones(8)), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * replicate(self.weight, torch.distributed.group.WORLD if self.sum_gradients else None)
+
+
+class Mixed(nn.Module):
+    """A block with parameters of plain modules on shards: of the sequence (positions, norm) and of heads (scale)."""
+
+    def __init__(self, right: bool) -> None:
+        super().__init__()
+        mesh = tensor_mesh()
+        options: dict[str, Any] = {"sequence_parallel": True, "device_mesh": mesh}
+        self.tokens = VocabParallelEmbedding(12, 8, **options)
+        self.positions = PositionEmbedding(6, 8, **options) if right else nn.Embedding(6, 8)
+        self.norm = LayerNorm(8, **options) if right else LayerNorm(8, device_mesh=mesh)
+        self.up, self.down = ColumnParallelLinear(8, 12, **options), RowParallelLinear(12, 8, **options)
+        self.scale = nn.PReLU(init=0.5)  # one parameter for all features
+        self.last = nn.Sequential(RMSNorm(8, **options), Summed()) if right else nn.RMSNorm(8)
+        self.right = right
+
+    def forward(self) -> Tensor:
+        rank = tensor_mesh().get_local_rank()
+        x = self.tokens(torch.arange(6)[None]) + self.positions(torch.arange(3 * rank, 3 * rank + 3))
+        inner = self.up(self.norm(x))
+        x = self.down(torch.relu(inner) if self.right else self.scale(inner), residual=x)
+        return self.tokens.loss(self.last(x), torch.arange(6), 1.0)
+
+
+def _warnings(right: bool, taken: bool) -> tuple[list[str], str]:
+    model = Mixed(right)
+    if taken:
+        del model.scale
+        tpfuse.GradientBuckets(model, data_group=None, world_group=torch.distributed.group.WORLD)
+    model()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        tpfuse.explain(model)
+    return warnings_of(model), printed.getvalue()
+
+
+def test_parameters_that_saw_a_shard_are_named() -> None:
+    (lines, printed), (others, silent) = pool(2).run(_warnings, False, False)
+    seen = [re.match(r"warning: (\S+) \((.*)\) of (\w+) sees this rank's shard of the (\w+) alone", x) for x in lines]
+    assert [each.groups() for each in seen if each] == [
+        ("positions.weight", "6, 8", "Embedding", "sequence"),
+        ("norm.weight", "8,", "LayerNorm", "sequence"),
+        ("norm.bias", "8,", "LayerNorm", "sequence"),
+        ("scale.weight", "1,", "PReLU", "features"),
+        ("last.weight", "8,", "RMSNorm", "sequence"),
+    ]
+    assert others == lines and printed.endswith("\n".join(lines) + "\n") and not silent
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_layers_whose_gradients_are_summed_are_not_named(taken: bool) -> None:
+    """Also where an engine sums them."""
+    assert [lines for lines, _ in pool(2).run(_warnings, True, taken)] == [[], []]

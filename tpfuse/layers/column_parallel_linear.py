@@ -26,6 +26,7 @@ from tpfuse.layers.parameter import (
     splits,
     take_,
 )
+from tpfuse.layers.partial_gradients import look
 from tpfuse.ops.activation import GATED, check_activation
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
@@ -129,6 +130,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
             weight = weight.flatten(0, 1)
             bias = None if bias is None else bias.flatten()
         if self.sequence_parallel and group is not None:
+            look(self, x, "sequence")
             x = sequence_first(x, self.sequence_dim)
             out = all_gather_linear(x, weight, bias, group, activation=self.activation)
             out = sequence_back(out, self.sequence_dim)

@@ -11,6 +11,7 @@ from torch import nn
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.partial_gradients import warnings_of
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear.backend import measured_products
 
@@ -96,6 +97,9 @@ def summary(layer_plans: Sequence[LayerPlan]) -> str:
 def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     """Print, on the first rank, a line for each layer of `plans` (shapes, implementation, reason); return the plans.
 
+    After a forward pass with gradients, a warning follows for each parameter that saw a part of the activations alone,
+    and whose gradient nothing sums over the ranks (`tpfuse.layers.partial_gradients`).
+
     model: a module, or a `tpfuse.Pipeline`. The first rank prints the stages of a pipeline before the layers of its own
     stages, which it prints if there are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
     """
@@ -109,6 +113,7 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     if layer_plans or not lines:
         for row in rows:
             lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    lines += warnings_of(model.model if isinstance(model, ExplainedTraining) else model)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("\n".join(lines))
     return layer_plans

@@ -25,6 +25,7 @@ from tpfuse.layers.parameter import (
     splits,
     take_,
 )
+from tpfuse.layers.partial_gradients import look
 from tpfuse.ops.collectives import split_last
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
@@ -109,7 +110,10 @@ class RowParallelLinear(OnMesh, nn.Linear):
         group = self.group
         if not self.input_is_parallel:
             x = split_last(x, group)
+        elif group is not None:
+            look(self, x, "features")
         if self.sequence_parallel and group is not None:
+            look(self, residual, "sequence")
             if residual is not None:
                 residual = sequence_first(residual, self.sequence_dim)
             x = sequence_first(x, self.sequence_dim)

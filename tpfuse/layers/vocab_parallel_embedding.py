@@ -21,6 +21,7 @@ from tpfuse.layers.parameter import (
     shared_generator,
     take_,
 )
+from tpfuse.layers.partial_gradients import look
 from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm
@@ -127,6 +128,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         weight, group = local(self.weight), self.group
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
+            self._look(x)
             logits = all_gather_linear(sequence_first(x, self.sequence_dim), weight, None, group)
             logits = sequence_back(logits, self.sequence_dim)
         else:
@@ -144,6 +146,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         group = self.group
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
+            self._look(x)
             x = sequence_back(all_gather(sequence_first(x, self.sequence_dim), group), self.sequence_dim)
         else:
             x = replicate(x, group)
@@ -151,6 +154,10 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         weights = x.new_full(x.shape[:1], weight, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
         table = local(self.weight)
         return linear_cross_entropy(x, table, target, self.num_embeddings, group, weights=weights)[0]
+
+    def _look(self, x: Tensor) -> None:
+        if self.group is not None:
+            look(self, x, "sequence")
 
     def extra_repr(self) -> str:
         """Return the text that print(layer) shows between the brackets."""
