@@ -222,17 +222,14 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
 def _read(tensor: StoredTensor, name: str, width: int, slices: tuple[tuple[int, int], ...]) -> Tensor:
     """Reads the slice [start, stop) … of parameter `name` of `GPT` from the stored tensor."""
     rows = [slice(*bounds) for bounds in slices]
-    packed = "c_attn" in name
-    if not packed:
+    if "c_attn" not in name or name.endswith("bias"):
         return tensor[rows[1], rows[0]].t() if _LINEAR.search(name) else tensor[tuple(rows)]
     parts, height = range(*slices[0]), slices[1]
     columns = [slice(p * width + height[0], p * width + height[1]) for p in parts]
-    if name.endswith("bias"):
-        return torch.stack([tensor[c] for c in columns])
     return torch.stack([tensor[rows[2], c].t() for c in columns])
 
 
 def _to_conv1d(name: str, whole: Tensor) -> Tensor:
-    if "c_attn" in name:
+    if "c_attn" in name and name.endswith("weight"):
         whole = whole.flatten(0, 1)
     return whole.t().contiguous() if _LINEAR.search(name) else whole.contiguous()

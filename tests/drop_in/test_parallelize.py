@@ -209,6 +209,7 @@ def _parameters_survive() -> None:
     for family in ("gpt2", "llama_tied"):
         model = decoder(family)
         names = [name for name, _ in model.named_parameters()]
+        matrices = [parameter.dim() >= 2 for parameter in model.parameters()]
         twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         for index, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(index % 3 > 0)
@@ -221,6 +222,7 @@ def _parameters_survive() -> None:
             for index, parameter in enumerate(model.parameters()):
                 assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
                 assert parameter.requires_grad == (index % 3 > 0) and parameter.number == index
+                assert (parameter.dim() >= 2) == matrices[index], "a rule of weight decay chooses the same ones"
             logits = _logits(model)
             logits.sum().backward()
             assert [parameter.grad is not None for parameter in model.parameters()] == [

@@ -139,7 +139,7 @@ def _parameters() -> None:
         (column.weight, (SIZE, 9), Shard(0), (own, 9)),
         (column.bias, (SIZE,), Shard(0), (own,)),
         (packed.weight, (3, SIZE, 9), Shard(1), (3, own, 9)),
-        (packed.bias, (3, SIZE), Shard(1), (3, own)),
+        (packed.bias, (3 * SIZE,), Replicate(), (3 * SIZE,)),  # one dimension: p.dim() >= 2 decays matrices alone
         (row.weight, (9, SIZE), Shard(1), (9, own)),
         (row.bias, (9,), Replicate(), (9,)),
     ):
@@ -182,9 +182,14 @@ def _from_linear(dtype: torch.dtype) -> None:
         row = RowParallelLinear.from_linear(linear, sequence_parallel=True, device_mesh=mesh)
         width = SIZE // world
         assert torch.equal(row(wide[:, rank * width : (rank + 1) * width]), linear(wide)[rank : rank + 1])
-    packed = _linear(9, 3 * SIZE, dtype, False)
+    packed = _linear(9, 3 * SIZE, dtype, True)
     column = ColumnParallelLinear.from_linear(packed, parts=3, gather_output=True, device_mesh=mesh)
     assert torch.equal(column(x), packed(x)), "each part is sharded by itself"
+    weights = integers(4, 3 * SIZE, dtype=dtype)
+    for layer in (column, packed):
+        (layer(x) * weights).sum().backward()
+    assert column.bias.grad is not None
+    assert torch.equal(local_tensor(column.bias.grad), packed.bias.grad), "each rank has the whole gradient"
     assert RowParallelLinear.from_linear(linear, sequence_parallel=True, sequence_dim=0).sequence_dim == 0
 
 

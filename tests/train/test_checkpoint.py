@@ -471,6 +471,17 @@ def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -
     return whole
 
 
+def test_a_bias_that_was_saved_in_two_dimensions_loads_into_one(tmp_path):
+    """Biases of packed projections were [parts, height]; a range of their elements is a state's shard."""
+    saved = torch.arange(12.0).view(3, 4)
+    halves = [shard(saved, ((0, 3), (0, 2))), shard(saved, ((0, 3), (2, 4)))]
+    checkpoint.save(tmp_path, 1, {"bias": halves}, STATE, keep=0, group=None, warn=silent)
+    loaded = torch.zeros(12)
+    pieces = [Shard((12,), ((a, b),), loaded[a:b], True) for a, b in ((0, 3), (3, 9), (9, 12))]
+    checkpoint.newest_good(tmp_path, warn=silent).load({"bias": pieces})
+    assert torch.equal(loaded, saved.flatten())
+
+
 def test_flaws_of_partitions_agree_with_counting_every_element():
     choose = random.Random(0)
     pinwheel = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]

@@ -246,7 +246,7 @@ def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> 
     differences = {name: found[name].double() - truth[name] for name in truth}
     for name, difference in differences.items():
         if name.endswith("c_attn.bias"):
-            difference[1] = 0.0  # of q, k, v
+            difference.view(3, -1)[1] = 0.0  # of q, k, v
     return torch.cat([difference.flatten() for difference in differences.values()]).norm().item()
 
 

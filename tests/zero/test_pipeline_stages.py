@@ -243,8 +243,9 @@ def test_wrong_use_is_refused() -> None:
     group = dist.group.WORLD
     found = message(sharded, tied=["blocks.0.never"], tied_group=group)
     assert found.startswith("blocks.0.never is tied and replicated: expected a shard on each")
-    sharded.embed.sum_gradients = True  # type: ignore[assignment]
-    assert message(sharded, tied=[TIED], tied_group=group).startswith("embed.weight is tied, and its gradients are")
+    partial = Staged([0], 2)
+    partial.embed.sum_gradients = True  # type: ignore[assignment]
+    assert message(partial, tied=[TIED], tied_group=group).startswith("embed.weight is tied, and its gradients are")
     lonely = FullySharded(Staged([0], 2), mesh=mesh_of(2, 1))
     with pytest.raises(ValueError, match=r'start\(backwards=2\): expected 1, because the mesh has no dimension "pp"'):
         lonely.start(last=True, backwards=2)

@@ -140,7 +140,8 @@ def _block(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> Iterator[tupl
     row = "replicated" if tp > 1 else "sharded"
     yield from norm
     if is_packed(sizes):
-        yield from _linear(sizes, "sharded", (3, query, width), (3, query))
+        packed_bias = "partial" if tp > 1 else "sharded"  # whole on every rank, which uses a part
+        yield from _linear(sizes, packed_bias, (3, query, width), (3 * query * tp,))
     else:
         for rows in (query, key, key):
             yield from _linear(sizes, "sharded", (rows, width), (rows,))

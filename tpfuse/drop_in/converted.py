@@ -33,7 +33,15 @@ from tpfuse.comm.mesh import check_order, rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
-from tpfuse.layers.parameter import Borrowed, OnMesh, gather_features, local, sequence_back, sequence_first
+from tpfuse.layers.parameter import (
+    Borrowed,
+    OnMesh,
+    gather_features,
+    local,
+    packed_bias,
+    sequence_back,
+    sequence_first,
+)
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -300,7 +308,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
             weight, bias = self._selected(weight), None if bias is None else self._selected(bias)
         elif self.parts > 1:
             weight = weight.flatten(0, 1)
-            bias = None if bias is None else bias.flatten()
+            bias = None if bias is None else packed_bias(bias, self.parts, self.group, bool(self.sum_gradients))
         return weight, bias
 
     def _selected(self, x: Tensor) -> Tensor:

@@ -164,24 +164,24 @@ class FusedColwiseParallel(ColwiseParallel):
         input_layout = self.input_layouts[0]
         shape: tuple[int, ...] | None = None
         dim: int | None = 1 if transposed else 0
-        bias_shape: tuple[int, ...] | None = None
         bias_dim: int | None = 0
         if self.ranges is not None:
             dim = bias_dim = None
         elif self.parts > 1:
             packed = (self.parts, outer // self.parts)
-            shape, bias_shape = ((inner, *packed) if transposed else (*packed, inner)), packed
-            dim, bias_dim = 2 if transposed else 1, 1
+            shape = (inner, *packed) if transposed else (*packed, inner)
+            dim, bias_dim = 2 if transposed else 1, None
         convert(
             module,
             ConvertedColumnLinear,
             device_mesh,
-            {"weight": (dim, shape), "bias": (bias_dim, bias_shape)},
+            {"weight": (dim, shape), "bias": (bias_dim, None)},
             self.src_data_rank,
             in_features=inner,
             out_features=outer,
             parts=self.parts,
             activation=None,
+            sum_gradients=self.parts > 1 and module.bias is not None and device_mesh.size() > 1,
             gather_output=isinstance(self.output_layouts[0], Replicate),
             sequence_parallel=isinstance(input_layout, Shard),
             input_dim=input_layout.dim if isinstance(input_layout, Shard) else None,

@@ -20,6 +20,7 @@ from tpfuse.layers.parameter import (
     empty_parameter,
     gather_features,
     local_linear,
+    packed_bias,
     reset_linear_,
     sequence_back,
     sequence_first,
@@ -40,8 +41,10 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
     (the gated ones require parts=2 and halve it). gather_output: return the whole output on every rank.
     sequence_parallel: the input is this rank's shard along `sequence_dim`. parts: the number of matrices of equal
     height that are packed in the weight (3 for q, k, v), each of them sharded by itself; the weight is then [parts,
-    out_features / parts, in_features] with Shard(1), the bias [parts, out_features / parts]. A rank's output has its
-    slices of all parts, concatenated. device_mesh: one-dimensional; None for one rank with plain parameters.
+    out_features / parts, in_features] with Shard(1), and the bias [out_features] is whole on every rank, which uses its
+    slices; its gradient is summed over the mesh in backward unless an engine does it (`sum_gradients`, as in
+    `tpfuse.layers.layer_norm`). A rank's output has its slices of all parts, concatenated. device_mesh: one-
+    dimensional; None for one rank with plain parameters.
 
     Raises ValueError if the mesh does not divide a part's height or the activation is not known.
     """
@@ -87,7 +90,12 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         rows, shard_dim = ((out_features,), 0) if parts == 1 else ((parts, height), 1)
         self.weight = empty_parameter((*rows, in_features), shard_dim, device_mesh, device, dtype)
-        self.register_parameter("bias", empty_parameter(rows, shard_dim, device_mesh, device, dtype) if bias else None)
+        # One dimension of all parts has no shards that DTensor describes, and with two it would decay like a matrix.
+        bias_dim = 0 if parts == 1 else None
+        self.register_parameter(
+            "bias", empty_parameter((out_features,), bias_dim, device_mesh, device, dtype) if bias else None
+        )
+        self.sum_gradients = bias and parts > 1 and self.group is not None
         if has_values(self.weight):
             self.reset_parameters()
 
@@ -128,7 +136,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         group = self.group
         if self.parts > 1:
             weight = weight.flatten(0, 1)
-            bias = None if bias is None else bias.flatten()
+            bias = None if bias is None else packed_bias(bias, self.parts, group, bool(self.sum_gradients))
         if self.sequence_parallel and group is not None:
             look(self, x, "sequence")
             x = sequence_first(x, self.sequence_dim)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from tpfuse.comm.layout import copy_whole_, from_local, has_values, local_tensor
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size, shard_range
 from tpfuse.ops.autograd import apply
-from tpfuse.ops.collectives import gather_last
+from tpfuse.ops.collectives import gather_last, replicate
 
 
 class OnMesh:
@@ -169,6 +169,17 @@ def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tens
         if mesh is not device_mesh and mesh != device_mesh:
             raise ValueError(f"{name} is on {mesh}: expected {device_mesh}, the mesh of its layer")
     return local(layer.weight), None if bias is None else local(bias)
+
+
+def packed_bias(bias: Tensor, parts: int, group: dist.ProcessGroup | None, sum_gradients: bool) -> Tensor:
+    """Return this rank's slice of each part of a whole bias [parts * height], concatenated.
+
+    sum_gradients: sum the bias's gradient, to which each rank adds its slices, over the ranks in backward.
+    """
+    if group is None:
+        return bias
+    bias = replicate(bias, group if sum_gradients else None)
+    return bias.view(parts, group.size(), -1)[:, group.rank()].flatten()
 
 
 def splits(size: int, most: int) -> str:

@@ -109,7 +109,7 @@ def _distances(weights: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[fl
     differences = {name: weights[name] - truth[name] for name in truth}
     for name, difference in differences.items():
         if name.endswith("c_attn.bias"):
-            difference[1] = 0.0  # the rows are the biases of q, k and v
+            difference.view(3, -1)[1] = 0.0  # the rows are the biases of q, k and v
     every = torch.cat([difference.flatten() for difference in differences.values()])
     return every.abs().max().item(), every.norm().item()
 

@@ -78,7 +78,7 @@ class BucketLayout:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter has weight decay: matrices have it; norms and biases, even packed in 2-d, do not."""
+    """Return whether a parameter has weight decay: matrices have it; norms and biases do not."""
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 

@@ -14,19 +14,22 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
-from tpfuse.comm.layout import from_local
+from tpfuse.comm.layout import from_local, is_sharded
 from tpfuse.layers.parameter import Borrowed
 
 
 def take_partial_gradients(model: nn.Module) -> set[str]:
-    """Stop the modules' own sums of gradients over tensor-parallel ranks; return the names of their parameters."""
+    """Stop the modules' own sums of gradients over tensor-parallel ranks; return the names of what they summed.
+
+    These are the modules' parameters that every rank holds whole.
+    """
     names = set()
     for prefix, module in model.named_modules():
         sums = getattr(module, "sum_gradients", False)
         # The value is `Borrowed`, and its own value true, if the module summed before other buckets took the model.
         if sums or (isinstance(sums, Borrowed) and sums.own):
             setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (attributes have modules' type)
-            names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
+            names |= {name for name, p in module.named_parameters(prefix, recurse=False) if not is_sharded(p)}
     return names
 
 
