@@ -132,7 +132,7 @@ def _evaluate(arguments: Sequence[str]) -> int:
     run, options = _subject_and_options(EvaluateCommand, arguments, "evaluate FOLDER", question)
     from tpfuse.train.evaluate import evaluate
 
-    print(evaluate(Path(run), options.data.path, options.length))
+    print(evaluate(Path(run), options.data, options.length))
     return 0
 
 

@@ -226,12 +226,12 @@ def test_a_run_on_several_token_files_resumes_with_the_same_ones(
 ) -> None:
     tokens = np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.uint16)
     for index, part in enumerate(np.split(tokens, [1000])):
-        write_token_file(tmp_path / "shards", part, ByteTokenizer(), "test", f"web_train_{index:06}")
+        write_token_file(tmp_path / "shards", [part], ByteTokenizer(), "test", f"web_train_{index:06}")
     said = commands.train(*SHORT, "--data.path", tmp_path / "shards" / "web_train_*.bin")
     assert "text     2 files, " in said
     resume = parse_train(["--resume", "--out", str(commands.out)])
     assert prepare_run(with_layout(resume, 1)).checkpoint is not None
-    write_token_file(tmp_path / "shards", tokens[:500], ByteTokenizer(), "test", "web_train_000002")
+    write_token_file(tmp_path / "shards", [tokens[:500]], ByteTokenizer(), "test", "web_train_000002")
     expected = f"--resume with different data: {commands.out} was trained on tokens with SHA-256"
     assert expected in commands.fail_to_resume()
 

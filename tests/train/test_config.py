@@ -106,7 +106,8 @@ def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:
 def test_prepare_has_no_options_of_validation_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_prepare(["--help"])
-    assert set(re.findall(r"--data\.[\w-]+", capsys.readouterr().out)) == {"--data.path", "--data.tokenizer"}
+    shown = set(re.findall(r"--data\.[\w-]+", capsys.readouterr().out))
+    assert shown == {"--data.path", "--data.field", "--data.tokenizer"}
     for option in ("--data.val-path", "--data.val-fraction"):
         with pytest.raises(UserError, match=f"unknown option {option} of tpfuse prepare"):
             parse_prepare(["--out", str(tmp_path), option, "0.2"])

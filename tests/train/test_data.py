@@ -16,19 +16,12 @@ from torch import Tensor
 
 from tpfuse.train import batches
 from tpfuse.train.batches import Windows, permuted, unigram_loss
-from tpfuse.train.corpus import read_text
-from tpfuse.train.data import EncodedText, kept_tokens, read_data, store
+from tpfuse.train.corpus import characters, find_text
+from tpfuse.train.data import RunData, kept_tokens, read_data, store
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions, Order
-from tpfuse.train.token_file import (
-    HEADER_BYTES,
-    VERSIONS,
-    DamagedTokens,
-    TokenFiles,
-    open_token_files,
-    token_paths,
-    write_token_file,
-)
+from tpfuse.train.token_file import DamagedTokens, TokenFiles, open_token_files, token_paths, write_token_file
+from tpfuse.train.token_layout import HEADER_BYTES, VERSIONS
 from tpfuse.train.tokenizer import ByteTokenizer, CharTokenizer, FileTokenizer, Tokenizer, build_tokenizer, from_json
 
 TEXT = "To be, or not to be:\nthat is the question. Ünïcödé ☃\n"
@@ -89,20 +82,20 @@ def test_chars_are_numbered_in_sorted_order() -> None:
 def test_a_tokenizer_file_of_the_library_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(file_tokenizer().as_json()["json"])
-    tokenizer = build_tokenizer(str(path), "")
+    tokenizer = build_tokenizer(str(path))
     for again in (from_json(tokenizer.as_json()), pickle.loads(pickle.dumps(tokenizer))):
         assert again.encode("be not be x").tolist() == [0, 1, 0, 2]
     path.write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer of the tokenizers library"):
-        build_tokenizer(str(path), "")
+        build_tokenizer(str(path))
     with pytest.raises(UserError, match="cannot read the tokenizer"):
-        build_tokenizer(str(tmp_path / "missing.json"), "")
-    with pytest.raises(UserError, match=r"bytes, chars, gpt2 or a FILE\.json"):
-        build_tokenizer("words", "")
+        build_tokenizer(str(tmp_path / "missing.json"))
+    with pytest.raises(UserError, match=r"bytes, chars, gpt2, a FILE\.json"):
+        build_tokenizer("words")
 
 
 def test_token_file_is_llm_c_format(tmp_path: Path) -> None:
-    written = write_token_file(tmp_path, ByteTokenizer().encode(TEXT), ByteTokenizer(), "test")
+    written = write_token_file(tmp_path, [ByteTokenizer().encode(TEXT)], ByteTokenizer(), "test")
     raw = (tmp_path / "tokens.bin").read_bytes()
     header = np.frombuffer(raw[:1024], dtype="<i4")
     assert header[:3].tolist() == [20240520, 1, len(TEXT.encode())]
@@ -121,7 +114,7 @@ def test_a_vocabulary_above_16_bits_has_tokens_of_32_bits(tmp_path: Path) -> Non
     tokens = large.encode("w3 w65536 w69999 w65535")
     expected = [3, 65_536, 69_999, 65_535]
     assert tokens.tolist() == expected and tokens.dtype == np.uint32
-    written = write_token_file(tmp_path, tokens, large, "test")
+    written = write_token_file(tmp_path, [tokens], large, "test")
     assert (tmp_path / "tokens.bin").read_bytes()[:8] == np.array([20240801, 7], "<i4").tobytes()
     assert written.open()[:].tolist() == expected
     other = write_shard(tmp_path / "llama3.bin", tokens[:3], magic=20240801, dtype="<u4")
@@ -143,7 +136,7 @@ def test_a_vocabulary_above_16_bits_has_tokens_of_32_bits(tmp_path: Path) -> Non
     ],
 )
 def test_damaged_token_files_are_named(tmp_path: Path, damage: object, message: str) -> None:
-    write_token_file(tmp_path, ByteTokenizer().encode(TEXT), ByteTokenizer(), "test")
+    write_token_file(tmp_path, [ByteTokenizer().encode(TEXT)], ByteTokenizer(), "test")
     path = tmp_path / "tokens.bin"
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(UserError, match=message):
@@ -151,20 +144,20 @@ def test_damaged_token_files_are_named(tmp_path: Path, damage: object, message: 
 
 
 def test_a_token_file_needs_its_json(tmp_path: Path) -> None:
-    write_token_file(tmp_path, ByteTokenizer().encode(TEXT), ByteTokenizer(), "test")
+    write_token_file(tmp_path, [ByteTokenizer().encode(TEXT)], ByteTokenizer(), "test")
     (tmp_path / "tokens.json").write_text("{}")
     with pytest.raises(UserError, match="not what `tpfuse prepare` writes"):
         open_token_file(tmp_path / "tokens.bin")
     (tmp_path / "tokens.json").unlink()
     with pytest.raises(UserError, match=r"has no tokens.json beside it, .* pass --data.tokenizer gpt2"):
-        read_data(DataOptions(path=tmp_path / "tokens.bin"))
+        read_data(DataOptions(path=tmp_path / "tokens.bin"), tmp_path)
     with pytest.raises(UserError, match="cannot read"):
-        read_data(DataOptions(path=tmp_path / "absent.bin"))
+        read_data(DataOptions(path=tmp_path / "absent.bin"), tmp_path)
 
 
 def test_the_end_of_the_tokens_is_for_validation(tmp_path: Path) -> None:
     tokens = np.arange(100, dtype=np.uint16)
-    train, val = store(tmp_path, EncodedText(tokens, ByteTokenizer(), "test"), None).open(0.1)
+    train, val = RunData(write_token_file(tmp_path, [tokens], ByteTokenizer(), "test"), None).open(0.1)
     assert (train[:].tolist(), val[:].tolist()) == (tokens[:90].tolist(), tokens[90:].tolist())
 
 
@@ -172,7 +165,7 @@ def test_token_files_are_one_sequence(tmp_path: Path) -> None:
     """Batches do not depend on where the tokens were split. A file may be empty, or shorter than a window."""
     tokens = np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16)
     files = open_token_files(write_shards(tmp_path, tokens, [100, 100, 107, 400]), ByteTokenizer)
-    assert files.counts == (100, 0, 7, 293, 200) and files.count == 600
+    assert [layout.count for layout in files.layouts] == [100, 0, 7, 293, 200] and files.count == 600
     sequence = pickle.loads(pickle.dumps(files)).open()
     assert len(sequence) == 600
     for start, stop in ((0, 600), (99, 108), (100, 107), (0, 0), (599, 600), (590, 700)):
@@ -185,7 +178,7 @@ def test_token_files_are_one_sequence(tmp_path: Path) -> None:
 
 def test_batches_of_one_file_are_those_of_earlier_versions(tmp_path: Path) -> None:
     """Runs that were begun with an earlier version therefore continue unchanged."""
-    file = write_token_file(tmp_path, (np.arange(1000) % 251).astype(np.uint16), ByteTokenizer(), "test")
+    file = write_token_file(tmp_path, [(np.arange(1000) % 251).astype(np.uint16)], ByteTokenizer(), "test")
     ids, _ = Windows(file.open(), 4, 1337, "train", 3).sequences(5, 0, 3, torch.device("cpu"))
     assert ids.tolist() == [[134, 135, 136, 137], [166, 167, 168, 169], [153, 154, 155, 156]]
 
@@ -202,7 +195,7 @@ def test_paths_name_files_folders_and_patterns(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no file matches .*web_test_\*\.bin"):
         token_paths(tmp_path / "web_test_*.bin")
     (tmp_path / "web_train_readme.md").write_text("text")
-    with pytest.raises(UserError, match=r"matches .*readme.md: a pattern names token files"):
+    with pytest.raises(UserError, match=r"matches .*000000.bin, which holds tokens, and .*readme.md"):
         token_paths(tmp_path / "web_train_*")
     bracket = write_shard(tmp_path / "text" / "a[1].bin", np.arange(3))
     assert token_paths(bracket) == (bracket,), "the name of a file is no pattern"
@@ -217,19 +210,20 @@ def test_files_without_a_tokenizer_get_the_one_that_is_named(tmp_path: Path, mon
     write_shards(tmp_path, np.arange(300) % 3, [100, 200])
     for name in ("bytes", "chars"):
         with pytest.raises(UserError, match=r"web_train_000000.json beside it.*--data.tokenizer gpt2"):
-            read_data(DataOptions(path=tmp_path, tokenizer=name))
-    files, validation = read_data(DataOptions(path=tmp_path, tokenizer="gpt2"))
-    assert (files.tokenizer.vocab_size, files.count, validation) == (3, 300, None)
+            read_data(DataOptions(path=tmp_path, tokenizer=name), tmp_path)
+    data = read_data(DataOptions(path=tmp_path, tokenizer="gpt2"), tmp_path)
+    files = data.train
+    assert (files.tokenizer.vocab_size, files.count, data.val) == (3, 300, None)
     assert files.source == f"3 files, {tmp_path / 'web_train_000000.bin'} to web_train_000002.bin"
 
 
 def test_either_all_files_or_none_name_a_tokenizer(tmp_path: Path) -> None:
     tokens = np.arange(9, dtype=np.uint16)
-    write_token_file(tmp_path, tokens, ByteTokenizer(), "test", "a")
-    write_token_file(tmp_path, tokens, ByteTokenizer(), "test", "b")
+    write_token_file(tmp_path, [tokens], ByteTokenizer(), "test", "a")
+    write_token_file(tmp_path, [tokens], ByteTokenizer(), "test", "b")
     both = token_paths(tmp_path)
     assert both is not None and open_token_files(both, pytest.fail).count == 18
-    write_token_file(tmp_path, tokens[:3], CharTokenizer("abc"), "test", "b")
+    write_token_file(tmp_path, [tokens[:3]], CharTokenizer("abc"), "test", "b")
     with pytest.raises(UserError, match=r"b.bin has another tokenizer than .*a.bin"):
         open_token_files(both, pytest.fail)
     (tmp_path / "b.json").unlink()
@@ -253,13 +247,6 @@ def test_other_token_files_have_another_digest(tmp_path: Path) -> None:
     digests = [digest(other, [20_000]) for other in changed] + [digest(other_order, [20_000]), digest(tokens, [20_001])]
     assert len({known, *digests}) == 6
     assert digest(tokens, []) != known
-
-
-def test_a_file_without_a_header_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "train.bin").write_bytes(np.arange(5000, dtype="<u2").tobytes())
-    for path in (tmp_path / "train.bin", tmp_path):
-        with pytest.raises(UserError, match=r"found magic 65536, .*nanoGPT .*`tpfuse prepare`"):
-            read_data(DataOptions(path=path, tokenizer="gpt2"))
 
 
 @pytest.mark.parametrize(
@@ -294,44 +281,28 @@ def test_the_limit_of_open_files_is_raised(tmp_path: Path) -> None:
 def test_validation_may_have_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("abc" * 10)
     (tmp_path / "val.txt").write_text("abd")
-    train, val = read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", "chars"))
-    assert isinstance(train, EncodedText) and isinstance(val, EncodedText)
-    assert train.tokenizer.vocab_size == 4, "characters of both texts"
-    assert val.tokens.tolist() == [0, 1, 3]
-    data = store(tmp_path / "data", train, val)
+    staging, folder = tmp_path / "staging", tmp_path / "data"
+    read = read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", tokenizer="chars"), staging)
+    data = store(folder, read, staging)
+    assert not any(staging.iterdir()), "the files are moved"
+    assert data.train.tokenizer.vocab_size == 4, "characters of both texts"
     assert [len(part) for part in data.open(0.1)] == [30, 3], "no token is kept back"
-    files = (tmp_path / "data" / "tokens.bin", tmp_path / "data" / "validation.bin")
-    for again in (read_data(DataOptions(), files), read_data(DataOptions(*files))):
-        assert store(tmp_path / "nothing", *again).digests() == data.digests()
+    assert data.open(0.1)[1][:].tolist() == [0, 1, 3]
+    files = (folder / "tokens.bin", folder / "validation.bin")
+    for again in (read_data(DataOptions(), staging, files), read_data(DataOptions(*files), staging)):
+        assert store(tmp_path / "nothing", again, staging).digests() == data.digests()
     assert data.val is not None and data.digests() == {"sha256": data.train.sha256, "val_sha256": data.val.sha256}
     assert not (tmp_path / "nothing").exists()
-    mixed = read_data(DataOptions(tmp_path / "data" / "tokens.bin", tmp_path / "val.txt"))[1]
-    assert isinstance(mixed, EncodedText) and mixed.tokens.tolist() == [0, 1, 3]
+    mixed = read_data(DataOptions(folder / "tokens.bin", tmp_path / "val.txt"), staging).val
+    assert mixed is not None and mixed.open()[:].tolist() == [0, 1, 3]
     with pytest.raises(UserError, match=r"validation.bin has tokens of another tokenizer than the training data's"):
-        read_data(DataOptions(tmp_path / "train.txt", tmp_path / "data" / "validation.bin"))
+        read_data(DataOptions(tmp_path / "train.txt", folder / "validation.bin"), staging)
     with pytest.raises(UserError, match=r"--data\.val-fraction and --data.val-path were both given"):
-        read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", val_fraction=0.2))
-
-
-def test_folder_is_read_in_order_without_binaries(tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "z.txt").write_text("first ")
-    (tmp_path / "c.bin").write_bytes(b"\0\1")
-    (tmp_path / "d.latin1").write_bytes(b"\xe9")
-    (tmp_path / ".hidden").write_text("no")
-    assert read_text(tmp_path)[0] == "first second"
-    with pytest.raises(UserError, match="does not exist"):
-        read_text(tmp_path / "absent")
-    with pytest.raises(UserError, match="not UTF-8"):
-        read_text(tmp_path / "c.bin")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no UTF-8 text files"):
-        read_text(tmp_path / "empty")
+        read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", val_fraction=0.2), staging)
 
 
 def test_the_default_text_is_the_standard_library() -> None:
-    text, _ = read_text(None)
+    text = "".join(characters([find_text(None)]))
     assert len(text) > 2_000_000
     assert "class OrderedDict" in text
 
@@ -410,7 +381,7 @@ def test_every_window_can_be_drawn() -> None:
 def test_a_resumed_run_uses_the_tokens_in_its_folder(tmp_path: Path) -> None:
     """It does so even if its text has changed or is missing."""
     run, text = tmp_path / "run", tmp_path / "text"
-    kept = write_token_file(run / "data", np.zeros(9, np.uint16), ByteTokenizer(), "test").paths[0]
+    kept = write_token_file(run / "data", [np.zeros(9, np.uint16)], ByteTokenizer(), "test").paths[0]
     (run / "config.toml").write_text(f"[data]\npath = '{text}'\n")
     text.mkdir()
     assert kept_tokens(run, DataOptions(path=text)) == (kept, None)

@@ -442,7 +442,7 @@ def _edited(folder: Path, **settings: object) -> None:
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             "is a pickle, which can run code",
         ),
-        (lambda folder: _without(folder, "tokenizer.json"), "tokenizer.json: No such file"),
+        (lambda folder: _without(folder, "tokenizer.json"), "model holds no tokenizer: expected tokenizer.json"),
     ],
 )
 def test_bad_folders_are_refused_in_one_line(

@@ -65,7 +65,7 @@ def test_the_validation_tokens_of_a_run_are_evaluated_and_those_of_other_data(
     shorter = evaluated("--length", "3")
     assert shorter[6] == "3" != found[6] and shorter[1] != found[1]
     assert f"--length 999: expected 1 to {found[6]}" in commands.fail("evaluate", commands.out, "--length", "999")
-    write_token_file(tmp_path / "data", ByteTokenizer().encode(text.read_text()), ByteTokenizer(), "a book")
+    write_token_file(tmp_path / "data", [ByteTokenizer().encode(text.read_text())], ByteTokenizer(), "a book")
     found = evaluated("--data.path", tmp_path / "data")
     assert found[1] == evaluated("--data.path", text)[1]
     assert found[5] == "a book"

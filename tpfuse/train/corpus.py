@@ -1,13 +1,98 @@
-"""Text from a file, a folder, or the Python standard library of this machine."""
+"""Texts from files, folders and patterns, or from the Python standard library of this machine, as tokens.
 
+A text is read in parts and never held whole (`tpfuse.train.text_file`). Its documents are the files of a folder or of a
+pattern, the lines of JSON lines, the rows of a table. A single text file is one text, to which nothing is added. Around
+each document stand the tokens that its tokenizer has for that (`Tokenizer.begins`, `Tokenizer.end_of_text`). If it has
+none, as bytes and chars, a document ends in a line break, which is added where it is missing.
+"""
+
+import dataclasses
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, read_bytes
+import numpy as np
+from tqdm import tqdm
+
+from tpfuse.train.errors import UserError, of_disk
+from tpfuse.train.messages import warn
+from tpfuse.train.text_file import Piece, TextFile
+from tpfuse.train.token_file import is_pattern, matches
+from tpfuse.train.tokenizer import Tokenizer, Tokens, document_start
 
 STANDARD_LIBRARY = "the source of the Python standard library"
+_BATCH = 1 << 20  # characters that are encoded at once
+_NAMED = 5  # files that a warning names
+_QUIET = 2.0  # seconds before progress is shown
+
+
+@dataclasses.dataclass
+class Corpus:
+    """The text of some files. source: its description. field: the field of records with the text.
+
+    several: whether each file is a document of its own, and one that cannot be read is left out. left_out: why, for
+    each such file of the last reading. empty: the number of empty documents in the last reading.
+    """
+
+    source: str
+    paths: list[Path]
+    field: str = "text"
+    several: bool = True
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    empty: int = 0
+
+    @property
+    def documents(self) -> bool:
+        """Returns whether it is known where documents end. Raises UserError if the one file cannot be opened."""
+        return self.several or not TextFile(self.paths[0], self.field).is_text
+
+    def pieces(self, doing: str = "reading") -> Iterator[Piece]:
+        """Yields all documents in order, without empty ones. doing: what the progress bar says.
+
+        Raises UserError for a file that cannot be read, or, of several, that cannot be read to its end.
+        """
+        self.left_out, self.empty, done, begun, documents = [], 0, 0, False, self.documents
+        sizes = [_size(path) for path in self.paths]
+        with tqdm(desc=doing, total=sum(sizes), unit="B", unit_scale=True, delay=_QUIET, disable=None) as bar:
+            for path, size in zip(self.paths, sizes, strict=True):
+                for text, ends in self._of_file(path, bar, done):
+                    piece = Piece(text, ends and documents)
+                    if piece.text or (piece.ends and begun):
+                        yield piece
+                        begun = not piece.ends
+                    else:
+                        self.empty += 1
+                done += size
+                bar.update(done - bar.n)
+
+    def _of_file(self, path: Path, bar: "tqdm[object]", done: int) -> Iterator[Piece]:
+        begun = False
+        try:
+            file = TextFile(path, self.field)
+            for piece in file.pieces():
+                bar.update(max(0, done + file.position() - bar.n))
+                begun = True
+                yield piece
+        except UserError as error:
+            if begun or not self.several:
+                raise
+            self.left_out.append(str(error))
+
+    def warn(self) -> None:
+        """Warns of what the last reading has left out."""
+        if self.left_out:
+            first = "; ".join(self.left_out[:_NAMED])
+            more = f"; and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
+            warn(f"{len(self.left_out)} of {len(self.paths)} files of {self.source} are left out: {first}{more}")
+        if self.empty and not self.several:
+            warn(f"{self.empty} documents of {self.source} have no text")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _standard_library() -> Iterator[Path]:
@@ -21,49 +106,93 @@ def _standard_library() -> Iterator[Path]:
 def _folder(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        if path.is_file() and not hidden:
+        if not hidden and not path.is_dir():
             yield path
 
 
-def _decoded(path: Path) -> str | None:
-    """Returns the file as UTF-8 text, or None if it is not UTF-8 text."""
-    data = read_bytes(path, None)
-    if b"\0" in data:
-        return None
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+def find_text(path: Path | None, field: str = "text") -> Corpus:
+    """Returns the text of a file, of all files below a folder, or of those that match a pattern, in order of names.
 
-
-def read_text(path: Path | None) -> tuple[str, str]:
-    """Returns (text, its description) of a file, of all UTF-8 files below a folder, or of the standard library.
-
-    path: a file or a folder; None for the source of the Python standard library. Files of a folder are concatenated in
-    the order of their names, without hidden files and files that are not UTF-8. The text is held in memory. Raises
-    UserError if there is no text, or if it cannot be read.
+    path: None for the source of the Python standard library. Hidden files of a folder are left out. Raises UserError if
+    there is no such file.
     """
     try:
         if path is None:
-            texts = [text for file in _standard_library() if (text := _decoded(file)) is not None]
-            source = STANDARD_LIBRARY
-            if not texts:
+            corpus = Corpus(STANDARD_LIBRARY, list(_standard_library()))
+            if not corpus.paths:
                 raise UserError("this Python has no source of its standard library: give a text with --data.path")
-        elif path.is_dir():
-            texts = [text for file in _folder(path) if (text := _decoded(file)) is not None]
-            source = str(path)
-            if not texts:
-                raise UserError(f"{path} holds no UTF-8 text files")
-        elif path.exists():
-            text = _decoded(path)
-            source = str(path)
-            if text is None:
-                raise UserError(f"{path} is not UTF-8 text")
-            texts = [text]
-        else:
-            raise UserError(f"{path} does not exist: expected a file, a folder or a pattern")
+            return corpus
+        if path.is_dir():
+            return Corpus(str(path), list(_folder(path)), field)
+        if is_pattern(path):
+            return Corpus(str(path), matches(path), field)
+        if not path.exists():
+            hub = f"; if it is a data set of the Hugging Face hub, get it by hf download --repo-type dataset {path}"
+            of_hub = len(path.parts) == 2 and not path.is_absolute() and not path.suffix
+            raise UserError(
+                f"{path} does not exist: expected a file, a folder or a pattern in quotes"
+                + (f"{hub} --local-dir FOLDER" if of_hub else "")
+            )
     except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    return "".join(texts), source
+        raise UserError(f"cannot read {of_disk(error)}") from None
+    return Corpus(str(path), [path], field, several=False)
+
+
+def characters(corpora: Iterable[Corpus]) -> Iterator[str]:
+    """Yields the texts with what chars and bytes add to them."""
+    for corpus in corpora:
+        yield from (piece.text for piece in _ended(corpus.pieces("counting characters")))
+
+
+def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """Yields the tokens of all documents in parts, and warns of what is left out. Raises UserError."""
+    begins = np.array(tokenizer.begins, dtype=np.int64)
+    last = [] if tokenizer.end_of_text in (None, *tokenizer.begins) else [tokenizer.end_of_text]
+    ends = np.array(last, dtype=np.int64)
+    pieces = corpus.pieces("encoding")
+    if document_start(tokenizer) is None:
+        pieces = _ended(pieces)
+    first = corpus.documents
+    for batch in _batches(_cut(pieces, tokenizer)):
+        parts: list[Tokens] = []
+        for piece, tokens in zip(batch, tokenizer.encode_all([piece.text for piece in batch]), strict=True):
+            parts += [begins.astype(tokens.dtype)] if first else []
+            parts += [tokens, ends.astype(tokens.dtype)] if piece.ends else [tokens]
+            first = piece.ends
+        yield np.concatenate(parts)
+    corpus.warn()
+
+
+def _ended(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yields the pieces, with a line break at the end of each document that has none."""
+    last = ""
+    for text, ends in pieces:
+        last = text[-1:] or last
+        yield Piece(text + "\n" if ends and last != "\n" else text, ends)
+
+
+def _cut(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[Piece]:
+    """Yields pieces whose tokens are, one after another, those of their whole document."""
+    held = ""
+    for text, ends in pieces:
+        held += text
+        place = len(held) if ends else tokenizer.cut(held)
+        if place:
+            yield Piece(held[:place], ends)
+            held = held[place:]
+    if held:
+        yield Piece(held, False)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yields lists of pieces that have about `_BATCH` characters."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpfuse.train.config import read_toml
-from tpfuse.train.corpus import read_text
+from tpfuse.train.corpus import Corpus, characters, encoded, find_text
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import (
@@ -15,21 +15,7 @@ from tpfuse.train.token_file import (
     token_paths,
     write_token_file,
 )
-from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
-
-
-@dataclass(frozen=True)
-class EncodedText:
-    """The tokens of a text, in memory. source: a description of the text."""
-
-    tokens: Tokens
-    tokenizer: Tokenizer
-    source: str
-
-    @property
-    def count(self) -> int:
-        """Returns the number of tokens."""
-        return len(self.tokens)
+from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)
@@ -55,39 +41,41 @@ class RunData:
         return {"sha256": self.train.sha256, "val_sha256": None if self.val is None else self.val.sha256}
 
 
-def read_data(
-    data: DataOptions, kept: tuple[Path | None, Path | None] = (None, None)
-) -> tuple[TokenFiles | EncodedText, TokenFiles | EncodedText | None]:
-    """Returns the (training, validation) data that the options name; validation is None without --data.val-path.
+def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | None] = (None, None)) -> RunData:
+    """Returns the data that the options name. Texts are encoded to tokens.bin and validation.bin in folder `staging`.
 
-    kept: the token files that the run wrote from its texts and continues with (`kept_tokens`). A text is read and
-    encoded. Under the tokenizer chars, the vocabulary is that of both texts. Raises UserError.
+    kept: the token files that the run wrote from its texts and continues with (`kept_tokens`). Under the tokenizer
+    chars, the vocabulary is that of both texts. Raises UserError, and OSError if the folder cannot be written.
     """
     if data.val_path is not None and data.val_fraction != DataOptions.val_fraction:
         raise UserError("--data.val-fraction and --data.val-path were both given: give one of them")
     train_files = _files(data.path, kept[0])
     val_files = _files(data.val_path, kept[1])
-    val_text = None if data.val_path is None or val_files is not None else read_text(data.val_path)
-    train: TokenFiles | EncodedText
-    if train_files is not None:
+    train_text = None if train_files is not None else find_text(data.path, data.field)
+    val_text = None if data.val_path is None or val_files is not None else find_text(data.val_path, data.field)
+    if train_text is None:
+        assert train_files is not None
         train = open_token_files(train_files, functools.partial(_named, data.tokenizer, train_files[0]))
     else:
-        train = encode_text(data.path, data.tokenizer, "" if val_text is None else val_text[0])
+        texts = [text for text in (train_text, val_text) if text is not None]
+        train = encode_text(staging, train_text, build_tokenizer(data.tokenizer, characters(texts)))
+    val = None
     if val_text is not None:
-        return train, EncodedText(train.tokenizer.encode(val_text[0]), train.tokenizer, val_text[1])
-    if val_files is not None:
-        return train, open_files_of(train.tokenizer, val_files)
-    return train, None
+        val = encode_text(staging, val_text, train.tokenizer, "validation")
+    elif val_files is not None:
+        val = open_files_of(train.tokenizer, val_files)
+    return RunData(train, val)
 
 
-def encode_text(path: Path | None, tokenizer_name: str, val_text: str = "") -> EncodedText:
-    """Returns the tokens of the text at `path` (`read_text`). The tokenizer chars also covers `val_text`.
-
-    Raises UserError.
-    """
-    text, source = read_text(path)
-    tokenizer = build_tokenizer(tokenizer_name, text + val_text)
-    return EncodedText(tokenizer.encode(text), tokenizer, source)
+def encode_text(folder: Path, text: Corpus, tokenizer: Tokenizer, name: str = "tokens") -> TokenFiles:
+    """Writes the tokens of a text to folder/NAME.bin and returns them. Raises UserError and OSError."""
+    files = write_token_file(folder, encoded(text, tokenizer), tokenizer, text.source, name)
+    if not files.count:
+        why = f": {text.left_out[0]}" if text.left_out else ""
+        for path in (folder / f"{name}.bin", folder / f"{name}.json"):
+            path.unlink()
+        raise UserError(f"{text.source} holds no text{why}")
+    return files
 
 
 def _files(path: Path | None, kept: Path | None) -> tuple[Path, ...] | None:
@@ -107,7 +95,7 @@ def check_named(name: str, path: Path) -> None:
 
 def _named(name: str, path: Path) -> Tokenizer:
     check_named(name, path)
-    return build_tokenizer(name, "")
+    return build_tokenizer(name)
 
 
 def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
@@ -121,13 +109,16 @@ def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
     return files
 
 
-def store(folder: Path, train: TokenFiles | EncodedText, val: TokenFiles | EncodedText | None) -> RunData:
-    """Writes every text as a token file to `folder` and returns the data of the run. Raises OSError."""
-    if isinstance(train, EncodedText):
-        train = write_token_file(folder, train.tokens, train.tokenizer, train.source)
-    if isinstance(val, EncodedText):
-        val = write_token_file(folder, val.tokens, val.tokenizer, val.source, "validation")
-    return RunData(train, val)
+def store(folder: Path, data: RunData, staging: Path) -> RunData:
+    """Moves the token files that `read_data` has written to `staging` to `folder`, and returns the data of the run.
+
+    Raises OSError.
+    """
+
+    def moved(files: TokenFiles) -> TokenFiles:
+        return files.moved(folder) if files.paths[0].parent == staging else files
+
+    return RunData(moved(data.train), None if data.val is None else moved(data.val))
 
 
 def kept_tokens(folder: Path, data: DataOptions) -> tuple[Path | None, Path | None]:

@@ -1,17 +1,19 @@
 """`tpfuse evaluate` measures the loss of a run, or of a Hugging Face folder, on all tokens of a text, on one rank."""
 
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tpfuse.train.config import parse_train
-from tpfuse.train.corpus import read_text
-from tpfuse.train.data import kept_tokens, open_files_of, read_data, store
+from tpfuse.train.corpus import find_text
+from tpfuse.train.data import encode_text, kept_tokens, open_files_of, read_data
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import LanguageModel
+from tpfuse.train.options import EvaluateDataOptions
 from tpfuse.train.sample import load_model
 from tpfuse.train.token_file import token_paths
 from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence
@@ -38,21 +40,21 @@ def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device,
     return total / (len(tokens) - 1)
 
 
-def evaluate(run: Path, path: Path | None, length: int = 0) -> str:
+def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
     """Returns the result in one line. run: the folder of a run, or of a Hugging Face model.
 
-    path: the path of the text; None for the run's validation tokens. length: the tokens of a window; 0 for those of a
+    data: the text; without a path, the run's validation tokens. length: the tokens of a window; 0 for those of a
     training sequence. Raises UserError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():
+    if data.path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():
         raise UserError(f"{run} is no run, which would name its validation text: give --data.path")
     model, tokenizer = load_model(run, device)
     longest = model.config.longest if isinstance(model.config, DecoderConfig) else model.config.n_positions
     if not 0 <= length <= longest:
         raise UserError(f"--length {length}: expected 1 to {longest}, the model's context, or 0")
     length = length or model.config.n_positions
-    tokens, source = _validation_tokens(run) if path is None else _tokens_of(path, tokenizer)
+    tokens, source = _validation_tokens(run) if data.path is None else _tokens_of(data, data.path, tokenizer)
     if len(tokens) < 2:
         raise UserError(f"{source}: found {len(tokens)} tokens, expected at least 2")
     loss = mean_loss(model, tokens, device, length)
@@ -66,15 +68,16 @@ def evaluate(run: Path, path: Path | None, length: int = 0) -> str:
 
 def _validation_tokens(run: Path) -> tuple[TokenSequence, str]:
     options = parse_train(["--resume", "--out", str(run)])
-    data = store(run / "data", *read_data(options.data, kept_tokens(run, options.data)))
+    data = read_data(options.data, run / "data", kept_tokens(run, options.data))
     tokens = data.open(options.data.val_fraction)[1]
     return tokens, f"the end of {data.train.source}" if data.val is None else data.val.source
 
 
-def _tokens_of(path: Path, tokenizer: Tokenizer) -> tuple[TokenSequence, str]:
+def _tokens_of(data: EvaluateDataOptions, path: Path, tokenizer: Tokenizer) -> tuple[TokenSequence, str]:
     paths = token_paths(path)
-    if paths is None:
-        text, source = read_text(path)
-        return tokenizer.encode(text), source
-    files = open_files_of(tokenizer, paths)
-    return files.open(), files.source
+    if paths is not None:
+        files = open_files_of(tokenizer, paths)
+        return files.open(), files.source
+    with tempfile.TemporaryDirectory() as folder:
+        files = encode_text(Path(folder), find_text(path, data.field), tokenizer)
+        return files.open(), files.source  # an open file is readable after its name is gone

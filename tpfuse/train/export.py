@@ -12,7 +12,6 @@ from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import LanguageModel
 from tpfuse.train.sample import load_run
-from tpfuse.train.tokenizer import END_OF_TEXT
 
 
 def export(run: Path, folder: Path) -> str:
@@ -37,7 +36,8 @@ def export(run: Path, folder: Path) -> str:
     left_out = f" (no tokenizer: Hugging Face has none for {description['kind']})"
     if description["kind"] == "tokenizers":
         longest = config.longest if isinstance(config, DecoderConfig) else config.n_positions
-        _write_tokenizer(folder, description["json"], longest, tokenizer.end_of_text is not None)
+        end = tokenizer.end_of_text
+        _write_tokenizer(folder, description["json"], longest, None if end is None else tokenizer.decode([end]))
         left_out = ""
     for name, text in config.files.items() if isinstance(config, DecoderConfig) else ():
         (folder / name).write_text(text, encoding="utf-8")
@@ -51,13 +51,13 @@ def _dtype(config: DecoderConfig, model: LanguageModel) -> torch.dtype:
     return named if own != torch.float64 and isinstance(named, torch.dtype) else own
 
 
-def _write_tokenizer(folder: Path, text: str, longest: int, ends: bool) -> None:
+def _write_tokenizer(folder: Path, text: str, longest: int, end: str | None) -> None:
     """Writes the tokenizer's files and names the library's own class.
 
     GPT-2's class would treat every tokenizer as byte-level BPE.
     """
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
-    if ends:
-        settings |= dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+    if end is not None:
+        settings |= dict.fromkeys(("bos_token", "eos_token"), end)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -88,19 +88,18 @@ def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
 def decoder_options(folder: Path) -> dict[str, dict[str, Any]]:
     """Returns the options that --model.from determines unless the user does, as tables of TOML.
 
-    They are the length of sequences and the tokenizer: tokenizer.json of the folder, or, if there is none, gpt2 or
-    bytes for a vocabulary of their size. Raises UserError for a folder without a model of transformers.
+    They are the length of sequences and the tokenizer: that of the folder, or, if it has no file of one, gpt2 or bytes
+    for a vocabulary of their size. Raises UserError for a folder without a model of transformers.
     """
     try:
         config = DecoderConfig.read(folder)
     except ValueError as error:
         raise UserError(f"--model.from {error}") from None
     tokenizer = folder / "tokenizer.json"
-    named = {GPTConfig().vocab_size: "gpt2", 256: "bytes"}.get(config.vocab_size, str(tokenizer))
-    return {
-        "model": {"n_positions": config.n_positions},
-        "data": {"tokenizer": str(tokenizer) if tokenizer.is_file() else named},
-    }
+    name = str(tokenizer if tokenizer.is_file() else folder)
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        name = {GPTConfig().vocab_size: "gpt2", 256: "bytes"}.get(config.vocab_size, name)
+    return {"model": {"n_positions": config.n_positions}, "data": {"tokenizer": name}}
 
 
 def _is_huggingface(folder: Path) -> bool:

@@ -124,7 +124,7 @@ def vocabulary(options: TrainCommand, given: int) -> int:
         check_named(data.tokenizer, paths[0])
     if data.tokenizer == "chars":
         raise UserError("the tokenizer chars takes its vocabulary from the text: give --vocab-size")
-    return _VOCABULARIES.get(data.tokenizer) or build_tokenizer(data.tokenizer, "").vocab_size
+    return _VOCABULARIES.get(data.tokenizer) or build_tokenizer(data.tokenizer).vocab_size
 
 
 def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Counted:

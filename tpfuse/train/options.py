@@ -83,13 +83,16 @@ class DataOptions:
     """These options name the text and its tokenizer."""
 
     path: Keeps[OptionalPath] = None
-    """Read the text from this text file, folder of text files, token file (.bin), folder of token files, or pattern in
-    quotes such as 'fineweb_train_*.bin'. Default: the Python standard library."""
+    """Read the text from this file, folder of files, or pattern in quotes such as 'fineweb_train_*.bin': text, jsonl,
+    parquet, json or csv, compressed or not, or files of tokens (.bin, .npy). Default: the Python standard library."""
     val_path: Keeps[OptionalPath] = None
     """Read the validation text from here, given as for --data.path. Default: the end of the training tokens."""
+    field: Keeps[str] = "text"
+    """Take the text of jsonl, parquet, json and csv from this field of their records."""
     tokenizer: Keeps[str] = "bytes"
-    """Encode the text with this tokenizer: bytes, chars, gpt2, or a FILE.json (of the tokenizers library, or
-    tokenizer.json of a run). The JSON file beside a token file overrides it."""
+    """Encode the text with this tokenizer: bytes, chars, gpt2, a FILE.json (of the tokenizers library, or
+    tokenizer.json of a run), a FILE.model (of the sentencepiece library), or the folder of one of them. The JSON file
+    beside a token file overrides it."""
     val_fraction: Alters[float] = 0.1
     """Keep this fraction of the tokens, at their end, for validation if --data.val-path is not given."""
     order: Alters[Order] = "shuffled"
@@ -307,10 +310,11 @@ class PrepareDataOptions:
     """These options name the text and its tokenizer."""
 
     path: OptionalPath = None
-    """Read the text from this text file or folder of text files. Default: the Python standard library."""
+    """Read the text from here, given as for `tpfuse train`. Default: the Python standard library."""
+    field: str = "text"
+    """Take the text of jsonl, parquet, json and csv from this field of their records."""
     tokenizer: str = "bytes"
-    """Encode the text with this tokenizer: bytes, chars, gpt2, or a FILE.json (of the tokenizers library, or
-    tokenizer.json of a run)."""
+    """Encode the text with this tokenizer, given as for `tpfuse train`."""
 
 
 @dataclass(frozen=True)
@@ -326,10 +330,12 @@ class PrepareCommand:
 
 @dataclass(frozen=True)
 class EvaluateDataOptions:
-    """This option names the text to evaluate on."""
+    """These options name the text to evaluate on."""
 
     path: OptionalPath = None
     """Evaluate on this text or these token files, given as for `tpfuse train`. Default: the run's validation tokens."""
+    field: str = "text"
+    """Take the text of jsonl, parquet, json and csv from this field of their records."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def load_model(folder: Path, device: torch.device) -> tuple[LanguageModel, Token
     source = find_source(options, config)
     if source is None or source.folder is None:
         raise UserError(f"{folder} has a config.json and no weights: expected model.safetensors beside it")
-    tokenizer = build_tokenizer(options.data.tokenizer, "")
+    tokenizer = build_tokenizer(options.data.tokenizer)
     source.weights_for(tokenizer)
     model = language_model(config, options, None, device, torch.float32)
     load_weights(source.folder, config, _shards(model))

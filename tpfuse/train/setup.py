@@ -22,7 +22,8 @@ from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good,
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import resolved
 from tpfuse.train.continuation import check_schedule, described
-from tpfuse.train.data import EncodedText, RunData, encode_text, kept_tokens, read_data, store
+from tpfuse.train.corpus import characters, find_text
+from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.durable import replace_file
 from tpfuse.train.errors import CheckpointError, UserError
@@ -36,8 +37,8 @@ from tpfuse.train.pipeline import described_layout, pipeline_order, pipeline_sta
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
 from tpfuse.train.step_numbers import profiled_steps
-from tpfuse.train.token_file import TokenFiles, write_token_file
-from tpfuse.train.tokenizer import Tokenizer
+from tpfuse.train.token_file import TokenFiles, token_paths
+from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.zero.offload import check_space, state_bytes
 
@@ -346,24 +347,28 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     if options.resume:
         _lock(folder)
     source = None if options.resume else find_source(options, config)
-    train, val = read_data(options.data, kept_tokens(folder, options.data) if options.resume else (None, None))
-    weights = None if source is None else source.weights_for(train.tokenizer)
-    _check_lengths(options, train.count, None if val is None else val.count)
-    if options.model.from_ is None:
-        config = model_config(options, train.tokenizer.vocab_size)
-    _check_offload(options, config, ranks)
+    staging = _staging(folder)
     try:
-        if isinstance(train, EncodedText) or isinstance(val, EncodedText):
+        data = read_data(options.data, staging, kept_tokens(folder, options.data) if options.resume else (None, None))
+        weights = None if source is None else source.weights_for(data.train.tokenizer)
+        _check_lengths(options, data.train.count, None if data.val is None else data.val.count)
+        if options.model.from_ is None:
+            config = model_config(options, data.train.tokenizer.vocab_size)
+        _check_offload(options, config, ranks)
+        if staging.exists():
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
-        data = store(folder / "data", train, val)
+        data = store(folder / "data", data, staging)
     except OSError as error:
-        shutil.rmtree(folder / "data", ignore_errors=True)  # so that the next run may use the folder
+        if not options.resume:
+            shutil.rmtree(folder / "data", ignore_errors=True)  # so that the next run may use the folder
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     checkpoint = _resume_point(folder, options, config, data) if options.resume else None
     if options.resume and checkpoint is None:
         source = find_source(options, config)
-        weights = None if source is None else source.weights_for(train.tokenizer)
+        weights = None if source is None else source.weights_for(data.train.tokenizer)
     if data.train.paths[0].parent != folder / "data":
         options = _with_tokenizer(options, data.train)
     _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
@@ -371,6 +376,12 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         return Run(folder, options, config, data, None, weights)
     changes = tuple(described(checkpoint.state["config"], options))
     return Run(folder, options, config, data, checkpoint.folder, weights, changes)
+
+
+def _staging(folder: Path) -> Path:
+    """Returns a new hidden name on the disk of a run folder, for its tokens until all checks have passed."""
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    return parent / f".staging-{folder.name}-{os.getpid()}"
 
 
 def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
@@ -466,10 +477,11 @@ def prepare_tokens(options: PrepareCommand) -> TokenFiles:
     """Writes the token file of `tpfuse prepare` and returns it. Raises UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
-    text = encode_text(options.data.path, options.data.tokenizer)
-    if not text.count:
-        raise UserError(f"{text.source} holds no tokens")
+    data = options.data
+    if data.path is not None and token_paths(data.path):
+        raise UserError(f"{data.path} holds tokens, which `tpfuse train` reads as they are: give it --data.path")
+    text = find_text(data.path, data.field)
     try:
-        return write_token_file(options.out, text.tokens, text.tokenizer, text.source)
+        return encode_text(options.out, text, build_tokenizer(data.tokenizer, characters([text])))
     except OSError as error:
         raise UserError(f"cannot write {options.out}: {error.strerror}") from None

@@ -1,10 +1,8 @@
-"""Token files in llm.c's .bin format. Several files are concatenated to one sequence.
+"""Token files (`tpfuse.train.token_layout`). Several files are concatenated to one sequence.
 
-A .bin file begins with 256 int32: a magic, a version, the number of tokens, then zeros. The tokens follow. With the
-magic 20240520 and the version 1 they are uint16; with 20240801 and 7, which llm.c uses for Llama 3, they are uint32
-(github.com/karpathy/llm.c, dev/data/data_common.py). tpfuse writes uint32 for vocabularies above 65,536 tokens.
-`tpfuse prepare` writes a JSON file beside it, with the tokenizer and the SHA-256 of the .bin file. The files of llm.c
-have no JSON file.
+tpfuse writes llm.c's format, with uint32 for vocabularies above 65,536 tokens. `tpfuse prepare` writes a JSON file
+beside it, with the tokenizer, the SHA-256 of the .bin file, and the token with which each document begins. Other token
+files have no JSON file.
 
 Several files are one sequence in the order of their names, and a window of tokens may begin in one file and end in the
 next: batches do not depend on where the tokens were split. Scripts such as llm.c's fill a file to its last token and
@@ -20,22 +18,20 @@ import re
 import resource
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tpfuse.train.durable import replace_file
+from tpfuse.train.durable import replace_file, sha256_of
 from tpfuse.train.errors import UserError, of_disk
-from tpfuse.train.tokenizer import Tokenizer, Tokens, from_json, token_dtype
-from tpfuse.train.untrusted import Unreadable, check_regular, read_json
+from tpfuse.train.token_layout import DTYPES, HEADER_BYTES, SUFFIXES, VERSIONS, TokenLayout, token_layout
+from tpfuse.train.tokenizer import CharTokenizer, Tokenizer, Tokens, document_start, from_json, token_dtype
+from tpfuse.train.untrusted import EACH, Unreadable, read_json, read_pickle
 
-HEADER_BYTES = 1024
-VERSIONS = {20240520: 1, 20240801: 7}  # by magic, as the dtypes below
-DTYPES: dict[int, np.dtype[np.unsignedinteger[Any]]] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
-_CHUNK = 1 << 24  # tokens that are written or verified at once
+_CHUNK = 1 << 24  # tokens that are verified at once
 _BLOCK = 2048  # tokens of each of the blocks by which a file without a JSON file is identified
 _VALIDATION = re.compile(r"(^|[^a-z])val(id(ation)?)?([^a-z]|$)")
 
@@ -51,27 +47,25 @@ class _File:
     bytes, which is an error that can be reported.
     """
 
-    def __init__(self, path: Path, count: int, vocab_size: int) -> None:
-        self.path, self.count, self.vocab_size = path, count, vocab_size
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, layout: TokenLayout, vocab_size: int) -> None:
+        self.layout, self.path, self.count, self.vocab_size = layout, layout.path, layout.count, vocab_size
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
-        magic = int.from_bytes(os.pread(self._descriptor, 4, 0), "little")
-        if magic not in DTYPES:
-            raise DamagedTokens(f"{path} is not a token file any more: found magic {magic}")
-        self.dtype = DTYPES[magic]
+        if layout.offset and os.pread(self._descriptor, layout.offset, 0) != layout.head:
+            raise DamagedTokens(f"{self.path} has another header than before")
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Returns tokens [start, stop), which must be fewer than 2^29. Raises DamagedTokens."""
-        width = self.dtype.itemsize
-        data = os.pread(self._descriptor, width * (stop - start), HEADER_BYTES + width * start)
+        """Returns tokens [start, stop), which must be fewer than 2^28. Raises DamagedTokens."""
+        width, offset = self.layout.width, self.layout.offset
+        data = os.pread(self._descriptor, width * (stop - start), offset + width * start)
         if len(data) < width * (stop - start):
-            left = max(0, os.fstat(self._descriptor).st_size - HEADER_BYTES) // width
+            left = max(0, os.fstat(self._descriptor).st_size - offset) // width
             raise DamagedTokens(f"{self.path} has become shorter: expected {self.count} tokens, found {left}")
-        tokens: Tokens = np.frombuffer(data, dtype=self.dtype)
+        tokens: Tokens = np.frombuffer(data, dtype=f"<u{width}")  # a negative number becomes too large
         if len(tokens) and tokens.max() >= self.vocab_size:
             index, token = start + int(tokens.argmax()), int(tokens.max())
             raise DamagedTokens(f"{self.path}: token {token} at {index} is outside the vocabulary of {self.vocab_size}")
-        return tokens
+        return tokens.astype("<u4") if width == 8 else tokens
 
 
 class FileTokens:
@@ -107,62 +101,91 @@ class FileTokens:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Token files that are one sequence. counts: the tokens of each file. source: a description of the text.
+    """Token files that are one sequence. source: a description of the text.
 
     sha256: the SHA-256 of the .bin file if there is one file with a JSON file, else that of `open_token_files`.
     """
 
-    paths: tuple[Path, ...]
-    counts: tuple[int, ...]
+    layouts: tuple[TokenLayout, ...]
     tokenizer: Tokenizer
     sha256: str
     source: str
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """Returns the paths of the files."""
+        return tuple(layout.path for layout in self.layouts)
+
+    @property
     def count(self) -> int:
         """Returns the number of tokens of all files."""
-        return sum(self.counts)
+        return sum(layout.count for layout in self.layouts)
 
     def open(self) -> FileTokens:
         """Opens the files and returns their tokens. Each process must open the files itself. Raises OSError."""
-        return FileTokens(_opened(self.paths, self.counts, self.tokenizer.vocab_size), 0, self.count)
+        return FileTokens(_opened(self.layouts, self.tokenizer.vocab_size), 0, self.count)
+
+    def moved(self, folder: Path) -> "TokenFiles":
+        """Moves the one file, and the JSON file beside it, to a folder of the same disk. Raises OSError."""
+        (layout,) = self.layouts
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / layout.path.name
+        layout.path.with_suffix(".json").replace(path.with_suffix(".json"))
+        layout.path.replace(path)  # comes last, so that the JSON file exists whenever the .bin file does
+        return replace(self, layouts=(replace(layout, path=path),))
 
 
-def _opened(paths: Sequence[Path], counts: Sequence[int], vocab_size: int) -> list[_File]:
+def _opened(layouts: Sequence[TokenLayout], vocab_size: int) -> list[_File]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 2 * len(paths) and soft != resource.RLIM_INFINITY:  # the usual limit is 1024 files; data may have more
-        most = 2 * len(paths) if hard == resource.RLIM_INFINITY else min(2 * len(paths), hard)
+    count = 2 * len(layouts)
+    if soft < count and soft != resource.RLIM_INFINITY:  # the usual limit is 1024 files; data may have more
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-    return [_File(path, count, vocab_size) for path, count in zip(paths, counts, strict=True)]
+    return [_File(layout, vocab_size) for layout in layouts]
 
 
 def token_paths(path: Path) -> tuple[Path, ...] | None:
     """Returns the token files that `--data.path` names, in the order of their names; None if it names text.
 
-    They are a file NAME.bin, the .bin files of a folder, or the files that match a pattern. Raises UserError for a
-    pattern that matches no file or other files, and for a folder with both training and validation files, such as
-    llm.c's NAME_train_000001.bin and NAME_val_000000.bin.
+    They are a file NAME.bin or NAME.npy, such files of a folder, or the files that match a pattern. Raises UserError
+    for a pattern that matches no file or other files too, and for a folder with both training and validation files,
+    such as llm.c's NAME_train_000001.bin and NAME_val_000000.bin.
     """
     try:
         if path.is_dir():
-            files = sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
+            present = sorted(file for file in path.iterdir() if not file.name.startswith("."))
+            files = [file for file in present if file.suffix == ".bin"]
+            if {file.suffix for file in present} <= {".npy", ".json", ".pkl"}:  # else it may be a folder of text
+                files = [file for file in present if file.suffix == ".npy"]
             _check_one_kind(path, files)
             return tuple(files) or None
-        if glob.has_magic(str(path)) and not path.exists():
+        if is_pattern(path):
             return _matching(path)
     except OSError as error:
         raise UserError(f"cannot read {of_disk(error)}") from None
-    return (path,) if path.suffix == ".bin" else None
+    return (path,) if path.suffix in SUFFIXES else None
 
 
-def _matching(pattern: Path) -> tuple[Path, ...]:
+def is_pattern(path: Path) -> bool:
+    """Returns whether a path names the files that match it. Raises OSError."""
+    return glob.has_magic(str(path)) and not path.exists()
+
+
+def matches(pattern: Path) -> list[Path]:
+    """Returns the files that match a pattern, in the order of their names. Raises UserError if there are none."""
     files = sorted(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
     if not files:
         raise UserError(f"no file matches {pattern}")
-    for file in files:
-        if file.suffix != ".bin":
-            raise UserError(f"{pattern} matches {file}: a pattern names token files (.bin); for text name its folder")
-    return tuple(files)
+    return files
+
+
+def _matching(pattern: Path) -> tuple[Path, ...] | None:
+    files = matches(pattern)
+    texts = [file for file in files if file.suffix not in (*SUFFIXES, ".idx")]
+    tokens = tuple(file for file in files if file.suffix in SUFFIXES)
+    if texts and tokens:
+        raise UserError(f"{pattern} matches {tokens[0]}, which holds tokens, and {texts[0]}: name them one by one")
+    return tokens or None
 
 
 def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
@@ -176,58 +199,45 @@ def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
 
 
 def write_token_file(
-    folder: Path, tokens: Tokens, tokenizer: Tokenizer, source: str, name: str = "tokens"
+    folder: Path, tokens: Iterable[Tokens], tokenizer: Tokenizer, source: str, name: str = "tokens"
 ) -> TokenFiles:
-    """Writes folder/NAME.bin and folder/NAME.json and returns them. Raises OSError."""
+    """Writes folder/NAME.bin and folder/NAME.json and returns them. tokens: the parts of the sequence, in order.
+
+    Nothing of these names exists before all tokens are written. Raises OSError, and what `tokens` raises.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     dtype = token_dtype(tokenizer.vocab_size)
     magic = next(magic for magic, its in DTYPES.items() if its == dtype)
-    header[:3] = magic, VERSIONS[magic], len(tokens)
-    digest = hashlib.sha256()
     path = folder / f"{name}.bin"
     staging = folder / f".staging-{path.name}"
-    with staging.open("wb") as file:
-        chunks = (tokens[i : i + _CHUNK].astype(dtype) for i in range(0, len(tokens), _CHUNK))
-        for data in (header.tobytes(), *(chunk.tobytes() for chunk in chunks)):
-            digest.update(data)
-            file.write(data)
-    description: dict[str, Any] = {
-        "tokens": len(tokens),
-        "vocab_size": tokenizer.vocab_size,
-        "sha256": digest.hexdigest(),
-        "source": source,
-        "tokenizer": tokenizer.as_json(),
-    }
-    replace_file(path.with_suffix(".json"), json.dumps(description, ensure_ascii=False))
-    staging.replace(path)  # comes last, so that the JSON file exists whenever the .bin file does
-    return TokenFiles((path,), (len(tokens),), tokenizer, digest.hexdigest(), source)
-
-
-def _read_header(path: Path) -> bytes:
-    """Returns the header of a token file, checked against the length of the file. Raises UserError."""
+    count = 0
     try:
-        size = check_regular(path)
-        with path.open("rb") as file:
-            raw = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    header = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<i4")
-    if len(raw) < HEADER_BYTES or header[0] not in VERSIONS:
-        found = f"magic {header[0]}" if len(header) else "an empty file"
-        raise UserError(
-            f"{path} is not a token file: found {found}, expected magic {' or '.join(map(str, VERSIONS))}"
-            " (files of nanoGPT have no header: make one from the text with `tpfuse prepare`)"
-        )
-    magic, version, count = header[:3].tolist()
-    if version != VERSIONS[magic]:
-        raise UserError(f"{path}: version {version}, expected {VERSIONS[magic]} ({DTYPES[magic]} tokens)")
-    expected = HEADER_BYTES + DTYPES[magic].itemsize * count
-    if size != expected:
-        raise UserError(f"{path}: {size} bytes, but {count} tokens need {expected}")
-    return raw
+        with staging.open("wb") as file:
+            file.seek(HEADER_BYTES)
+            for part in tokens:
+                file.write(part.astype(dtype).tobytes())
+                count += len(part)
+            header[:2] = magic, VERSIONS[magic]
+            header[2:4] = np.array([count], "<i8").view("<i4")
+            file.seek(0)
+            file.write(header.tobytes())
+        digest = sha256_of(staging)
+        description: dict[str, Any] = {
+            "tokens": count,
+            "vocab_size": tokenizer.vocab_size,
+            "sha256": digest,
+            "source": source,
+            "document_start": document_start(tokenizer),
+            "tokenizer": tokenizer.as_json(),
+        }
+        replace_file(path.with_suffix(".json"), json.dumps(description, ensure_ascii=False))
+        staging.replace(path)  # comes last, so that the JSON file exists whenever the .bin file does
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+    layout = TokenLayout(path, HEADER_BYTES, dtype.itemsize, count, header.tobytes())
+    return TokenFiles((layout,), tokenizer, digest, source)
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -257,8 +267,14 @@ def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
-    """Returns the tokenizer that the JSON files name; None if there are none. Raises UserError."""
+    """Returns the tokenizer that files beside the token files name; None if there are none. Raises UserError.
+
+    They are the JSON files, or meta.pkl of nanoGPT for files without a header.
+    """
     described = _descriptions(paths)
+    meta = paths[0].parent / "meta.pkl"
+    if not described and meta.is_file() and token_layout(paths[0]).headerless:
+        return _of_nanogpt(meta)
     if not described:
         return None
     try:
@@ -267,8 +283,22 @@ def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
         raise UserError(f"{paths[0].with_suffix('.json')}: {error}") from None
 
 
+def _of_nanogpt(meta: Path) -> CharTokenizer:
+    """Returns the tokenizer of meta.pkl, which nanoGPT's prepare.py writes for characters. Raises UserError."""
+    try:
+        characters = read_pickle(meta, {"itos": {EACH: str}})["itos"]
+    except OSError as error:
+        raise UserError(f"cannot read {meta}: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"cannot read {meta}: {error}") from None
+    text = "".join(characters.get(index, "") for index in range(len(characters)))
+    if len(text) != len(characters) or text != "".join(sorted(set(text))):
+        raise UserError(f"{meta}: expected single characters in sorted order, numbered from 0")
+    return CharTokenizer(text)
+
+
 def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) -> TokenFiles:
-    """Checks token files and returns them. unnamed: returns the tokenizer of files without a JSON file beside them.
+    """Checks token files and returns them. unnamed: returns the tokenizer of files beside which no file names it.
 
     A file with a JSON file is read once and compared with its SHA-256. A file without one gets a SHA-256 of its header
     and of four blocks of 2048 tokens, one of which is at its start and one at its end: a data set of 100 files with 100
@@ -278,15 +308,20 @@ def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) 
     Raises UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, and a token outside
     the vocabulary.
     """
-    headers = [_read_header(path) for path in paths]
-    counts = tuple(int(np.frombuffer(header, dtype="<i4")[2]) for header in headers)
+    layouts = tuple(map(token_layout, paths))
     described = _descriptions(paths)
     tokenizer = stated_tokenizer(paths) or unnamed()
+    for layout in layouts:
+        if layout.headerless and token_dtype(tokenizer.vocab_size).itemsize > layout.width:
+            raise UserError(
+                f"{layout.path} has no header and is read as uint16, but its tokenizer has {tokenizer.vocab_size}"
+                " tokens: write its tokens as a NumPy array, NAME.npy"
+            )
     digests = []
     try:
-        for index, file in enumerate(_opened(paths, counts, tokenizer.vocab_size)):
+        for index, file in enumerate(_opened(layouts, tokenizer.vocab_size)):
             ranges = _whole(file.count) if described else _blocks(file.count)
-            digest = hashlib.sha256(headers[index])
+            digest = hashlib.sha256(file.layout.head)
             for start, stop in ranges:
                 digest.update(file.read(start, stop).tobytes())
             digests.append(digest.hexdigest())
@@ -299,7 +334,7 @@ def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) 
     if len(described) == 1:
         source = str(described[0].get("source", source))
     whole = digests[0] if len(paths) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return TokenFiles(paths, counts, tokenizer, whole, source)
+    return TokenFiles(layouts, tokenizer, whole, source)
 
 
 def _whole(count: int) -> list[tuple[int, int]]:

@@ -1,7 +1,10 @@
-"""Tokenizers: bytes, characters, and files of the `tokenizers` library."""
+"""Tokenizers: bytes, characters, files of the `tokenizers` library, and models of the sentencepiece library."""
 
+import base64
 import logging
+import re
 import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -12,11 +15,15 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_text
+from tpfuse.train.optional import optional_package
+from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_bytes, read_json, read_text
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype` returns
 _GPT2_MODEL = "openai-community/gpt2"
-END_OF_TEXT = "<|endoftext|>"  # as GPT-2 names it
+# The names of the token that ends a text: of GPT-2 and Qwen, Llama 3, Llama and T5, Gemma, DeepSeek, Cohere.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>")
+_NEAR = 500  # characters on each side of a cut
+_CUTS = 8  # cuts that are tried
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -35,14 +42,25 @@ class TokenSequence(Protocol):
 class Tokenizer(Protocol):
     """Converts text to token ids and back. `from_json` builds an equal tokenizer from the result of `as_json`.
 
-    end_of_text: the token that ends a text; None if there is none.
+    begins: the tokens with which a text begins (BOS), if the model expects any. end_of_text: the token that ends a
+    text; None if there is none.
     """
 
     vocab_size: int
+    begins: tuple[int, ...]
     end_of_text: int | None
 
     def encode(self, text: str) -> Tokens:
-        """Returns the token ids of `text`. Raises UserError for text that the vocabulary cannot express."""
+        """Returns the token ids of `text` alone. Raises UserError for text that the vocabulary cannot express."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns the token ids of each text, as `encode` does."""
+
+    def cut(self, text: str) -> int:
+        """Returns the last place where the tokens of `text` are those of its two parts; 0 if none is found.
+
+        A long text can so be encoded part by part.
+        """
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of `tokens`. Bytes that are not UTF-8 become the replacement character.
@@ -58,10 +76,17 @@ class ByteTokenizer:
     """A tokenizer whose 256 tokens are the bytes of UTF-8."""
 
     vocab_size = 256
+    begins: tuple[int, ...] = ()
     end_of_text: int | None = None
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self.encode(text) for text in texts]
+
+    def cut(self, text: str) -> int:
+        return len(text)
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")  # 255 is never UTF-8
@@ -73,6 +98,7 @@ class ByteTokenizer:
 class CharTokenizer:
     """A tokenizer whose tokens are the distinct characters of a text in sorted order, as nanoGPT numbers them."""
 
+    begins: tuple[int, ...] = ()
     end_of_text: int | None = None
 
     def __init__(self, characters: str) -> None:
@@ -81,10 +107,12 @@ class CharTokenizer:
         self._points = np.array([ord(c) for c in characters], dtype=np.uint32)
 
     @classmethod
-    def of_text(cls, text: str) -> Self:
-        """Returns the tokenizer of a text. Raises UserError if it has more than 65,536 different characters."""
-        characters = "".join(sorted(set(text)))
-        return cls(characters)
+    def of_text(cls, texts: Iterable[str]) -> Self:
+        """Returns the tokenizer of the characters in all texts."""
+        characters: set[str] = set()
+        for text in texts:
+            characters.update(text)
+        return cls("".join(sorted(characters)))
 
     def encode(self, text: str) -> Tokens:
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
@@ -94,6 +122,12 @@ class CharTokenizer:
             raise UserError(f"the character {chr(points[~known][0])!r} is not among the {self.vocab_size} of the text")
         return ids.astype(token_dtype(self.vocab_size))
 
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self.encode(text) for text in texts]
+
+    def cut(self, text: str) -> int:
+        return len(text)
+
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.characters[token] if token < self.vocab_size else "\ufffd" for token in tokens)
 
@@ -102,23 +136,101 @@ class CharTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, kept as its JSON text."""
+    """A tokenizer of the `tokenizers` library, kept as its JSON text.
+
+    Its truncation and padding are switched off: they are for the inputs of one forward pass, and would cut a text to
+    its first tokens. `begins` and `end_of_text` are what its post-processor puts around a text; if it ends none, the
+    token of a usual name does.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size()
-        self.end_of_text: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
+        whole = self._tokenizer.encode("a").ids
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        places = range(len(whole) - len(plain) + 1)
+        start = next((at for at in places if whole[at : at + len(plain)] == plain), 0)
+        after = whole[start + len(plain) :]
+        named = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        self.begins = tuple(whole[:start])
+        self.end_of_text: int | None = after[-1] if after else next((id for id in named if id is not None), None)
 
     def encode(self, text: str) -> Tokens:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=token_dtype(self.vocab_size))
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=token_dtype(self.vocab_size)) for encoding in encodings]
+
+    def cut(self, text: str) -> int:
+        return _proved_cut(self, text)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def as_json(self) -> dict[str, Any]:
         return {"kind": "tokenizers", "json": self._text}
+
+
+class SentencePieceTokenizer:
+    """A model of the sentencepiece library (tokenizer.model), kept as its bytes. Raises Unreadable for other bytes."""
+
+    def __init__(self, model: bytes) -> None:
+        self._model = model
+        package = optional_package("sentencepiece", "a sentencepiece model")
+        try:
+            self._processor = package.SentencePieceProcessor(model_proto=model)
+        except RuntimeError:
+            raise Unreadable(
+                "expected a sentencepiece model; that of Llama 3 is one of tiktoken: give its tokenizer.json"
+            ) from None
+        self.vocab_size: int = self._processor.vocab_size()
+        begin, end = self._processor.bos_id(), self._processor.eos_id()
+        self.begins: tuple[int, ...] = () if begin < 0 else (int(begin),)
+        self.end_of_text: int | None = None if end < 0 else int(end)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._model,)
+
+    def encode(self, text: str) -> Tokens:
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        ids = self._processor.encode(list(texts), add_bos=False, add_eos=False)
+        return [np.array(each, dtype=token_dtype(self.vocab_size)) for each in ids]
+
+    def cut(self, text: str) -> int:
+        return _proved_cut(self, text)
+
+    def decode(self, tokens: list[int]) -> str:
+        known = (token for token in tokens if token < self.vocab_size)
+        return str(self._processor.decode(list(known)))
+
+    def as_json(self) -> dict[str, Any]:
+        return {"kind": "sentencepiece", "model": base64.b64encode(self._model).decode()}
+
+
+def _proved_cut(tokenizer: Tokenizer, text: str) -> int:
+    """Returns the end of a line of `text` at which its neighbourhood has the tokens of its two parts; 0 for none.
+
+    Tokenizers of the kind of GPT-2 cut texts into words first, so that tokens depend on near characters alone. Those
+    that put a space before each text, such as Llama's, have no such place.
+    """
+    place = len(text)
+    for _ in range(_CUTS):
+        place = text.rfind("\n", 1, max(1, place - 1)) + 1
+        if not place:
+            return 0
+        left, right = text[max(0, place - _NEAR) : place], text[place : place + _NEAR]
+        if not right:
+            continue
+        whole, *parts = tokenizer.encode_all([left + right, left, right])
+        if np.array_equal(whole, np.concatenate(parts)):
+            return place
+    return 0
 
 
 def from_json(description: dict[str, Any]) -> Tokenizer:
@@ -133,9 +245,12 @@ def from_json(description: dict[str, Any]) -> Tokenizer:
         if kind == "tokenizers":
             check(description, {"json": str}, "the tokenizer")
             return _of_library(description["json"], "the tokenizer's json")
-    except Unreadable as error:
+        if kind == "sentencepiece":
+            check(description, {"model": str}, "the tokenizer")
+            return SentencePieceTokenizer(base64.b64decode(description["model"]))
+    except ValueError as error:
         raise UserError(str(error)) from None
-    raise UserError(f"tokenizer kind {quoted(kind)} is not known: expected bytes, chars or tokenizers")
+    raise UserError(f"tokenizer kind {quoted(kind)} is not known: expected bytes, chars, tokenizers or sentencepiece")
 
 
 def _of_library(text: str, source: object) -> FileTokenizer:
@@ -148,23 +263,54 @@ def _of_library(text: str, source: object) -> FileTokenizer:
         raise UserError(f"{source} is not a tokenizer of the tokenizers library: {str(error)[:200]}") from None
 
 
-def build_tokenizer(name: str, text: str) -> Tokenizer:
-    """Returns the tokenizer that `--data.tokenizer` names, for `text`. Raises UserError."""
+def build_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
+    """Returns the tokenizer that `--data.tokenizer` names. Raises UserError.
+
+    texts: what chars takes its characters from; no other tokenizer reads them.
+    """
     if name == "bytes":
         return ByteTokenizer()
     if name == "chars":
-        return CharTokenizer.of_text(text)
+        return CharTokenizer.of_text(texts)
     if name == "gpt2":
         return _gpt2()
-    if name.endswith(".json"):
-        try:
-            text = read_text(Path(name))
-        except OSError as error:
-            raise UserError(f"cannot read the tokenizer {name}: {error.strerror}") from None
-        except Unreadable as error:
-            raise UserError(f"cannot read the tokenizer {name}: {error}") from None
-        return _of_file(text, name)
-    raise UserError(f"tokenizer {name!r} is not known: expected bytes, chars, gpt2 or a FILE.json")
+    path = Path(name)
+    try:
+        if path.is_dir():
+            path = _in_folder(path)
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(read_bytes(path))
+        if path.suffix == ".json":
+            return _of_file(read_text(path), str(path))
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"cannot read the tokenizer {path}: {error}") from None
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(
+            f"tokenizer {name!r} is no folder: for a name of the Hugging Face hub, get its files by"
+            f" `hf download {name} tokenizer.json --local-dir FOLDER` and give --data.tokenizer FOLDER"
+        )
+    raise UserError(
+        f"tokenizer {name!r} is not known: expected bytes, chars, gpt2, a FILE.json, a FILE.model or the folder of one"
+    )
+
+
+def _in_folder(folder: Path) -> Path:
+    """Returns the tokenizer's file in a Hugging Face folder. Raises UserError if there is none that can be used."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        settings = folder / "tokenizer_config.json"
+        kind = read_json(settings, {}).get("tokenizer_class") if settings.is_file() else None
+        kind = kind if isinstance(kind, str) and kind.isidentifier() else "GPT2Tokenizer"
+        code = f"from transformers import {kind}; {kind}.from_pretrained('{folder}').save_pretrained('{folder}')"
+        raise UserError(
+            f"{folder} has vocab.json and merges.txt, which do not say how words are cut: write its tokenizer.json by"
+            f' python -c "{code}"'
+        )
+    raise UserError(f"{folder} holds no tokenizer: expected tokenizer.json or tokenizer.model")
 
 
 def _of_file(text: str, name: str) -> Tokenizer:
@@ -177,6 +323,15 @@ def _of_file(text: str, name: str) -> Tokenizer:
         return from_json(description)
     except UserError as error:
         raise UserError(f"cannot read the tokenizer {name}: {error}") from None
+
+
+def document_start(tokenizer: Tokenizer) -> int | None:
+    """Returns the token with which each document of a token file begins; None if no token tells documents apart.
+
+    It is the first of `begins`. Without one, it is the token that ends the document before: in the inputs of a model it
+    stands before the document's first token, as it does when a text is sampled.
+    """
+    return tokenizer.begins[0] if tokenizer.begins else tokenizer.end_of_text
 
 
 def _gpt2() -> FileTokenizer:

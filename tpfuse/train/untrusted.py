@@ -8,6 +8,8 @@ for every key.
 """
 
 import json
+import pickle
+import pickletools
 import stat
 import tomllib
 from pathlib import Path
@@ -16,6 +18,13 @@ from typing import Any
 MOST = 256 * 2**20  # bytes; the manifest of a model with a thousand ranks has a few MiB
 EACH = "*"
 _QUOTED = 200  # the most characters of a file that a message shows
+# The instructions of pickles that make numbers, texts, lists, tuples and dictionaries. Others can run any code or, as
+# LONG_BINPUT with a large number does, fill the memory.
+_PLAIN = frozenset(
+    "PROTO FRAME STOP MARK MEMOIZE BINPUT BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE"
+    " SHORT_BINUNICODE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2"
+    " TUPLE3 LONG_BINGET".split()
+)
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -68,6 +77,23 @@ def parsed_json(text: str | bytes, schema: Any) -> Any:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"expected JSON, found text that {_refusal(error)}") from None
+    check(document, schema)
+    return document
+
+
+def read_pickle(path: Path, schema: Any) -> Any:
+    """Returns the plain containers in a pickle, which must have the schema. Raises Unreadable and OSError."""
+    data = read_bytes(path)
+    try:
+        for instruction, argument, _ in pickletools.genops(data):
+            far = instruction.name == "LONG_BINPUT" and isinstance(argument, int) and argument < len(data)
+            if instruction.name not in _PLAIN and not far:
+                raise Unreadable(f"expected a pickle of plain containers, found the instruction {instruction.name}")
+        document = pickle.loads(data)
+    except Unreadable:
+        raise
+    except Exception as error:  # a damaged pickle raises any kind
+        raise Unreadable(f"expected a pickle, found data that the parser rejects: {str(error)[:_QUOTED]}") from None
     check(document, schema)
     return document
 

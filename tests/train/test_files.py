@@ -1,0 +1,450 @@
+"""Every kind of file that users have is read rightly, or refused in one line that says what to do."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import pickle
+import re
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import sentencepiece
+import tokenizers
+import zstandard
+
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.train import corpus
+from tpfuse.train.corpus import encoded, find_text
+from tpfuse.train.data import encode_text, read_data
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import DataOptions
+from tpfuse.train.token_file import open_token_files, token_paths, write_token_file
+from tpfuse.train.tokenizer import ByteTokenizer, FileTokenizer, build_tokenizer, from_json
+from tpfuse.train.untrusted import Unreadable, read_pickle
+
+DOCUMENTS = ["one", "zwei,\nü ☃\r\n", 'a "quoted" {"text": 3}\t\\n', "x" * 3000]
+RECORDS = [{"id": index, "text": document, "more": None} for index, document in enumerate(DOCUMENTS)]
+
+
+def _parquet(**columns: Any) -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns or {"id": list(range(4)), "text": DOCUMENTS}), sink)
+    return sink.getvalue()
+
+
+def _table(delimiter: str) -> bytes:
+    sink = io.StringIO()
+    writer = csv.DictWriter(sink, ["id", "text", "more"], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(RECORDS)
+    return sink.getvalue().encode()
+
+
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+CONTENTS: dict[str, bytes] = {
+    "a.jsonl": LINES.encode(),
+    "utf16.ndjson": ("\n" + LINES).encode("utf-16"),
+    "marked.JSONL": LINES.encode("utf-8-sig"),
+    "lines.json": LINES.encode(),
+    "array.json": json.dumps(RECORDS, indent=2).encode(),
+    "texts.json": json.dumps(DOCUMENTS).encode(),
+    "table.csv": _table(","),
+    "table.tsv": _table("\t"),
+    "rows.parquet": _parquet(),
+    "rows": _parquet(),
+}
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": lambda data: b"".join(zstandard.compress(data[at : at + 500]) for at in range(0, len(data), 500)),
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+def documents(path: Path, field: str = "text") -> list[str]:
+    """Returns the documents, of which the last one may not be known to end."""
+    found = [""]
+    for text, ends in find_text(path, field).pieces():
+        found[-1] += text
+        found += [""] * ends
+    return found if found[-1] else found[:-1]
+
+
+def words(*specials: str, template: str = "", **truncation: int) -> FileTokenizer:
+    """Returns a tokenizer of whole words, with a post-processor if there is a template."""
+    names = [*specials, "?", "be", "not", "to", "or"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(specials))
+    if template:
+        pairs = [(name, names.index(name)) for name in specials]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=pairs)
+    if truncation:
+        tokenizer.enable_truncation(truncation["most"])
+        tokenizer.enable_padding(length=truncation["most"])
+    return FileTokenizer(tokenizer.to_str())
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        *((name, "") for name in CONTENTS),
+        ("a.jsonl", ".gz"),
+        ("a.jsonl", ".zst"),
+        ("rows.parquet", ".gz"),
+        *exhaustive(*((name, packed) for name in CONTENTS for packed in PACKED if name != "rows")),
+    ],
+)
+def test_records_are_documents(tmp_path: Path, name: str, packed: str) -> None:
+    path = tmp_path / (name + packed)
+    path.write_bytes(PACKED.get(packed, bytes)(CONTENTS[name]))
+    assert documents(path) == DOCUMENTS
+
+
+@pytest.mark.parametrize("packed", ["", *PACKED])
+def test_text_is_decompressed_and_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str) -> None:
+    monkeypatch.setattr("tpfuse.train.text_file._PART", 1000)
+    text = "".join(DOCUMENTS)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path = tmp_path / f"a.txt{packed}"
+        path.write_bytes(PACKED.get(packed, bytes)(text.encode(encoding)))
+        assert documents(path) == [text]
+        assert sum(1 for _ in find_text(path).pieces()) > 3, "it is read in parts"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", "déjà".encode("latin-1"), r"not UTF-8 text: found byte 0xe9; .*iconv -f LATIN1 -t UTF-8 .*a.txt > "),
+        ("a.png", b"\x89PNG\0\0", "not UTF-8 text: it has zero bytes, as binary files do"),
+        ("a.npz", b"PK\x03\x04\0\0", "it is a zip archive: unpack it"),
+        ("a.txt", b"text\0", "it has zero bytes"),
+        ("a.txt.gz", gzip.compress(b"text" * 100)[:-9], "a.txt.gz is damaged or cut off"),
+        ("a.txt.gz", b"\x1f\x8b\x08\x00", "a.txt.gz is damaged or cut off"),
+        ("a.txt.zst", zstandard.compress(b"text" * 100)[:-3], "damaged or cut off: its last frame is not whole"),
+        ("a.jsonl", b'{"content": "x", "n": 1}\n', r"line 1 has no field 'text': .*by --data.field: content"),
+        ("a.jsonl", b'{"n": 1}\n', "no field 'text': none of its fields holds text"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: 'text' is 3: expected text"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2: expected JSON"),
+        ("a.jsonl", b'["x"]\n', r"line 1: expected a record with a field 'text', found \['x'\]"),
+        ("a.json", b'{\n"text": "x"\n}', "line 1: expected JSON"),
+        ("a.csv", b"a,b\nx,y\n", "has no field 'text': choose one that holds text by --data.field: a, b"),
+        ("a.csv", b'text\n"x', "line 1: unexpected end of data"),
+        ("a.parquet", _parquet(content=["x"], n=[1]), "no column 'text' of text: .*--data.field: content"),
+        ("a.parquet", _parquet()[:-5], "cannot be read as Parquet"),
+    ],
+)
+def test_what_cannot_be_read_says_what_to_do(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=message) as caught:
+        documents(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("package", "name"), [("pyarrow", "a.parquet"), ("zstandard", "a.txt.zst")])
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(_parquet() if name == "a.parquet" else zstandard.compress(b"text"))
+    for module in (package, f"{package}.parquet"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(UserError, match=rf"needs the package {package}.*pip install 'tpfuse\[data\]'"):
+        documents(path)
+
+
+def test_a_folder_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "z.jsonl").write_text('{"text": "first"}\n{"text": ""}\n{"text": null}\n{"text": "and"}\n')
+    (tmp_path / "c.png").write_bytes(b"\0\1")
+    (tmp_path / "d.latin1").write_bytes(b"\xe9")
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "empty").write_text("")
+    text = find_text(tmp_path)
+    tokens = np.concatenate(list(encoded(text, ByteTokenizer())))
+    assert bytes(tokens.tolist()) == b"first\nand\nsecond\n", "documents end in line breaks"
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(
+        r"3 of 6 files of .* are left out: .*c.png is not UTF-8 .*d.latin1 .*package.json, line 1 has", said
+    )
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "a" / "z.jsonl").write_text('{"text": "x"}\n{"tex')
+    with pytest.raises(UserError, match=r"z.jsonl, line 2: expected JSON"):
+        list(encoded(find_text(tmp_path), ByteTokenizer()))
+    (tmp_path / "a" / "z.jsonl").unlink()
+    with pytest.raises(UserError, match=r"holds no text: .*not UTF-8"):
+        encode_text(tmp_path / "out", find_text(tmp_path), ByteTokenizer())
+    assert not any((tmp_path / "out").iterdir())
+    with pytest.raises(UserError, match="hf download --repo-type dataset karpathy/fineweb-edu --local-dir"):
+        find_text(Path("karpathy/fineweb-edu"))
+
+
+def test_a_pattern_names_files_of_text(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl", "c.md"):
+        (tmp_path / name).write_text('{"text": "x"}')
+    assert token_paths(tmp_path / "*") is None
+    assert documents(tmp_path / "[ab].*") == ["x", '{"text": "x"}']
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (words("<|endoftext|>"), [4, 2, 0, 3, 0]),
+        (words("</s>", "<s>", template="<s> $A"), [1, 5, 3, 0, 1, 4, 0]),
+        (words("[CLS]", "[SEP]", template="[CLS] $A [SEP]"), [0, 5, 3, 1, 0, 4, 1]),
+        (words("</s>", template="</s> $A"), [0, 4, 2, 0, 3]),
+        (words(), [3, 1, 2]),
+    ],
+)
+def test_documents_stand_between_the_tokens_of_their_tokenizer(
+    tmp_path: Path, tokenizer: FileTokenizer, expected: list[int]
+) -> None:
+    """A single text gets none, since it is not known where its documents end."""
+    (tmp_path / "a.jsonl").write_text('{"text": "to be"}\n{"text": "not"}\n')
+    (tmp_path / "a.txt").write_text("to be\nnot\n")
+    files = encode_text(tmp_path / "out", find_text(tmp_path / "a.jsonl"), tokenizer)
+    assert files.open()[:].tolist() == expected
+    described = json.loads((tmp_path / "out" / "tokens.json").read_text())
+    assert described["document_start"] == (expected[0] if tokenizer.begins else tokenizer.end_of_text)
+    plain = np.concatenate(list(encoded(find_text(tmp_path / "a.txt"), tokenizer)))
+    assert plain.tolist() == tokenizer.encode("to be not").tolist()
+
+
+def test_truncation_and_padding_do_not_cut_the_text() -> None:
+    text = "to be or not to be " * 50
+    assert words(most=8).encode(text).tolist() == words().encode(text).tolist()
+    assert len(words(most=8).encode("be")) == 1
+    again = words(most=8)
+    assert again.as_json()["json"].count('"max_length":8') == 1, "runs keep the tokenizer's file as it is"
+
+
+def test_a_folder_names_its_tokenizer(tmp_path: Path) -> None:
+    """tokenizer.model is read by sentencepiece itself, since a conversion may cut its texts otherwise."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the  question\n" * 50)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(UserError, match=r"model holds no tokenizer: expected tokenizer.json or tokenizer.model"):
+        build_tokenizer(str(folder))
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(UserError, match=r"import Qwen2Tokenizer; Qwen2Tokenizer.from_pretrained\('.*model'\)"):
+        build_tokenizer(str(folder))
+    (folder / "tokenizer.model").write_bytes(b"IQ== 0\n")
+    with pytest.raises(UserError, match=r"tokenizer.model: expected a sentencepiece model; that of Llama 3"):
+        build_tokenizer(str(folder))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    tokenizer = build_tokenizer(str(folder))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    for again in (
+        tokenizer,
+        from_json(json.loads(json.dumps(tokenizer.as_json()))),
+        pickle.loads(pickle.dumps(tokenizer)),
+    ):
+        assert again.encode("to be  not").tolist() == theirs.encode("to be  not")
+        assert (again.begins, again.end_of_text, again.vocab_size) == ((1,), 2, theirs.vocab_size())
+        assert again.decode([*theirs.encode("to be"), 70]) == "to be"
+    (folder / "tokenizer.json").write_text(words().as_json()["json"])
+    assert build_tokenizer(str(folder)).encode("to be").tolist() == [3, 1]
+    with pytest.raises(UserError, match=r"hf download Qwen/Qwen3-0.6B tokenizer.json --local-dir"):
+        build_tokenizer("Qwen/Qwen3-0.6B")
+
+
+def byte_level(text: str) -> FileTokenizer:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    return FileTokenizer(tokenizer.to_str())
+
+
+def with_prefix(text: str) -> FileTokenizer:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    return FileTokenizer(tokenizer.to_str())
+
+
+@pytest.mark.parametrize("kind", [byte_level, with_prefix])
+def test_a_text_in_parts_has_the_tokens_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[str], FileTokenizer]
+) -> None:
+    """The lines end in spaces, blank lines and words, whose tokens depend on what follows."""
+    generator = np.random.default_rng(0)
+    parts = ["def f(x):", "\n", "\n\n", " ", "\n    ", "word", "héllo", ".", "\r\n", "\t", "  \n"]
+    text = "".join(parts[i] for i in generator.integers(0, len(parts), 20_000))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    tokenizer = kind(text)
+    monkeypatch.setattr("tpfuse.train.text_file._PART", 700)
+    monkeypatch.setattr(corpus, "_BATCH", 2000)
+    found = list(encoded(find_text(tmp_path / "a.txt"), tokenizer))
+    assert np.concatenate(found).tolist() == tokenizer.encode(text).tolist()
+    assert len(found) > 10 or kind is with_prefix
+
+
+def test_a_long_text_is_encoded_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpfuse.train.text_file._PART", 10_000)
+    monkeypatch.setattr(corpus, "_BATCH", 10_000)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as lines, (tmp_path / "a.txt").open("w") as text:
+        for index in range(20_000):
+            lines.write(json.dumps({"text": f"{index} " * 20}) + "\n")
+            text.write(f"{index} " * 20 + "\n")
+    for name in ("a.jsonl.gz", "a.txt"):
+        tracemalloc.start()
+        files = encode_text(tmp_path / name.replace(".", "-"), find_text(tmp_path / name), ByteTokenizer())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert files.count > 2_000_000 and peak < 600_000
+
+
+def test_an_interrupted_prepare_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:
+    def interrupted() -> Any:
+        yield np.zeros(9, np.uint16)
+        assert [path.name for path in tmp_path.iterdir()] == [".staging-tokens.bin"]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_token_file(tmp_path, interrupted(), ByteTokenizer(), "test")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / ".staging-tokens.bin").write_bytes(b"x" * 5000)  # of a process that was killed
+    assert write_token_file(tmp_path, [np.zeros(9, np.uint16)], ByteTokenizer(), "test").open()[:].tolist() == [0] * 9
+
+
+def _megatron(folder: Path, tokens: np.ndarray, lengths: list[int], code: int, dtype: str) -> Path:
+    path = folder / "meg_text_document.bin"
+    path.write_bytes(tokens.astype(dtype).tobytes())
+    width = np.dtype(dtype).itemsize
+    places = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * width
+    numbers = np.array([len(lengths), len(lengths) + 1], "<u8").tobytes()
+    index = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([code]) + numbers
+    index += np.array(lengths, "<i4").tobytes() + places.astype("<i8").tobytes()
+    path.with_suffix(".idx").write_bytes(index + np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    return path
+
+
+def _numpy(folder: Path, tokens: np.ndarray, dtype: str, *shape: int) -> Path:
+    np.save(folder / "a.npy", tokens.astype(dtype).reshape(shape or -1))
+    return folder / "a.npy"
+
+
+def _nanogpt(folder: Path, tokens: np.ndarray) -> Path:
+    (folder / "train.bin").write_bytes(tokens.astype("<u2").tobytes())
+    return folder / "train.bin"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _nanogpt,
+        lambda folder, tokens: _numpy(folder, tokens, "<u2"),
+        lambda folder, tokens: _numpy(folder, tokens, "<i4", 100, 5),
+        lambda folder, tokens: _numpy(folder, tokens, "<i8"),
+        lambda folder, tokens: _megatron(folder, tokens, [100, 0, 150, 250], 8, "<u2"),
+        lambda folder, tokens: _megatron(folder, tokens, [500], 4, "<i4"),
+    ],
+)
+def test_files_of_tokens_are_read_in_place(tmp_path: Path, make: Callable[[Path, np.ndarray], Path]) -> None:
+    tokens = np.random.default_rng(0).integers(0, 256, 500)
+    path = make(tmp_path, tokens)
+    for named in (path, tmp_path, tmp_path / "*"):
+        paths = token_paths(named)
+        assert paths == (path,)
+        files = open_token_files(paths, ByteTokenizer)
+        assert files.open()[:].tolist() == tokens.tolist()
+        assert files.open().part(100, 300)[3:9].tolist() == tokens[103:109].tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda f, t: _numpy(f, t, "<f4"), "expected little-endian integers in C order, found <f4"),
+        (lambda f, t: _numpy(f, t, ">u2"), "found >u2"),
+        (lambda f, t: _numpy(f, -t, "<i4"), "is outside the vocabulary of 256"),
+        (lambda f, t: _nanogpt(f, t + 60_000), "is outside the vocabulary of 256"),
+        (lambda f, t: _cut(_nanogpt(f, t)), "it has 999 bytes, and uint16 need an even number"),
+        (lambda f, t: _cut(_numpy(f, t, "<u2")), "bytes, but an array of shape"),
+        (lambda f, t: _cut(_megatron(f, t, [500], 4, "<i4")), "1999 bytes, but meg_text_document.idx says 2000"),
+        (lambda f, t: _megatron(f, t, [250, 251], 4, "<i4"), "2000 bytes, but meg_text_document.idx says 2004"),
+        (lambda f, t: _megatron(f, t, [500], 7, "<f4"), "dtype 7: expected version 1 and integers"),
+        (lambda f, t: _zip(_nanogpt(f, t)), "a zip archive, such as torch saves"),
+    ],
+)
+def test_other_files_of_tokens_are_refused(tmp_path: Path, make: Any, message: str) -> None:
+    path = make(tmp_path, np.arange(500) % 256 + 1 - (np.arange(500) % 256 == 255))
+    with pytest.raises(UserError, match=message):
+        open_token_files((path,), ByteTokenizer)
+
+
+def _cut(path: Path) -> Path:
+    path.write_bytes(path.read_bytes()[:-1])
+    return path
+
+
+def _zip(path: Path) -> Path:
+    path.write_bytes(b"PK\x03\x04" + path.read_bytes())
+    return path
+
+
+def test_nanogpt_names_its_characters(tmp_path: Path) -> None:
+    """As its prepare.py for Shakespeare's characters writes them."""
+    text = "to be or not to be\n" * 40
+    letters = sorted(set(text))
+    for name, part in (("train.bin", text[:700]), ("val.bin", text[700:])):
+        (tmp_path / name).write_bytes(np.array([letters.index(c) for c in part], "<u2").tobytes())
+    itos = dict(enumerate(letters))
+    meta = {"vocab_size": len(letters), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    data = read_data(DataOptions(tmp_path / "train.bin", tmp_path / "val.bin"), tmp_path / "none")
+    assert data.val is not None and data.val.count == len(text) - 700
+    assert data.train.tokenizer.decode(data.train.open()[:].tolist()) == text[:700]
+    with pytest.raises(UserError, match=r"holds val.bin beside train.bin"):
+        read_data(DataOptions(tmp_path), tmp_path / "none")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "b", 1: "a"}}))
+    with pytest.raises(UserError, match=r"meta.pkl: expected single characters in sorted order"):
+        read_data(DataOptions(tmp_path / "train.bin"), tmp_path / "none")
+    (tmp_path / "meta.pkl").unlink()
+    with pytest.raises(UserError, match=r"--data\.tokenizer gpt2"):
+        read_data(DataOptions(tmp_path / "train.bin"), tmp_path / "none")
+    many = words(*(f"w{index}" for index in range(70_000)))
+    with pytest.raises(UserError, match=r"read as uint16, but its tokenizer has 70005 tokens: .*NAME.npy"):
+        open_token_files((tmp_path / "train.bin",), lambda: many)
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[object, ...]:
+        return pytest.fail, ("the pickle ran code",)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (pickle.dumps({"itos": _Runs()}), "found the instruction STACK_GLOBAL"),
+        (pickle.dumps({"itos": _Runs()}, 0), "found the instruction"),
+        (b"\x80\x02K\x01r\xff\xff\xff\x7f.", "found the instruction LONG_BINPUT"),
+        (b"\x80\x04}", "expected a pickle, found data that the parser rejects"),
+        (pickle.dumps([1]), "expected dict"),
+    ],
+)
+def test_a_pickle_holds_plain_containers_alone(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "meta.pkl").write_bytes(data)
+    with pytest.raises(Unreadable, match=message):
+        read_pickle(tmp_path / "meta.pkl", {"itos": dict})
+    many = {"itos": {str(key): [1.5, (True, None)] for key in range(1000)}}
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(many, protocol))
+        assert read_pickle(tmp_path / "meta.pkl", {"itos": dict}) == many

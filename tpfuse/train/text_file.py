@@ -1,0 +1,258 @@
+"""Documents in a file, read in parts: text, JSON lines, JSON, CSV and Parquet, compressed or not.
+
+What a file is follows from its first bytes (compression, UTF-16, Parquet) and from its name without the suffix of the
+compression; a file of another name is text. Only text comes in several pieces. A document of other files is the value
+of one field of one record.
+"""
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from tpfuse.train.errors import UserError
+from tpfuse.train.optional import optional_package
+from tpfuse.train.untrusted import MOST, Unreadable, check_regular, quoted
+
+_PART = 1 << 20  # characters, or bytes, that are read at once
+_ROWS = 1024  # rows of a Parquet file that are read at once
+_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}  # byte order marks
+_BINARY = {b"PK\x03\x04": "it is a zip archive: unpack it", b"ARROW1": "it is an Arrow file: write it as Parquet"}
+
+
+class Piece(NamedTuple):
+    """A part of a document. ends: whether the document ends with it."""
+
+    text: str
+    ends: bool
+
+
+class TextFile:
+    """A file of documents. field: the field of records that has the text. is_text: whether the file is one text.
+
+    Raises UserError if it is no regular file, or cannot be opened.
+    """
+
+    def __init__(self, path: Path, field: str) -> None:
+        self.path, self.field = path, field
+        try:
+            self.size = check_regular(path)
+            with path.open("rb") as file:
+                head = file.read(16)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        except Unreadable as error:
+            raise UserError(f"cannot read {path}: {error}") from None
+        self._opened = next((opened for magic, opened in _COMPRESSIONS.items() if head.startswith(magic)), None)
+        self.is_compressed, self.name = self._opened is not None, path.name.lower()
+        if self.is_compressed and self.name.endswith(_SUFFIXES):
+            self.name = self.name.rpartition(".")[0]
+        self._read = _READERS.get(".parquet" if head.startswith(b"PAR1") else Path(self.name).suffix, _text)
+        self.is_text = self._read is _text
+        self._raw: IO[bytes] | None = None
+
+    def position(self) -> int:
+        """Returns how many bytes of the file have been read."""
+        return 0 if self._raw is None or self._raw.closed else self._raw.tell()
+
+    def open(self) -> IO[bytes]:
+        """Returns the file, decompressed. Raises OSError."""
+        self._raw = self.path.open("rb")
+        return self._raw if self._opened is None else self._opened(self._raw)
+
+    def head(self) -> bytes:
+        """Returns the first bytes of the file, decompressed. Raises OSError."""
+        with self.open() as file:
+            return file.read(_PART)
+
+    def text(self) -> io.TextIOWrapper:
+        """Opens the text in UTF-8, or in UTF-16 with a byte order mark, which is left out. Raises OSError."""
+        head = self.head()
+        encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
+        return io.TextIOWrapper(self.open(), encoding=encoding, newline="")
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields the documents of the file. Empty and missing values are empty documents.
+
+        Raises UserError, which names the file and says what to do.
+        """
+        try:
+            yield from self._read(self)
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise UserError(f"{self.path} is damaged or cut off: {error}") from None
+        except UnicodeDecodeError as error:
+            found = f"found byte {error.object[error.start]:#04x}"
+            raise UserError(f"{self.path} is not UTF-8 text: {self._advice(found)}") from None
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from None
+
+    def _advice(self, found: str) -> str:
+        """Returns what to do with a file that is not UTF-8 text."""
+        head = self.head()
+        kind = next((kind for magic, kind in _BINARY.items() if head.startswith(magic)), None)
+        if kind is not None or b"\0" in head:
+            return kind or "it has zero bytes, as binary files do"
+        target = self.path.with_name(f"utf8-{self.name}")
+        return f"{found}; if it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 {self.path} > {target}"
+
+
+def _text(file: TextFile) -> Iterator[Piece]:
+    """Yields the parts of a text, which has been decoded to its end before the first one is yielded."""
+    with file.text() as opened:
+        parts = iter(lambda: opened.read(_PART), "")
+        first, second = next(parts, ""), next(parts, "")
+        if any("\0" in part for part in itertools.chain((first, second), parts)):
+            raise UserError(f"{file.path} is not UTF-8 text: {file._advice('found a zero byte')}")
+    if not second:
+        yield Piece(first, True)
+        return
+    with file.text() as opened:
+        part = opened.read(_PART)
+        while part:
+            following = opened.read(_PART)
+            yield Piece(part, not following)
+            part = following
+
+
+def _document(file: TextFile, place: str, record: object) -> Piece:
+    """Returns the document of a record. Raises UserError if the record has no text in the field."""
+    where, field = f"{file.path}, {place}", file.field
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected a record with a field {field!r}, found {quoted(record)}")
+    if field not in record:
+        texts = [str(name) for name, value in record.items() if isinstance(value, str)]
+        raise UserError(f"{where} has no field {field!r}: {_choice(texts)}")
+    value = record[field]
+    if not isinstance(value, str | None):
+        raise UserError(f"{where}: {field!r} is {quoted(value)}: expected text")
+    return Piece(value or "", True)
+
+
+def _choice(names: list[str]) -> str:
+    if not names:
+        return "none of its fields holds text"
+    return f"choose one that holds text by --data.field: {', '.join(names[:9])}"
+
+
+def _parsed(file: TextFile, place: str, text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file.path}, {place}: expected JSON ({str(error)[:100]})") from None
+
+
+def _json_lines(file: TextFile) -> Iterator[Piece]:
+    with file.text() as lines:
+        for number in itertools.count(1):
+            line = lines.readline(MOST)
+            if len(line) == MOST:
+                raise UserError(f"{file.path}, line {number} has more than {MOST} characters")
+            if not line:
+                return
+            if line.strip():
+                yield _document(file, f"line {number}", _parsed(file, f"line {number}", line))
+
+
+def _json(file: TextFile) -> Iterator[Piece]:
+    """Yields the records, or texts, of an array, or the records of lines, which many files of this name have."""
+    with file.text() as opened:
+        if not opened.read(_PART).lstrip().startswith("["):
+            yield from _json_lines(file)
+            return
+    with file.text() as opened:
+        text = opened.read(MOST)
+    if len(text) == MOST:
+        command = f"jq -c '.[]' {file.path} > {file.path.with_suffix('.jsonl')}"
+        raise UserError(f"{file.path} is too long for one JSON array: write a record a line: {command}")
+    records = _parsed(file, "an array", text)
+    assert isinstance(records, list)
+    for number, record in enumerate(records):
+        yield Piece(record, True) if isinstance(record, str) else _document(file, f"entry {number}", record)
+
+
+def _table(file: TextFile) -> Iterator[Piece]:
+    csv.field_size_limit(MOST)
+    with file.text() as lines:
+        rows = csv.DictReader(lines, delimiter="\t" if file.name.endswith(".tsv") else ",", strict=True)
+        try:
+            for row in rows:
+                yield _document(file, f"line {rows.line_num}", row)
+        except csv.Error as error:
+            raise UserError(f"{file.path}, line {rows.line_num}: {error}") from None
+
+
+def _parquet(file: TextFile) -> Iterator[Piece]:
+    """Yields a column of text. The end of the file is read first, so a compressed one is decompressed to the disk."""
+    needed = f"{file.path}, a Parquet file,"
+    parquet, error = optional_package("pyarrow.parquet", needed), optional_package("pyarrow", needed).ArrowException
+    with tempfile.TemporaryFile() as whole, file.open() as opened:
+        if file.is_compressed:
+            shutil.copyfileobj(opened, whole, _PART)
+        try:
+            table = parquet.ParquetFile(whole if file.is_compressed else opened)
+            texts = [column.name for column in table.schema_arrow if "string" in str(column.type).partition("<")[0]]
+            if file.field not in texts:
+                raise UserError(f"{file.path} has no column {file.field!r} of text: {_choice(texts)}")
+            for batch in table.iter_batches(_ROWS, columns=[file.field]):
+                for value in batch.column(0):
+                    yield Piece(value.as_py() or "", True)
+        except error as caught:
+            raise UserError(f"{file.path} cannot be read as Parquet: {str(caught)[:200]}") from None
+
+
+class _Zstandard(io.RawIOBase):
+    """The contents of the frames of zstd in a file. The library's reader takes a cut frame for a whole one."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        package = optional_package("zstandard", "a file compressed by zstd")
+        self._raw, self._error = raw, package.ZstdError
+        self._new_frame: Callable[[], Any] = package.ZstdDecompressor().decompressobj
+        self._frame, self._within, self._rest, self._ready = self._new_frame(), False, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the buffer as far as there is data. Raises EOFError."""
+        while not self._ready:
+            data = self._rest or self._raw.read(_PART // 8)
+            if not data:
+                if self._within:
+                    raise EOFError("its last frame is not whole")
+                return 0
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._error as error:
+                raise EOFError(str(error)) from None
+            self._rest, self._within = self._frame.unused_data, not self._frame.eof
+            if self._frame.eof:
+                self._frame = self._new_frame()
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+_COMPRESSIONS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+    b"\x28\xb5\x2f\xfd": lambda raw: io.BufferedReader(_Zstandard(raw), _PART),
+}
+_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+_READERS: dict[str, Callable[[TextFile], Iterator[Piece]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": _table,
+    ".tsv": _table,
+    ".parquet": _parquet,
+}
