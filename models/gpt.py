@@ -36,7 +36,7 @@ from tpfuse.models.gpt_config import GPTConfig as GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
-from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Schedule, ShardedBatch
+from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Documents, Schedule, ShardedBatch
 from tpfuse.parallel.pipeline.cut import Stage, whole_model
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
@@ -164,6 +164,7 @@ class GPT(nn.Module):
         cache: KeyValueCache | None = None,
         stage: Stage | None = None,
         x_mC: Tensor | None = None,
+        starts_BT: Tensor | None = None,
     ) -> Tensor:
         """Returns losses [B, T] in nats if targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
@@ -174,25 +175,34 @@ class GPT(nn.Module):
         by default 0 … B-1. cache: holds the positions before these, and afterwards also these; with it, every
         context-parallel rank computes everything. stage: a pipeline stage of this rank, by default the whole model;
         unless it is the first one, x_mC is the output [m, C] of the stage before it; unless it is the last one, its
-        output [m, C] is returned. Raises ValueError if there are no tokens, or fewer than context-parallel ranks, if
-        the context is too short, or if an id is not in the vocabulary.
+        output [m, C] is returned. starts_BT: bool, equal on all ranks, where a document begins; the tokens of a
+        document see each other alone and have positions of their own. By default each sequence is one document. Raises
+        ValueError if there are no tokens, or fewer than context-parallel ranks, if the context is too short, or if an
+        id is not in the vocabulary.
         """
         stage = stage or self.stages[0]
         if not ids_BT.numel():
             raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected at least one token")
         past = 0 if cache is None else cache.length
-        length = ids_BT.shape[1]
+        shape = batch, length = ids_BT.shape
         if past + length > self.config.n_positions:
             raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
-        sharded = (self.context if cache is None else ONE_RANK).sharded_batch(ids_BT)
+        documents = None if starts_BT is None else Documents(starts_BT)
+        if documents is not None:
+            assert cache is None
+            ids_BT, targets_BT = ids_BT.reshape(1, -1), None if targets_BT is None else targets_BT.reshape(1, -1)
+        sharded = (self.context if cache is None else ONE_RANK).sharded_batch(ids_BT, documents)
         share = -(-sharded.tokens // self.tp)
         padding = share * self.tp - sharded.tokens
         ids_M = F.pad(sharded.shard(ids_BT).reshape(-1), (0, padding))
         rows_m = torch.arange(self.rank * share, (self.rank + 1) * share, device=ids_BT.device)
         positions_m = sharded.positions[rows_m % sharded.local_length]
+        if sequences_B is None:
+            sequences_B = torch.arange(batch, device=ids_BT.device)
         state = self._dropout_state(dropout_at, sequences_B, sharded, rows_m, positions_m)
         if stage.first:
-            x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(positions_m + past)
+            places_m = positions_m if documents is None else documents.positions[positions_m]
+            x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(places_m + past)
             x_mC = self.transformer.drop(x_mC, state)
         assert x_mC is not None
         for layer in stage.layers:
@@ -207,29 +217,37 @@ class GPT(nn.Module):
         wte = self.transformer.wte
         if targets_BT is None:
             logits_MV = wte.project(x_mC, gather_output=True)
-            return sharded.gather(logits_MV[: sharded.tokens].view(sharded.batch, sharded.local_length, -1))
+            logits = sharded.gather(logits_MV[: sharded.tokens].view(sharded.batch, sharded.local_length, -1))
+            return logits.view(*shape, -1)
         targets_M = F.pad(sharded.shard(targets_BT, IGNORE).reshape(-1), (0, padding), value=IGNORE)
         if loss_weight is not None:
             return wte.loss(x_mC, targets_M, loss_weight)
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
-        return sharded.gather(losses_M[: sharded.tokens].view(sharded.batch, sharded.local_length))
+        return sharded.gather(losses_M[: sharded.tokens].view(sharded.batch, sharded.local_length)).view(shape)
 
     def _dropout_state(
         self,
         dropout_at: tuple[int, int] | None,
-        sequences_B: Tensor | None,
+        sequences_B: Tensor,
         sharded: ShardedBatch,
         rows_m: Tensor,
         positions_m: Tensor,
     ) -> DropoutState | None:
-        """Numbers this rank's rows and heads as in the unsharded batch, so that dropout masks are equal."""
+        """Numbers this rank's rows and heads as in the unsharded batch, so that dropout masks are equal.
+
+        Of documents, the number of the first token in the whole batch stands for that of the sequence.
+        """
         if dropout_at is None or self.config.dropout == 0.0:
             return None
-        if sequences_B is None:
-            sequences_B = torch.arange(sharded.batch, device=rows_m.device)
-        sequence_m = sequences_B[(rows_m // sharded.local_length).clamp(max=sharded.batch - 1)]
         heads = self.config.n_head // self.tp
         heads_H = torch.arange(self.rank * heads, (self.rank + 1) * heads, device=rows_m.device)
-        head_rows_BH = sequences_B.unsqueeze(1) * self.config.n_head + heads_H
+        if sharded.documents is None:
+            sequence_m = sequences_B[(rows_m // sharded.local_length).clamp(max=sharded.batch - 1)]
+            tokens_m, numbers_S = sequence_m * sharded.length + positions_m, sequences_B
+        else:
+            length = sharded.documents.longest
+            tokens = (sequences_B.unsqueeze(1) * length + torch.arange(length, device=rows_m.device)).flatten()
+            tokens_m, numbers_S = tokens[positions_m], tokens[sharded.documents.cu_seqlens[:-1].long()]
+        head_rows_SH = numbers_S.unsqueeze(1) * self.config.n_head + heads_H
         keys = dropout_keys(rows_m, *dropout_at, 4 * self.config.n_layer)
-        return DropoutState(keys, sequence_m * sharded.length + positions_m, head_rows_BH)
+        return DropoutState(keys, tokens_m, head_rows_SH)

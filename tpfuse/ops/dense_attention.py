@@ -2,12 +2,17 @@
 
 It is scaled_dot_product_attention or, if that cannot express the call, the definition, with all scores in memory. A
 query that sees no key is computed as if it saw all, and its result is replaced: softmax has no gradient for such a row.
+On CPUs the documents of self-attention are computed one by one, so that no scores between them are held.
 """
+
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpfuse.comm.layout import is_traced
 from tpfuse.ops.dropout import keep_mask
 
 
@@ -66,6 +71,13 @@ def dense_attention(
         is_causal = not _sees_all(k, causal, q_offset, k_offset)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
         return out, out.new_empty(0)
+    if cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k and q.device.type == "cpu" and not is_traced(q):
+        options: dict[str, Any] = {
+            "causal": causal, "window": window, "q_offset": q_offset, "k_offset": k_offset, "dropout_p": dropout_p,
+            "return_lse": return_lse,
+        }  # fmt: skip
+        more: dict[str, Any] = {"scale": scale, "dropout_width": dropout_width}
+        return _by_document(q, k, v, cu_seqlens_q.tolist(), head_rows, dropout_key, options, more)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -88,6 +100,40 @@ def dense_attention(
     if not return_lse:
         return out, out.new_empty(0)
     return out, scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), float("-inf"))
+
+
+def _by_document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: list[int],
+    head_rows: Tensor | None,
+    dropout_key: Tensor | None,
+    options: dict[str, Any],
+    more: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return what `dense_attention` does. ends: the first row of each document, and the end of the last one.
+
+    options: the options that `expressible` asks for; more: the others.
+    """
+    outs, lses = [], []
+    for index, (start, end) in enumerate(pairwise(ends)):
+        if start == end:
+            continue
+        one_q, one_k, one_v = (x[:, :, start:end] for x in (q, k, v))
+        rows = None if head_rows is None else head_rows[index : index + 1]
+        plain = expressible(one_q, one_k, **options, documents=False)
+        out, lse = dense_attention(one_q, one_k, one_v, None, None, rows, dropout_key, **options, **more, plain=plain)
+        outs.append(out)
+        lses.append(lse)
+    rest = q[:, :, ends[-1] :]
+    outs.append(torch.zeros_like(rest))
+    if not options["return_lse"]:
+        return torch.cat(outs, 2), q.new_empty(0)
+    lses.append(
+        lses[0].new_full(rest.shape[:3], float("-inf")) if lses else rest.new_full(rest.shape[:3], float("-inf"))
+    )
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _positions(length: int, offset: int, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:

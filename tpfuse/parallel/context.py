@@ -9,6 +9,8 @@ are padded; padding has no loss, and no token sees it.
 
 Parameters are the same on all ranks of the group; a rank's gradients are those of its own tokens, and their sum over
 the group is the gradient of the whole sequences.
+
+Sequences whose documents see each other not at all are concatenated to one sequence (`Documents`).
 """
 
 from dataclasses import dataclass
@@ -135,20 +137,39 @@ class ContextParallel:
             schedule, reason = choose_schedule((1, heads, local, head_size), heads, like.dtype, like.device, self.group)
         return choice.implementation, f"{schedule}, {self.balance}: {reason}; {choice.reason}"
 
-    def sharded_batch(self, ids_BT: Tensor) -> "ShardedBatch":
-        """Return the sharding of these sequences over the ranks.
+    def sharded_batch(self, ids_BT: Tensor, documents: "Documents | None" = None) -> "ShardedBatch":
+        """Return the sharding of these sequences over the ranks. documents: those of ids [1, T].
 
         Raise ValueError if the sequences have fewer tokens than there are ranks.
         """
         batch, length = ids_BT.shape
         if not self.groups:
-            return ShardedBatch(self, batch, length, length, torch.arange(length, device=ids_BT.device), None)
+            positions = torch.arange(length, device=ids_BT.device)
+            return ShardedBatch(self, batch, length, length, positions, None, documents)
         layout = SequenceLayout(length, self.size, self.balance, self.ulysses)
         positions = layout.positions(self.rank, ids_BT.device).clamp(max=length - 1)
-        return ShardedBatch(self, batch, length, layout.local_length, positions, layout)
+        return ShardedBatch(self, batch, length, layout.local_length, positions, layout, documents)
 
 
 ONE_RANK = ContextParallel(None)
+
+
+class Documents:
+    """The documents of sequences [B, T] that are concatenated to one sequence of B * T tokens.
+
+    starts_BT: bool, whether a document begins; one also begins with each sequence. cu_seqlens: [S + 1] int32, the first
+    tokens of the documents, and B * T. positions: [B * T] int64, the place of each token in its document. longest: T,
+    which no document exceeds.
+    """
+
+    def __init__(self, starts_BT: Tensor) -> None:
+        starts_BT = starts_BT.clone()
+        starts_BT[:, 0] = True
+        starts, self.longest = starts_BT.flatten(), starts_BT.shape[1]
+        tokens = torch.arange(len(starts), device=starts.device)
+        first = starts.nonzero().flatten()
+        self.cu_seqlens = torch.cat([first, first.new_tensor([len(starts)])]).to(torch.int32)
+        self.positions = tokens - torch.where(starts, tokens, 0).cummax(0).values
 
 
 @dataclass(frozen=True)
@@ -157,7 +178,7 @@ class ShardedBatch:
 
     length: the tokens of a whole sequence; local_length: this rank's tokens of each sequence, with the padding;
     positions: [local_length] int64, their positions in the sequence (for padding: the last one). layout: None for one
-    rank.
+    rank. documents: those of the one sequence, which do not see each other; None if each sequence is one document.
     """
 
     context: ContextParallel
@@ -166,6 +187,7 @@ class ShardedBatch:
     local_length: int
     positions: Tensor
     layout: SequenceLayout | None
+    documents: Documents | None = None
 
     @property
     def tokens(self) -> int:
@@ -195,10 +217,15 @@ class ShardedBatch:
         q, k, v: [B, H, T, D]; on one rank k and v may also have keys before the first query. dropout: as in
         `attention`.
         """
+        documents, context = self.documents, self.context
+        if dropout and documents is not None:
+            dropout["dropout_width"] = documents.longest
         if self.layout is None:
+            if documents is not None:
+                dropout |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), documents.cu_seqlens)
+                dropout |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), documents.longest)
             alone: Tensor = attention(q, k, v, **dropout)
             return alone
-        context = self.context
         out: Tensor = ring_attention(
             q,
             k,
@@ -207,6 +234,7 @@ class ShardedBatch:
             schedule=context.schedule,
             balance=context.balance,
             length=self.length,
+            cu_seqlens=None if documents is None else documents.cu_seqlens,
             **dropout,
         )
         return out

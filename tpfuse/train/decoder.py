@@ -25,7 +25,7 @@ from tpfuse.drop_in.huggingface import adapt, causal_model, check_context, confi
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
 from tpfuse.drop_in.structure import decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_weights
-from tpfuse.parallel.context import ONE_RANK, ContextParallel
+from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents
 from tpfuse.parallel.initialize import seed_of
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.pipeline.parts import as_modules
@@ -171,6 +171,17 @@ class DecoderConfig:
         """Raises ValueError if context-parallel ranks cannot share the model's sequences."""
         check_context(self.empty(torch.float32), ONE_RANK, tp)
 
+    def check_documents(self) -> None:
+        """Raises ValueError if transformers cannot mask the documents of the model's sequences.
+
+        It does so by their positions, for the models whose attention context-parallel ranks can share.
+        """
+        try:
+            self.check_context(1)
+        except ValueError as error:
+            reason = str(error).removeprefix("context parallelism: ")
+            raise ValueError(f"--data.documents mask: {reason}: give --data.documents attend") from None
+
     def find_weights(self, folder: Path) -> dict[str, list[StoredTensor]]:
         """Returns the tensors in a folder's files for each parameter, by its name. Raises ValueError."""
         return find_weights(self.empty(torch.float32), folder)
@@ -192,6 +203,7 @@ class DecoderModel:
         dtype: torch.dtype,
     ) -> None:
         self.config, self.device = config, device
+        self.document_start: int | None = None
         model: Any = config.empty(dtype)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._flops = _flops_per_token(config, model)
@@ -255,7 +267,10 @@ class DecoderModel:
         more: dict[str, Any] = {} if self._cut is None else {"stage": stage, "stage_input": x}
         if targets is None:
             more |= _padded(ids, length or ids.shape[1], stage)
-        elif stage.last:
+        elif self.document_start is not None:  # transformers masks documents by positions that do not increase by one
+            documents = Documents(ids == self.document_start)
+            more["position_ids"] = documents.positions.view(ids.shape)
+        if targets is not None and stage.last:
             self.module.training = True  # with labels, the model in eval mode would return whole logits
             more |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
         out = (self._forward if training else self.module)(input_ids=ids, use_cache=False, **more)

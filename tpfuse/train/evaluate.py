@@ -13,10 +13,10 @@ from tpfuse.train.data import encode_text, kept_tokens, open_files_of, read_data
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import LanguageModel
-from tpfuse.train.options import EvaluateDataOptions
+from tpfuse.train.options import DataOptions, EvaluateDataOptions, TrainCommand
 from tpfuse.train.sample import load_model
 from tpfuse.train.token_file import token_paths
-from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence
+from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence, document_start
 
 _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
 
@@ -54,7 +54,13 @@ def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
     if not 0 <= length <= longest:
         raise UserError(f"--length {length}: expected 1 to {longest}, the model's context, or 0")
     length = length or model.config.n_positions
-    tokens, source = _validation_tokens(run) if data.path is None else _tokens_of(data, data.path, tokenizer)
+    options = parse_train(["--resume", "--out", str(run)]) if (run / "config.toml").is_file() else TrainCommand()
+    if options.data.documents == "mask":
+        model.document_start = document_start(tokenizer)
+    if data.path is None:
+        tokens, source = _validation_tokens(run, options.data)
+    else:
+        tokens, source = _tokens_of(data, data.path, tokenizer)
     if len(tokens) < 2:
         raise UserError(f"{source}: found {len(tokens)} tokens, expected at least 2")
     loss = mean_loss(model, tokens, device, length)
@@ -66,10 +72,9 @@ def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
     )
 
 
-def _validation_tokens(run: Path) -> tuple[TokenSequence, str]:
-    options = parse_train(["--resume", "--out", str(run)])
-    data = read_data(options.data, run / "data", kept_tokens(run, options.data))
-    tokens = data.open(options.data.val_fraction)[1]
+def _validation_tokens(run: Path, options: DataOptions) -> tuple[TokenSequence, str]:
+    data = read_data(options, run / "data", kept_tokens(run, options))
+    tokens = data.open(options.val_fraction)[1]
     return tokens, f"the end of {data.train.source}" if data.val is None else data.val.source
 
 

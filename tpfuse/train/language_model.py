@@ -30,9 +30,11 @@ class LanguageModel(Protocol):
     """A language model on one rank, or on many that share its layers, its sequences, or both.
 
     config: its description. context: the ranks that share each sequence. device_mesh: the tensor-parallel mesh, None
-    for one rank. stages: the pipeline stages of this rank, which alone it has.
+    for one rank. stages: the pipeline stages of this rank, which alone it has. document_start: the token with which a
+    document begins, if the tokens of a document are to see each other alone in `loss`; else None.
     """
 
+    document_start: int | None
     config: Any
     context: ContextParallel
     device_mesh: DeviceMesh | None
@@ -115,6 +117,7 @@ class GPTModel:
         dtype: torch.dtype,
     ) -> None:
         self.config = config
+        self.document_start: int | None = None
         self.device_mesh = tensor_mesh(mesh)
         rank, _ = rank_and_size(flat_group(mesh, "pp"))
         self.module = GPT(
@@ -155,9 +158,11 @@ class GPTModel:
         """Returns the output of a stage; see the protocol."""
         ids, targets, weight, at, sequences, cache, _ = batch
         forward = self.module if at is None else self._forward
+        starts = None if targets is None or self.document_start is None else ids == self.document_start
         y: Tensor = forward(
-            ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences, cache=cache, stage=stage, x_mC=x
-        )
+            ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences, cache=cache, stage=stage, x_mC=x,
+            starts_BT=starts,
+        )  # fmt: skip
         return y
 
     def modules_of(self, stage: Stage) -> list[nn.Module]:

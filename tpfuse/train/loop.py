@@ -64,6 +64,7 @@ from tpfuse.train.setup import Run, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.stragglers import STEPS, Stragglers
+from tpfuse.train.tokenizer import document_start
 from tpfuse.train.trainer import StepResult, Trainer
 
 _SAMPLE_TOKENS = 200
@@ -162,6 +163,8 @@ class TrainingLoop:
             self.trainer = Trainer(run.options, run.config, mesh, device, draw=draw)
         except ValueError as error:
             raise RunError(str(error), UserError.status) from error
+        if run.options.data.documents == "mask":
+            self.trainer.language_model.document_start = document_start(self.tokenizer)
         world = dist.group.WORLD if info.world > 1 else None
         self.profile = StepProfile(
             run.options.profile, self.trainer.model, self.trainer.layout, world, device, options.compile

@@ -21,6 +21,7 @@ from tpfuse.choices import (
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Autocast = Literal["none", "bfloat16", "float16"]
 LearningRateSchedule = Literal["cosine", "linear", "constant", "wsd"]
+Documents = Literal["attend", "mask"]
 Order = Literal["shuffled", "random"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 
@@ -93,6 +94,10 @@ class DataOptions:
     """Encode the text with this tokenizer: bytes, chars, gpt2, a FILE.json (of the tokenizers library, or
     tokenizer.json of a run), a FILE.model (of the sentencepiece library), or the folder of one of them. The JSON file
     beside a token file overrides it."""
+    documents: Alters[Documents] = "attend"
+    """Let tokens attend to all tokens before them in their sequence (attend), or only to those of their own document,
+    in which positions begin at 0 (mask). A document begins at the token that the tokenizer has for that, such as
+    <|endoftext|>."""
     val_fraction: Alters[float] = 0.1
     """Keep this fraction of the tokens, at their end, for validation if --data.val-path is not given."""
     order: Alters[Order] = "shuffled"

@@ -38,11 +38,13 @@ from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
 from tpfuse.train.step_numbers import profiled_steps
 from tpfuse.train.token_file import TokenFiles, token_paths
-from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
+from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.zero.offload import check_space, state_bytes
 
 _LONGEST_TIMEOUT = 1e6
+_SEARCHED = 1 << 26  # tokens in which a document must begin
+_READ = 1 << 22  # tokens that are read at once
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def check_numbers(options: TrainCommand) -> None:
     _check_schedule(options)
     _check_pipeline(options.parallel, train)
     _check_zero(options)
+    if options.data.documents == "mask" and train.compile:
+        raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
     if train.autocast != "none" and train.dtype != "float32":
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
     if train.batch % dp:
@@ -234,6 +238,27 @@ def _check_lengths(options: TrainCommand, count: int, val_count: int | None) -> 
         )
 
 
+def _check_documents(files: TokenFiles) -> None:
+    """Raises UserError if it is not known where documents begin in the training tokens. Raises OSError."""
+    start = document_start(files.tokenizer)
+    if start is None:
+        kind = files.tokenizer.as_json()["kind"]
+        raise UserError(
+            f"--data.documents mask: the tokenizer {kind} has no token such as <|endoftext|> between documents: give"
+            " another --data.tokenizer, or --data.documents attend"
+        )
+    tokens, looked = files.open(), 0
+    while looked < min(len(tokens), _SEARCHED):
+        if (tokens[looked : looked + _READ] == start).any():
+            return
+        looked += _READ
+    raise UserError(
+        f"--data.documents mask: none of the first {min(len(tokens), _SEARCHED)} tokens of {files.source} is token"
+        f" {start}, with which documents begin: prepare them from a folder, jsonl or parquet, or give"
+        " --data.documents attend"
+    )
+
+
 def _run_folder(options: TrainCommand) -> Path:
     folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     if not options.resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -301,6 +326,8 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
         if parallel.cp > 1:
             config.check_context(parallel.tp)
             _check_context(parallel, config)
+        if options.data.documents == "mask":
+            config.check_documents()
     except UserError:
         raise
     except ValueError as error:
@@ -355,6 +382,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         if options.model.from_ is None:
             config = model_config(options, data.train.tokenizer.vocab_size)
         _check_offload(options, config, ranks)
+        if options.data.documents == "mask":
+            _check_documents(data.train)
         if staging.exists():
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
