@@ -435,6 +435,7 @@ def _edited(folder: Path, **settings: object) -> None:
         (lambda folder: _edited(folder, model_type="nothing"), "model_type is 'nothing'"),
         (lambda folder: _edited(folder, model_type="bert", architectures=["BertModel"]), "found no list of layers"),
         (lambda folder: _edited(folder, hidden_size="wide"), "config.json: "),
+        (lambda folder: _edited(folder, output_router_logits=True), "tpfuse train adds no loss of routers"),
         (lambda folder: _edited(folder, vocab_size=100), "has shape [101, 48]: the model has [100, 48]"),
         (lambda folder: _edited(folder, num_hidden_layers=3), "tensors are missing: model.layers.2"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "cannot be read as a safetensors file"),

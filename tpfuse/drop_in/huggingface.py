@@ -169,6 +169,19 @@ def causal_model(settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
         raise ValueError(f"transformers cannot make the model: {' '.join(str(error).split())[:200]}") from error
 
 
+def conversions(whole: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return transformers' (renamings, other conversions) of the tensors in a model's files; release 4 has none."""
+    model: Any = outermost(whole)
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+    except ImportError:
+        return [], []
+    transforms: list[Any] = [] if model is None else get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    return [each for each in transforms if each not in converters], converters
+
+
 def replace_forward(model: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return the model, whose forward is from now on `logits`, so that `generate` works without its parameters.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpfuse.drop_in.huggingface import outermost
+from tpfuse.drop_in.huggingface import conversions, outermost
 from tpfuse.parallel.stored import StoredTensor
 
 
@@ -71,34 +71,30 @@ def loaded_tensors(whole: nn.Module, stored: Mapping[str, StoredTensor]) -> list
     Tensors for which it has no conversion stay as they are, and so do all for other models and in release 4 of
     transformers. Raise ValueError for tensors that it cannot convert.
     """
+    renamings, converters = conversions(whole)
+    if not renamings and not converters:
+        return list(stored.items())
     model = outermost(whole)
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, dot_natural_key
-    except ImportError:
-        return list(stored.items())
-    if model is None:
-        return list(stored.items())
-    transforms: list[Any] = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    assert model is not None
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     loaded: list[tuple[str, StoredTensor]] = []
     merges: dict[str, _Merge] = {}
-    for name in sorted(stored, key=dot_natural_key):
-        renamed = name
-        for transform in transforms:
-            if transform not in converters:
-                renamed, _ = transform.rename_source_key(renamed)
-        pattern, converter = None, None
+    for name in sorted(stored, key=_in_order):
+        renamed, pattern, converter = name, None, None
+        for renaming in renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
         for converter in converters:
             renamed, pattern = converter.rename_source_key(renamed)
-            if pattern is not None:
+            if pattern is not None:  # it is the only one
                 break
-        if name in known and renamed not in known:
-            renamed, pattern = name, None
-        if pattern is None:
-            loaded.append((renamed, stored[name]))
+        if pattern is None or (name in known and renamed not in known):
+            loaded.append((name if name in known and renamed not in known else renamed, stored[name]))
             continue
         merge = merges.setdefault(renamed, _Merge(model, converter, renamed, {}))
         merge.sources.setdefault(pattern, []).append(stored[name])
     return loaded + [(tensor.name, tensor) for merge in merges.values() for tensor in merge.tensors()]
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Return a key by which expert 10 follows expert 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
