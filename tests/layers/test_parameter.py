@@ -57,7 +57,7 @@ def _loads_whole_tensors(name: str) -> None:
     for mesh in (tensor_mesh(), None):
         layer = kind(*sizes, device_mesh=mesh, **options)
         own = {key: integers(seed, *x.shape) for seed, (key, x) in enumerate(layer.named_parameters())}
-        packed = {key: x.flatten(0, 1) if name == "column" else x for key, x in own.items()}  # as in an nn.Linear
+        packed = {key: x.flatten(0, 1) if x.ndim > 2 else x for key, x in own.items()}  # as in an nn.Linear
         for state in (own, packed):
             for parameter in layer.parameters():
                 parameter.data.zero_()
