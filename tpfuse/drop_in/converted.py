@@ -308,7 +308,8 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
             weight, bias = self._selected(weight), None if bias is None else self._selected(bias)
         elif self.parts > 1:
             weight = weight.flatten(0, 1)
-            bias = None if bias is None else packed_bias(bias, self.parts, self.group, bool(self.sum_gradients))
+            sum_over = self.group if self.sum_gradients else None
+            bias = None if bias is None else packed_bias(bias, self.parts, self.group, sum_over)
         return weight, bias
 
     def _selected(self, x: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         group = self.group
         if self.parts > 1:
             weight = weight.flatten(0, 1)
-            bias = None if bias is None else packed_bias(bias, self.parts, group, bool(self.sum_gradients))
+            sum_over = group if self.sum_gradients else None
+            bias = None if bias is None else packed_bias(bias, self.parts, group, sum_over)
         if self.sequence_parallel and group is not None:
             look(self, x, "sequence")
             x = sequence_first(x, self.sequence_dim)

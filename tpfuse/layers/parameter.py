@@ -171,14 +171,16 @@ def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tens
     return local(layer.weight), None if bias is None else local(bias)
 
 
-def packed_bias(bias: Tensor, parts: int, group: dist.ProcessGroup | None, sum_gradients: bool) -> Tensor:
+def packed_bias(
+    bias: Tensor, parts: int, group: dist.ProcessGroup | None, sum_over: dist.ProcessGroup | None
+) -> Tensor:
     """Return this rank's slice of each part of a whole bias [parts * height], concatenated.
 
-    sum_gradients: sum the bias's gradient, to which each rank adds its slices, over the ranks in backward.
+    sum_over: the group over which the bias's gradient is summed in backward; each rank computes that of its slices.
     """
     if group is None:
         return bias
-    bias = replicate(bias, group if sum_gradients else None)
+    bias = replicate(bias, sum_over)
     return bias.view(parts, group.size(), -1)[:, group.rank()].flatten()
 
 
