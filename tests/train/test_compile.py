@@ -1,5 +1,6 @@
 """`--train.compile`: the losses of a run without it, at every stage of ZeRO and layout, and its errors in one line."""
 
+import json
 import threading
 from typing import Any
 from unittest import mock
@@ -11,9 +12,11 @@ from tqdm import tqdm
 
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.command import Commands
+from tpfuse.testing.decoders import decoder
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import Result, options_of, ranks_of, train
+from tpfuse.testing.training import Result, check_same, options_of, ranks_of, train, trained_decoder
+from tpfuse.train.decoder import DecoderConfig
 
 
 def _trained(layout: dict[str, Any], dropout: float, backend: str) -> Result:
@@ -45,6 +48,14 @@ def test_compiled_steps_have_the_same_losses(layout: dict[str, Any], dropout: fl
     ranks = pool(ranks_of(options_of(**layout)))
     plain, compiled = (ranks.run(_trained, layout, dropout, backend)[0][0] for backend in ("", "inductor"))
     np.testing.assert_allclose(compiled, plain, rtol=3e-3 if "autocast" in layout else 1e-5)
+
+
+@pytest.mark.compile
+def test_compiled_steps_of_a_decoder_have_the_same_dropout() -> None:
+    model = decoder("gpt2", num_hidden_layers=1, resid_pdrop=0.2, embd_pdrop=0.3, attn_pdrop=0.1)
+    config = DecoderConfig.of(json.loads(model.config.to_json_string()), n_positions=7)
+    plain, compiled = (trained_decoder(config, options_of(tp=2, batch=4, compile=on), 2) for on in (False, True))
+    check_same(compiled, plain)
 
 
 @pytest.mark.parametrize(

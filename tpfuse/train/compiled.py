@@ -34,11 +34,14 @@ def check_compiler() -> None:
         ) from None
 
 
-def compiled(model: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
-    """Returns the model compiled by torch.compile. one_graph: whether a break of the graph is an error."""
+def compiled(model: nn.Module, *, one_graph: bool, torch_dropout: bool = False) -> Callable[..., Any]:
+    """Returns the model compiled by torch.compile. one_graph: whether a break of the graph is an error.
+
+    torch_dropout: whether the model has torch's own dropout, whose masks are then those of eager steps.
+    """
     # The compiler uses tqdm, whose default lock is a semaphore of the system, which would outlive the rank.
     tqdm.set_lock(threading.RLock())
-    return torch.compile(model, fullgraph=one_graph)
+    return torch.compile(model, fullgraph=one_graph, options={"fallback_random": True} if torch_dropout else None)
 
 
 @contextlib.contextmanager

@@ -240,7 +240,7 @@ class DecoderModel:
         """Lets training steps run by torch.compile; one_graph is not asked of code that is not ours."""
         from tpfuse.train.compiled import compiled
 
-        self._forward = compiled(self.module, one_graph=False)
+        self._forward = compiled(self.module, one_graph=False, torch_dropout=self._drops)
 
     def loss(
         self,
