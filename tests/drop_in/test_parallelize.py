@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tpfuse.drop_in.styles import (
     FusedPrepareModuleInput,
     FusedRowwiseParallel,
     FusedSequenceParallel,
+    WholeSequences,
 )
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.decoders import decoder, exact
@@ -475,6 +477,34 @@ def test_projections_that_gather_themselves_would_scramble_data_without_an_error
     pool(2).run(_gathers_at_the_input)
 
 
+class Flat(nn.Module):
+    """Experts that return all tokens in one dimension, with what their router said; or the mean over the tokens."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.experts, self.mean = nn.Linear(8, 8, bias=False), mean
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        out = self.experts(x).cumsum(1)
+        return out.mean(1) if self.mean else out.flatten(0, 1), None
+
+
+def _flat_output() -> None:
+    whole, rank = Flat(mean=False).double(), dist.get_rank()
+    whole.experts.weight.data.copy_(normal(3, 8, 8))
+    x = normal(1, 3, 4, 8).double()
+    expected = whole(x)[0].view(3, 4, 8)[:, 2 * rank : 2 * rank + 2].flatten(0, 1)
+    out, _ = parallelize(whole, tensor_mesh(), {"": WholeSequences()})(x[:, 2 * rank : 2 * rank + 2])
+    assert torch.equal(out, expected)
+    mean = parallelize(Flat(mean=True).double(), tensor_mesh(), {"": WholeSequences()})
+    with pytest.raises(ValueError, match=r"it returns \(3, 8\) for tokens \(3, 4\): expected the same tokens, or seq"):
+        mean(x[:, :2])
+
+
+def test_whole_sequences_may_be_returned_as_one_row_of_tokens() -> None:
+    pool(2).run(_flat_output)
+
+
 # Random numbers
 
 
@@ -687,23 +717,52 @@ class _Scaled(ParallelStyle):
         return out * factor
 
 
+class _Lost(ParallelStyle):
+    """A wrong style: the output of a module is right, and its gradient is half of the right one."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda module, inputs, out: (out + out.detach()) / 2)
+        return module
+
+
+class Positional(nn.Module):
+    """A language model that calls its tokens by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.config = nn.Embedding(101, 8), SimpleNamespace(vocab_size=101)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        return F.linear(self.embed(idx), self.embed.weight)
+
+
 def _checked() -> None:
     model = decoder("llama").train()
     logits, anatomy = _logits(model).detach(), _anatomy(model)
-    for factors, error, message in (
-        ((1.5, 1.5), ValueError, "differ from the whole model's by 5.0e-01 of the largest"),
-        ((1.0, 1.5), ValueError, "the ranks' logits differ from each other"),
-        ((1.0, torch.nan), ValueError, "logits are not finite"),
-        ((None, None), RuntimeError, "the style does not fit"),
+    for style, error, message in (
+        (_Scaled(1.5, 1.5), ValueError, "differs from the whole one in the logits, by 5.0e-01 of the largest"),
+        (_Scaled(1.0, 1.5), ValueError, "the ranks' logits differ from each other"),
+        (_Scaled(1.0, torch.nan), ValueError, "logits are not finite"),
+        (_Scaled(None, None), RuntimeError, "the style does not fit"),
+        (_Lost(), ValueError, r"in the gradient of model\.embed_tokens\.weight, by 5\.0e-01"),
     ):
         with pytest.raises(error, match=message):
-            parallelize(model, tensor_mesh(), {"lm_head": _Scaled(*factors)}, check=True)
+            parallelize(model, tensor_mesh(), {"lm_head": style}, check=True)
         assert _anatomy(model) == anatomy and model.training
         assert torch.equal(_logits(model), logits)
     with pytest.raises(ValueError, match=r"no config\.vocab_size"):
         parallelize(_plain(), tensor_mesh(), PLAN, check=True)
+    with pytest.raises(
+        ValueError, match="the forward of Positional takes idx, targets, and no input_ids: expected check"
+    ):
+        parallelize(Positional(), tensor_mesh(), {"embed": FusedRowwiseParallel()}, check=True)
     assert parallelize(model, tensor_mesh(), check=True).training
+    dropping = parallelize(decoder("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3), tensor_mesh(), check=True)
+    assert all(parameter.grad is None for parameter in dropping.parameters())
+    base = parallelize(decoder("gemma").model, tensor_mesh(), check=True)  # without a head, so without a loss
+    with pytest.raises(ValueError, match="differs from the whole one in the gradient"):
+        parallelize(restore(base), tensor_mesh(), {"norm": _Lost()}, check=True)
 
 
-def test_a_check_finds_wrong_logits_and_restores_the_model() -> None:
+def test_a_check_finds_wrong_logits_and_gradients_and_restores_the_model() -> None:
     pool(2).run(_checked)

@@ -261,6 +261,11 @@ def _has_causal_loss(model: Any) -> bool:
     return head is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
+def takes_labels(model: Any) -> bool:
+    """Return whether the model of transformers computes the loss of a causal language model from labels."""
+    return not _is_base(model) and _has_causal_loss(model)
+
+
 def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None) -> None:
     """Replace the forward of `outermost` after its layers have been converted. `restore_module` undoes it.
 
@@ -271,7 +276,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
         return
     register()
     their: Any = model
-    causal = not _is_base(their) and _has_causal_loss(their)
+    causal = takes_labels(their)
     head = their.get_output_embeddings() if causal else None
     sharded = isinstance(head, ConvertedColumnLinear) and head.gather_output and head.group is not None
     attention = their.config._attn_implementation

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.comm.mesh import check_order, context_mesh, group_of
 from tpfuse.drop_in import huggingface
-from tpfuse.drop_in.check import compare, small_forward
+from tpfuse.drop_in.check import compare, small_batch, small_step
 from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
 from tpfuse.drop_in.structure import recognise
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
@@ -54,9 +54,10 @@ def parallelize(
     activations between attention and MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`,
     if the mesh has a dimension for it. weights: the folder of a Hugging Face model, or a safetensors file, that fills
     the model, which may be empty (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts
-    them to the dtype of the model's parameters. check: run the model on a few tokens before and after; if the logits
-    differ by more than rounding (with weights: are not finite), or between ranks, the model is restored and the call
-    raises ValueError.
+    them to the dtype of the model's parameters. check: run the model on a few tokens before and after, without
+    dropout; if the logits, the loss or a gradient differs by more than rounding (with weights: is not finite), or if
+    the logits differ between ranks, the model is restored and the call raises ValueError. Each rank needs memory for
+    the gradients of the whole model.
 
     The forward pass of a model of transformers takes and returns whole sequences on all ranks. With labels, its loss is
     computed without whole logits, and there are no logits in training (`tpfuse.drop_in.huggingface`). Gradients are
@@ -95,7 +96,8 @@ def parallelize(
         styles, kept = recognised.styles, recognised.kept
     if styles and tensor_mesh is None:
         raise ValueError(f'mesh has the dimensions {mesh.mesh_dim_names}: expected one named "tp" for the plan')
-    before = small_forward(model, mesh.size()) if check and weights is None else None
+    batch = small_batch(model, mesh.size()) if check else {}
+    before = small_step(model, batch) if check and weights is None else None
     done: list[Replacement] = []
     found: dict[str, list[StoredTensor]] = {}
     if tensor_mesh is not None:
@@ -121,7 +123,7 @@ def parallelize(
     share_generators(tensor_mesh)
     if check:
         try:
-            compare(before, small_forward(model, mesh.size()), mesh)
+            compare(before, small_step(model, batch), mesh)
         except Exception:
             restore(model)
             raise
@@ -231,7 +233,8 @@ def _apply(
                     raise ValueError(f"{name or 'the model'}: {where}{line}") from error
                 done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
             set_attributes(module, module_name=name, reason=kept.get(name, ""))
-    return done
+    whole = (name for name in kept if name not in styles)
+    return done + [Replacement(name, type(modules[name]).__name__, "its own forward", kept[name]) for name in whole]
 
 
 def _check_ties(model: nn.Module, outlined: nn.Module) -> None:

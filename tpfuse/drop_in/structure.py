@@ -20,7 +20,9 @@ A linear layer may be wrapped as PEFT's LoRA does: in a module with its `base_la
 The base is sharded as without the wrapper. Beside a column-parallel base lora_A is replicated and lora_B sharded like
 the base; beside a row-parallel one lora_A is row-parallel and lora_B replicated.
 
-Everything else runs its own forward, with parameters that every rank holds whole.
+Everything else runs its own forward, with parameters that every rank holds whole. Names alone convert nothing:
+`tpfuse.drop_in.proof` runs what stands between the linear layers as each rank would. A block that would compute
+something else is left alone, a layer whose own code needs all tokens runs on whole sequences, and so does a decoder.
 """
 
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.drop_in.converted import Ranges
+from tpfuse.drop_in.proof import Proof
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
     FusedPrepareModuleInput,
@@ -76,6 +79,12 @@ class Recognised:
         """Add a style of module `name`."""
         self.styles.setdefault(name, []).append(style)
 
+    def join(self, other: "Recognised") -> None:
+        """Add the plan of other modules, or of the same."""
+        for name, styles in other.styles.items():
+            self.styles.setdefault(name, []).extend(styles)
+        self.kept |= other.kept
+
 
 def _match(module: nn.Module, table: tuple[Any, ...]) -> tuple[tuple[str, ...], str] | None:
     """Return (names of the projections in, name of the projection out) of a module; None if it is no such part."""
@@ -92,12 +101,20 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
 
     Raise ValueError if `model` has no decoder, or if its heads cannot be divided among the ranks.
     """
-    plan, length = Recognised(), SequenceLength()
+    plan = Recognised()
     found = list(decoders(model))
     if not found:
         raise ValueError(f'plan "auto": {_NO_DECODER}; give a plan {{"pattern": style, …}}')
+    proof = Proof(model, ranks, [layer for _, base, layers in found for layer in base.get_submodule(layers).children()])
     for name, base, layers in found:
-        _plan_decoder(plan, name, base, layers, ranks, length if sequence_parallel else None)
+        part = None
+        if sequence_parallel:
+            try:
+                part = _plan_decoder(name, base, layers, proof, SequenceLength())
+            except NotImplementedError as error:
+                part = _plan_decoder(name, base, layers, proof, None)
+                part.kept[_join(name, layers)] = f"its sequences stay whole: {error}"
+        plan.join(part or _plan_decoder(name, base, layers, proof, None))
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in HEADS:
             try:
@@ -179,16 +196,12 @@ def _join(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def _plan_decoder(
-    plan: Recognised,
-    name: str,
-    base: nn.Module,
-    layers: str,
-    ranks: int,
-    length: SequenceLength | None,
-) -> None:
-    """Add the styles of a decoder. length: given if activations between layers are shards of the sequence."""
-    children = dict(base.named_children())
+def _plan_decoder(name: str, base: nn.Module, layers: str, proof: Proof, length: SequenceLength | None) -> Recognised:
+    """Return the styles of a decoder. length: given if activations between layers are shards of the sequence.
+
+    Raise NotImplementedError if they cannot be.
+    """
+    plan, children = Recognised(), dict(base.named_children())
     embedding = next((child for child in TOKEN_EMBEDDINGS if child in children), None)
     if embedding is not None:
         path, module = _join(name, embedding), children[embedding]
@@ -198,21 +211,32 @@ def _plan_decoder(
             plan.add(path, ReplicatedParallel())
             plan.kept[path] = f"it is a {type(module).__module__}.{type(module).__name__}: expected an nn.Embedding"
     stack: Any = children[layers]
+    paths = [_join(name, layers, str(index)) for index in range(len(stack))]
     if length is not None:
         norm = next((child for child in LAST_NORMS if child in children), None)
         if norm is None:
-            raise ValueError(
-                f"sequence_parallel: {name or 'the model'} has no last norm, one of {', '.join(LAST_NORMS)}"
-            )
+            raise NotImplementedError(f"it has no last norm, one of {', '.join(LAST_NORMS)}")
+        proof.decoder(name, paths, _join(name, norm))
         plan.add(
-            _join(name, layers, "0"),
+            paths[0],
             FusedPrepareModuleInput(
                 input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True, length=length
             ),
         )
         _plan_last_norm(plan, _join(name, norm), children[norm], length)
-    for index, layer in enumerate(stack):
-        _plan_layer(plan, _join(name, layers, str(index)), layer, ranks, length)
+    for path, layer in zip(paths, stack, strict=True):
+        part = _plan_layer(path, layer, proof, length)
+        if length is not None:
+            try:
+                proof.layer(path, part.styles)
+            except NotImplementedError as reason:
+                part = _plan_layer(path, layer, proof, None)
+                if any(True for _ in layer.parameters(recurse=False)):
+                    part.add(path, ReplicatedParallel())
+                part.add(path, WholeSequences(length_arguments=_LENGTHS, length=length))
+                part.kept[path] = f"on shards of the sequence {reason}"
+        plan.join(part)
+    return plan
 
 
 def _plan_last_norm(plan: Recognised, path: str, norm: nn.Module, length: SequenceLength) -> None:
@@ -228,22 +252,24 @@ def _plan_last_norm(plan: Recognised, path: str, norm: nn.Module, length: Sequen
     plan.add(path, whole)
 
 
-def _plan_layer(plan: Recognised, name: str, layer: nn.Module, ranks: int, length: SequenceLength | None) -> None:
-    sequence_parallel = length is not None
+def _plan_layer(name: str, layer: nn.Module, proof: Proof, length: SequenceLength | None) -> Recognised:
+    plan, sequence_parallel = Recognised(), length is not None
     for child, module in layer.named_children():
-        path = _join(name, child)
+        path, part = _join(name, child), Recognised()
         if type(module) is nn.Dropout and sequence_parallel:
             plan.add(path, FusedSequenceParallel(use_local_output=True))
         attention, mlp = _match(module, _ATTENTION), _match(module, _MLP)
         try:
             if attention is not None:
-                _plan_attention(plan, path, module, *attention, ranks, length)
+                _plan_attention(part, path, module, *attention, proof.ranks, length)
             elif mlp is not None:
-                _plan_mlp(plan, path, module, *mlp, sequence_parallel)
+                _plan_mlp(part, path, module, *mlp, sequence_parallel)
             if attention is not None or mlp is not None:
-                for dropout, part in module.named_children():
-                    if type(part) is nn.Dropout and sequence_parallel:
-                        plan.add(_join(path, dropout), FusedSequenceParallel(use_local_output=True))
+                for dropout, inner in module.named_children():
+                    if type(inner) is nn.Dropout and sequence_parallel:
+                        part.add(_join(path, dropout), FusedSequenceParallel(use_local_output=True))
+                proof.block(path, part.styles, sequence_parallel)
+                plan.join(part)
                 continue
         except NotImplementedError as reason:
             plan.kept[path] = str(reason)
@@ -257,6 +283,7 @@ def _plan_layer(plan: Recognised, name: str, layer: nn.Module, ranks: int, lengt
             plan.add(path, ReplicatedParallel())
             if sequence_parallel:
                 plan.add(path, WholeSequences(length_arguments=_LENGTHS, length=length))
+    return plan
 
 
 def _input(

@@ -472,23 +472,37 @@ class WholeSequences(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_arguments, self.length)
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim))
+        module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim), with_kwargs=True)
         return module
 
 
 class SplitOutput:
-    """A hook that returns this rank's padded shard of the output, or of its first entry."""
+    """A hook that returns this rank's padded shard of the output, or of its first entry.
+
+    A module may return the tokens of all sequences in one dimension, as mixtures of experts do.
+    """
 
     def __init__(self, mesh: DeviceMesh, dim: int) -> None:
         self.mesh, self.dim = mesh, dim
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Return the output with this rank's shard."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """Return the output with this rank's shard. Raise ValueError if it has not the tokens of the input."""
         if self.mesh.size() == 1:
             return out
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[:-1]
         if isinstance(out, Tensor):
-            return split_sequence(out, self.dim, self.mesh.get_group())
-        return (split_sequence(out[0], self.dim, self.mesh.get_group()), *out[1:])
+            return self._split(module, out, tokens)
+        return (self._split(module, out[0], tokens), *out[1:])
+
+    def _split(self, module: nn.Module, out: Tensor, tokens: torch.Size) -> Tensor:
+        flat = out.shape[:-1] == (tokens.numel(),) and len(tokens) > 1
+        if not flat and out.shape[:-1] != tokens:
+            raise ValueError(
+                f"{module.__dict__.get('module_name', type(module).__name__)}: it returns {tuple(out.shape)} for tokens"
+                f" {tuple(tokens)}: expected the same tokens, or sequence_parallel=False"
+            )
+        out = split_sequence(out.view(*tokens, -1), self.dim, self.mesh.get_group())
+        return out.flatten(0, -2) if flat else out
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -13,6 +13,8 @@ SIZES = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _PHI = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_BIGCODE = {"attn_pdrop": 0.0, **_PHI}
+_STABLELM = {"qk_layernorm": True, "partial_rotary_factor": 0.5, "attention_dropout": 0.0}
 _NEOX = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 # By name: the class of the model, the class of its configuration, and the settings that differ from SIZES.
@@ -40,6 +42,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3_shared": ("Phi3ForCausalLM", "Phi3Config", {"num_key_value_heads": 4, **_PHI}),
     "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": True, **_NEOX}),
     "neox_sequential": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": False, **_NEOX}),
+    # What plan "auto" leaves alone, in part: q, k and v of a head lie together; a norm for each head; a layer with
+    # parameters of its own.
+    "bigcode_heads": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {"multi_query": False, **_BIGCODE}),
+    "stablelm_norms": ("StableLmForCausalLM", "StableLmConfig", {"num_key_value_heads": 4, **_STABLELM}),
+    "doge": ("DogeForCausalLM", "DogeConfig", {"num_key_value_heads": 4}),
 }  # fmt: skip
 # Decoders of which `parallelize` leaves modules alone, or which have parameters and names of their own.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {

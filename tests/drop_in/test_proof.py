@@ -1,0 +1,105 @@
+"""`plan="auto"` converts what it has proved, whatever the names of modules say. The ranks are run in this process."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tpfuse.drop_in.structure import recognise
+from tpfuse.testing.decoders import FAMILIES, SIZES, decoder
+
+
+def _kept(model: nn.Module, ranks: int = 2, sequence_parallel: bool = True) -> dict[str, str]:
+    return recognise(model, ranks, sequence_parallel).kept
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "reason"),
+    [
+        ("bigcode_heads", "transformer.h.0.attn", "the input of c_proj would differ by .* of its largest value"),
+        ("stablelm_norms", "model.layers.1.self_attn", "the input of o_proj would differ by"),
+        ("doge", "model.layers.1", "on shards of the sequence the gradient of input_residual would differ by"),
+    ],
+)
+def test_what_would_compute_something_else_is_kept_and_named(family: str, path: str, reason: str) -> None:
+    with torch.device("meta"):
+        model = decoder(family, torch.bfloat16)
+    state = torch.get_rng_state()
+    kept = _kept(model)
+    assert re.match(reason, kept[path]), kept[path]
+    assert torch.equal(torch.get_rng_state(), state) and all(x.is_meta for x in model.parameters())
+
+
+def test_structures_that_are_right_are_converted_whole() -> None:
+    for family in list(FAMILIES)[: list(FAMILIES).index("bigcode_heads")]:
+        for ranks in (2, 3, 4):
+            assert set(_kept(decoder(family), ranks).values()) <= {"every rank computes the same"}, (family, ranks)
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter of its own, `place` of which says where it multiplies."""
+
+    def __init__(self, layer: Any, place: str) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn, self.mlp = layer.input_layernorm, layer.self_attn, layer.mlp
+        self.scale, self.place = nn.Parameter(torch.ones(48)), place
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        x = self.input_layernorm(hidden_states)
+        if self.place == "sequence":  # the mean over all tokens
+            x = x + hidden_states.mean(1, keepdim=True)
+        attended = self.self_attn(hidden_states=x, **others)[0]
+        mixed = attended + self.mlp(x)
+        out: Tensor = hidden_states + (mixed * self.scale if self.place == "output" else mixed)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("output", "the gradient of scale would differ"),
+        ("sequence", "the input of self_attn would differ"),
+        ("nowhere", None),
+    ],
+)
+def test_a_layer_whose_own_code_needs_all_tokens_runs_on_whole_sequences(place: str, reason: str | None) -> None:
+    model = decoder("llama")
+    model.model.layers[1] = Scaled(model.model.layers[1], place)
+    plan = recognise(model, 2, True)
+    styles = [type(style).__name__ for style in plan.styles["model.layers.1"]]
+    if reason is None:
+        assert plan.kept["model.layers.1"] == "every rank computes the same" and styles == ["ReplicatedParallel"]
+    else:
+        assert plan.kept["model.layers.1"].startswith(f"on shards of the sequence {reason}")
+        assert styles == ["ReplicatedParallel", "WholeSequences"]
+    assert "model.layers.0" not in plan.kept
+
+
+def test_a_decoder_whose_own_code_needs_all_tokens_keeps_whole_sequences() -> None:
+    config = transformers.NanoChatConfig(**SIZES, num_key_value_heads=4)  # its last norm is the first one too
+    kept = _kept(transformers.NanoChatForCausalLM(config))
+    assert kept["model.layers"].startswith("its sequences stay whole: the input of norm")
+    assert "model.layers.0.self_attn" not in kept
+
+
+def test_a_forward_that_cannot_be_tried_leaves_everything_alone() -> None:
+    class Picky(type(decoder("llama"))):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("expected\nan image")
+
+    model = decoder("llama")
+    model.__class__ = Picky
+    kept = _kept(model)
+    expected = "the model's forward cannot be tried: RuntimeError: expected an image"
+    assert kept["model.layers.0.self_attn"] == kept["model.layers.1.mlp"] == expected
+
+
+def test_a_large_model_is_tried_without_its_weights() -> None:
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=2,
+                                          num_attention_heads=64, num_key_value_heads=8)  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    assert not _kept(model)
