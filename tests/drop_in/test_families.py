@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.families import families, sweep
 from tpfuse.drop_in.converted import rms_norm_terms
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.layers.explain import plans
@@ -163,6 +164,15 @@ def _placements() -> None:
 
 def test_sinks_are_sharded_with_the_heads_and_tied_embeddings_with_the_head() -> None:
     pool(2).run(_placements)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", range(8))
+def test_every_family_of_transformers_is_exact_left_alone_or_refused_in_one_line(part: int) -> None:
+    wrong = {}
+    for name, modes in sweep(families()[part::8]).items():
+        wrong |= {(name, mode): text for mode, (what, text) in modes.items() if what in ("wrong", "error")}
+    assert not wrong
 
 
 class _DoubledRMSNorm(nn.Module):

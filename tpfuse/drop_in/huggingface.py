@@ -100,6 +100,14 @@ class ShardedTokens:
     tensor_rank: int
     tensor_ranks: int
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"context parallelism: the model reads {name} of its attention mask: expected attention that transformers'"
+            " AttentionInterface computes"
+        )
+
     def dropout(self, layer: int, p: float, query: Tensor) -> dict[str, Any]:
         """Return the arguments of `ring_attention` that drop probabilities; query: [batch, heads, tokens, size]."""
         assert self.dropout_keys is not None
@@ -247,7 +255,13 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
         raise ValueError(f"context parallelism: {type(model).__name__} is no base model and no causal language model")
     if "position_ids" not in inspect.signature(model.forward).parameters or not getattr(config, "is_causal", True):
         raise ValueError(f"context parallelism: {type(model).__name__} is no causal decoder with position_ids")
-    context.check(context.size, config.num_attention_heads // tensor_ranks)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise ValueError(
+            f"context parallelism: the configuration of {type(model).__name__} has no num_attention_heads: expected a"
+            " decoder of text alone"
+        )
+    context.check(context.size, heads // tensor_ranks)
 
 
 def _is_base(model: Any) -> bool:
@@ -256,9 +270,10 @@ def _is_base(model: Any) -> bool:
 
 
 def _has_causal_loss(model: Any) -> bool:
-    """Return whether transformers computes the model's loss as that of a causal language model."""
+    """Return whether transformers computes the model's loss as that of a causal language model, outside of forward."""
     head = model.get_output_embeddings()
-    return head is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+    uses = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    return head is not None and uses and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
 def takes_labels(model: Any) -> bool:

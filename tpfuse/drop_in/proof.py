@@ -89,7 +89,7 @@ class _Run:
             return _part(x, part, rank)
         leaf = x.detach().clone().requires_grad_()
         self.entering[key] = leaf, part
-        return _part(leaf, part, rank)
+        return _part(leaf, part, rank).clone()  # foreign code may change it in place, as it may not change a leaf
 
 
 class Proof:
@@ -328,10 +328,20 @@ class _Block:
             run.leaving[f"{again}the input of {called}"] = x, one.takes
         elif x is not given:
             raise NotImplementedError(f"{called} reads another input than that of the module")
+        for index, other in enumerate((*args, *kwargs.values())):
+            if isinstance(other, Tensor) and other is not x:  # a style prepares the first input alone
+                run.leaving[f"{again}argument {index} of {called}"] = other, _whole
         calls = self.calls[name]
         out = calls[min(number, len(calls) - 1)].out
         first = run.enter(f"{again}the output of {called}", _tensor(out), one.gives, rank)
-        return _with_tensor(out, first)
+        if not isinstance(out, tuple):
+            return _with_tensor(out, first)
+        others = enumerate(out[1:], 1)  # whole on all ranks, such as a parameter that the layer adds
+        whole = (
+            run.enter(f"{again}output {index} of {called}", x, _whole, rank) if isinstance(x, Tensor) else x
+            for index, x in others
+        )
+        return type(out)((first, *whole))
 
     def _differentiate(self, run: _Run, rank: int | None) -> None:
         """Set the gradients of what enters, for random gradients of what leaves."""
@@ -380,7 +390,7 @@ def _agree(name: str, actual: Tensor, expected: Tensor, scale: float) -> None:
     _agree_in_shape(name, actual, expected)
     if bool(expected.isnan().any()):
         raise NotImplementedError(f"{name} cannot be tried, since it depends on parameters that are large")
-    error = _size(actual.detach() - expected.detach())
+    error = _size(actual.detach().double() - expected.detach().double())
     if not error <= _TOLERANCE * scale:  # also for NaN
         raise NotImplementedError(f"{name} would differ by {error / max(scale, 1e-30):.0e} of its largest value")
 
@@ -391,7 +401,7 @@ def _agree_in_shape(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def _size(x: Tensor) -> float:
-    return x.detach().abs().max().item() if x.numel() else 0.0
+    return x.detach().double().abs().max().item() if x.numel() else 0.0
 
 
 def _whole(x: Tensor, rank: int) -> Tensor:

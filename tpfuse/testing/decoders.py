@@ -101,7 +101,7 @@ def exact(*models: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in norms:
             if kind.__module__.startswith("transformers."):
-                stack.enter_context(mock.patch.object(kind, "forward", _exact_norm))
+                stack.enter_context(mock.patch.object(kind, "forward", _exact_norm(kind.forward)))
         stack.enter_context(mock.patch.object(nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)))
         for model in models:
             stack.enter_context(mock.patch.object(model, "_loss_function", exact_loss, create=True))
@@ -117,8 +117,19 @@ def exact_loss(
     return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def _exact_norm(self: Any, x: Tensor) -> Tensor:
-    eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-    out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    scaled: Tensor = out * (1.0 + self.weight) if "Gemma" in type(self).__name__ else out * self.weight
-    return scaled
+def _exact_norm(own: Any) -> Any:
+    """Return the forward of a root-mean-square norm in the dtype of its input; `own` if that computes something else.
+
+    own: the norm's forward, which says whether 1 is added to the weight.
+    """
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        theirs: Tensor = own(self, x, *args, **kwargs)
+        eps, weight = getattr(self, "variance_epsilon", getattr(self, "eps", None)), getattr(self, "weight", None)
+        if eps is None or weight is None or args or kwargs:
+            return theirs
+        out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        choices = (out * weight, out * (1.0 + weight))
+        return next((each for each in choices if torch.allclose(each, theirs.to(each.dtype), 1e-4, 1e-4)), theirs)
+
+    return forward
