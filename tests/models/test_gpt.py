@@ -222,9 +222,9 @@ def test_dropout_depends_on_the_sequence_and_not_on_its_row() -> None:
 def test_every_dropout_site_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def recorded(rows: Tensor, width: int, p: float, key: Tensor) -> Tensor:
+    def recorded(rows: Tensor, width: int, p: float, key: Tensor, *columns: Tensor) -> Tensor:
         seen.append(int(key))
-        return keep_mask(rows, width, p, key)
+        return keep_mask(rows, width, p, key, *columns)
 
     for module in ("dropout", "dense_attention"):
         monkeypatch.setattr(f"tpfuse.ops.{module}.keep_mask", recorded)

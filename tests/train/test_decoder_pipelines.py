@@ -219,7 +219,7 @@ def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     """Layers that are computed again draw the same masks, and stages draw different ones."""
     config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
     whole = trained_decoder(config, _options((1, 1, 1, 2), "zbv"), 3)
-    assert abs(whole[0][0] / _one_rank("gpt2")[0][0] - 1) > 1e-4
+    assert abs(whole[0][0] / _one_rank("gpt2")[0][0] - 1) > 1e-5
     trained_decoder(config, _options((1, 1, 1, 2), "zbv"), 2, tmp_path)
     resumed = trained_decoder(config, _options((1, 1, 1, 2), "zbv", recompute="full"), 1, None, tmp_path)
     check_same(resumed, (whole[0][2:], whole[1][2:], whole[2]))

@@ -108,7 +108,7 @@ def test_commands_mask_documents(tmp_path: Path, commands: Commands) -> None:
     new = ("--out", tmp_path / "new")
     assert "cannot be compiled" in commands.fail(*train, "mask", "--train.compile", *new)
     text = ("train", "--data.path", tmp_path / "a.txt", "--data.documents", "mask", *new)
-    (tmp_path / "a.txt").write_text("a b c " * 99)
+    (tmp_path / "a.txt").write_text("a b c " * 999)
     assert "the tokenizer bytes has no token such as" in commands.fail(*text)
     said = commands.fail(*text, "--data.tokenizer", tmp_path)
     assert re.search("none of the first 297 tokens of .*a.txt is token 0", said)
