@@ -76,6 +76,7 @@ def masked(options: Any, config: ModelConfig, steps: int) -> Any:
     return [*(r.loss for r in results), evaluated], [r.grad_norm for r in results], whole_weights(trainer)
 
 
+@pytest.mark.processes
 def test_commands_mask_documents(tmp_path: Path, commands: Commands) -> None:
     names = {name: index for index, name in enumerate(["<|endoftext|>", "?", *"abcdefgh"])}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="?"))
