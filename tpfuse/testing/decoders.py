@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -101,7 +101,7 @@ def exact(*models: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in norms:
             if kind.__module__.startswith("transformers."):
-                stack.enter_context(mock.patch.object(kind, "forward", _exact_norm(kind.forward)))
+                stack.enter_context(mock.patch.object(kind, "forward", _exact_norm(cast(Any, kind).forward)))
         stack.enter_context(mock.patch.object(nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)))
         for model in models:
             stack.enter_context(mock.patch.object(model, "_loss_function", exact_loss, create=True))
