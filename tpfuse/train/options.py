@@ -347,8 +347,7 @@ class EvaluateDataOptions:
 class EvaluateCommand:
     """Measure the loss of a model on a whole text, on one rank.
 
-    FOLDER is a run of `tpfuse train` (its newest good checkpoint), or a model
-    of Hugging Face.
+    FOLDER is a run of `tpfuse train`, or a model of Hugging Face.
     """
 
     data: EvaluateDataOptions = field(default_factory=EvaluateDataOptions)
@@ -360,8 +359,7 @@ class EvaluateCommand:
 class SampleCommand:
     """Generate text with a model.
 
-    FOLDER is a run of `tpfuse train` (its newest good checkpoint), or a model
-    of Hugging Face.
+    FOLDER is a run of `tpfuse train`, or a model of Hugging Face.
     """
 
     prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
@@ -400,8 +398,7 @@ class ExportCommand:
 class MemoryCommand:
     """Count the memory that each rank of a training run will hold.
 
-    MODEL is a preset, such as gpt2-124m, a TOML file of `tpfuse train`, or a
-    Hugging Face folder.
+    MODEL is a preset, a TOML file of `tpfuse train`, or a Hugging Face folder.
     """
 
     ranks: int = 0
