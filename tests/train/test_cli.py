@@ -215,7 +215,7 @@ def test_validation_may_have_its_own_text(text: Path, tmp_path: Path, commands: 
     assert again.checkpoint is not None and again.data.val is not None
     assert set(again.data.val.open()[:].tolist()) == {ord("#")}, "the run has kept the tokens"
     evaluated, loss = commands.do("evaluate", out), read_metrics(out / "metrics.jsonl")[-1]["val_loss"]
-    assert f": loss {loss:.4f} nats per token" in evaluated and f"(496 tokens of {val}, in windows of " in evaluated
+    assert f": loss {loss:.4f} nats per token" in evaluated and f"(496 tokens of {val}, in windows of 16)" in evaluated
     assert f"was validated on {val}, not on {text}" in commands.fail_to_resume("--data.val-path", text)
     error = commands.fail_to_resume("--data.val-path", out / "data" / "tokens.bin")
     assert "was validated on tokens with SHA-256" in error

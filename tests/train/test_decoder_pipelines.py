@@ -34,7 +34,7 @@ BATCH, LAYERS = (
     24,
     8,
 )  # batches that suit dp 1 and 2 with 4, 6, 8 and 12 micro-batches; layers for two stages on 4 ranks
-ONE_RANK = options_of(batch=BATCH)
+ONE_RANK = options_of(batch=BATCH, order="random")
 Layout = tuple[int, int, int, int]  # tp, cp, dp, pp
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zbv", "zero_bubble", "gpipe"]
 LAYER_TYPES = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2}
@@ -48,7 +48,7 @@ def _config(family: str, **settings: Any) -> DecoderConfig:
 
 def _options(layout: Layout, schedule: str = "1f1b", **more: Any) -> TrainCommand:
     tp, cp, dp, pp = layout
-    return options_of(2 * pp, batch=BATCH, tp=tp, cp=cp, dp=dp, pp=pp, pp_schedule=schedule, **more)
+    return options_of(2 * pp, batch=BATCH, tp=tp, cp=cp, dp=dp, pp=pp, pp_schedule=schedule, order="random", **more)
 
 
 @functools.cache
@@ -219,7 +219,7 @@ def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     """Layers that are computed again draw the same masks, and stages draw different ones."""
     config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
     whole = trained_decoder(config, _options((1, 1, 1, 2), "zbv"), 3)
-    assert abs(whole[0][0] / _one_rank("gpt2")[0][0] - 1) > 1e-5
+    assert abs(whole[0][0] / _one_rank("gpt2")[0][0] - 1) > 1e-4
     trained_decoder(config, _options((1, 1, 1, 2), "zbv"), 2, tmp_path)
     resumed = trained_decoder(config, _options((1, 1, 1, 2), "zbv", recompute="full"), 1, None, tmp_path)
     check_same(resumed, (whole[0][2:], whole[1][2:], whole[2]))

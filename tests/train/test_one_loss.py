@@ -233,7 +233,8 @@ def trained_by(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns the losses and weights after some steps of 63 tokens, which tp does not divide."""
     with kernels(name):
-        losses, _, weights = train(options_of(tp=tp, dtype=dtype, batch=9), steps, products, None, None, config)
+        options = options_of(tp=tp, dtype=dtype, batch=9, order="random")
+        losses, _, weights = train(options, steps, products, None, None, config)
     return torch.tensor(losses, dtype=torch.float64), weights
 
 
@@ -276,7 +277,7 @@ def test_triton_kernels_train_as_torchs_do(
     losses, own_weights = pool(tp).run(trained_by, name, tp, dtype, config, steps, products)[0]
     truth, weights = pool(1).run(trained_by, "torch", 1, "float64", config, steps)[0]
     plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, config, steps)[0]
-    assert truth[-1] < truth[0] - 0.005 * steps
+    assert truth[-1] < truth[0] - 0.01 * steps
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert (losses - truth).abs().max() <= 2 * (plain - truth).abs().max() + eps * truth.max()
     assert distance(own_weights, weights) <= 2 * distance(plain_weights, weights)

@@ -106,6 +106,19 @@ def test_writes_between_steps_are_in_the_next_one() -> None:
         torch.testing.assert_close(gather_whole(model.get_parameter(name)), parameter, rtol=1e-12, atol=1e-12)
 
 
+@on_ranks(2)
+def test_a_write_to_a_gathered_parameter_is_refused() -> None:
+    model, optimizer = _made()
+    with torch.no_grad():
+        model(_X)
+        model.head.weight.mul_(1.5)
+    _loss(model, _rows()).backward()
+    with pytest.raises(
+        ValueError, match=r"^head.weight was written to while it was gathered, .*engine.free_gathered\(\)"
+    ):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float16, torch.float64)])
 @on_ranks(2)
 def test_a_parameter_that_takes_no_part_in_a_micro_batch_has_gradient_zero_there(dtype: torch.dtype) -> None:

@@ -25,11 +25,12 @@ from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import differing, newest_good, save
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.language_model import ModelConfig
-from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
+from tpfuse.train.options import DataOptions, OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.pipeline import rank_count
 from tpfuse.train.setup import ulysses_ranks
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero import offload
+from tpfuse.zero.gradient_buckets import GradientBuckets
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
 BATCH = 36  # sequences, which suit dp 1, 2 and 3 with 1, 2 and 3 micro-batches
@@ -38,7 +39,7 @@ Result = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of 
 
 
 def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> TrainCommand:
-    """Return the options of a run; `options` are fields of ParallelOptions, ZeroOptions and TrainOptions."""
+    """Return the options of a run; `options` are fields of the options of data, parallel, zero and train."""
     dp = options.setdefault("dp", 1)
     options = {"dtype": "float64", "batch": BATCH, "steps": 20, "seed": 5, **options}
     options.setdefault("micro_batch", options["batch"] // dp // accumulation)
@@ -50,6 +51,7 @@ def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> Trai
         parallel=made(ParallelOptions),
         zero=made(ZeroOptions),
         train=made(TrainOptions),
+        data=made(DataOptions),
         optim=OptimOptions(lr=1e-2, warmup=4, clip=clip),
     )
     assert not options, f"unknown options: {options}"
@@ -105,8 +107,11 @@ def train(
     trainer, windows = new_trainer(options, config)
     if resume is not None:
         trainer.evaluate(windows, 1)  # at stage 3 it leaves parameters gathered
-        for parameter in trainer.model.parameters():
-            local_tensor(parameter).fill_(nan)
+        for shard in (shard for shards in trainer.shards().values() for shard in shards):
+            shard.tensor.detach().fill_(nan)
+        if isinstance(trainer.engine, GradientBuckets):
+            for parameter in trainer.model.parameters():
+                local_tensor(parameter).fill_(nan)
         found = newest_good(resume, warn=pytest.fail)
         assert found is not None
         found.load(trainer.shards())

@@ -20,6 +20,7 @@ This module makes `fully_shard` an engine like the buckets of the other stages (
   last one to the first one, and then the model.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ from tpfuse.zero.micro_batches import MicroBatches, check_gradient_dtype
 from tpfuse.zero.taken_parameters import count_write, take_context_sums, taken_gradient, writes
 from tpfuse.zero.unit_order import UnitOrder
 
+_LOST = (
+    "{name} was written to while it was gathered, and its shards do not have what was written: call"
+    " engine.free_gathered() before you write to it, or use GradientBuckets if a forward pass writes to it"
+)
 _REPLACED = (
     "{name} was replaced by its shards when FullySharded took the model: make optimizers and lists of"
     " model.parameters() after that"
@@ -102,7 +107,7 @@ class FullySharded(MicroBatches):
 
     As in a plain model, a backward pass raises RuntimeError if a parameter was written after its forward pass
     (load_state_dict, an update). The model's own parameters and its last unit stay gathered after a forward pass, so
-    call `free_gathered()` before you write to them: what is written to a gathered parameter is lost.
+    call `free_gathered()` before you write to them; otherwise the next `finish()` or `start()` raises ValueError.
 
     Collective. Raises ValueError, which names the parameter, for one that cannot be sharded; also if no parameter
     requires a gradient, if `replicas` does not divide the number of ranks, and if ranks have parameters of other names,
@@ -137,8 +142,10 @@ class FullySharded(MicroBatches):
         self._order = UnitOrder(tuple(self._groups), device, self._described, each=device.type == "cpu")
         self._across = across.get_group() if across.size() > 1 else None
         self._pipelined, self._kept_whole = "pp" in (mesh.mesh_dim_names or ()), False
-        # For fully_shard's parameters: the writes to the shards before they were gathered.
+        # For fully_shard's parameters: the writes to the shards before they were gathered, and our own counts of writes
+        # to the gathered ones.
         self._versions: dict[Any, int] = {}
+        self._counted: Counter[Any] = Counter()
         self._awaited: set[Any] = set()  # fully_shard's parameters whose last gradients the current pass computes
         self._arrived: set[Any] = set()  # those that have all gradients of this step
         self._unreduced: list[FSDPModule] = []  # the units whose reduction has not started, in a pipeline's step
@@ -171,6 +178,7 @@ class FullySharded(MicroBatches):
         self._record_parameters()
 
     def _check_parameters(self) -> None:
+        self._check_gathered()
         self.free_gathered()  # afterwards the modules hold shards
         super()._check_parameters()
 
@@ -189,11 +197,20 @@ class FullySharded(MicroBatches):
             group._to_sharded()
             known = [p for p in written if _gathered(p) is not None]
             count_write([p.unsharded_param for p in known])
+            self._counted.update(known)
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):  # what is made in this mode can never be trained
             type(group).unshard(group, async_op)
             if inference and any(_gathered(parameter) is None for parameter in group.fsdp_params):
                 group.wait_for_unshard()
+
+    def _check_gathered(self) -> None:
+        """Raise ValueError if others have written to a gathered parameter: its shards do not have that."""
+        for group in _parameter_groups(*self._units):
+            for parameter in group.fsdp_params:
+                gathered = _gathered(parameter)
+                if gathered is not None and writes(gathered) != self._counted[parameter]:
+                    raise ValueError(_LOST.format(name=parameter._param_fqn))
 
     def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
         """Shard the units, then the model, which has the parameters that no unit has taken."""
@@ -280,8 +297,10 @@ class FullySharded(MicroBatches):
     def _complete(self, *, sums: bool) -> None:
         """Reduce the gradients of a pipeline's step. After another step the backward pass has reduced them already.
 
-        Raises Disagreement on every rank if ranks have run other units.
+        Raises Disagreement on every rank if ranks have run other units, and ValueError if a gathered parameter was
+        written to.
         """
+        self._check_gathered()
         if self._kept_whole:
             self._start_reductions(complete=False)
             self._free_whole()
