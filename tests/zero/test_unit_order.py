@@ -100,7 +100,7 @@ def test_units_that_all_ranks_skip_or_repeat_train_as_on_one_rank() -> None:
 @on_ranks(2)
 def test_gpu_ranks_compare_whole_steps() -> None:
     order = UnitOrder([dist.group.WORLD], torch.device("cpu"), str, each=False)
-    for step, units in enumerate([(0, 1), (0, 1), (1, 0), (0, 1 - dist.get_rank()), (0, 1)]):
+    for step, units in enumerate([(0, 1), (1, 0), (0, 1), (0, 1 - dist.get_rank()), (0, 1)]):
         for unit in units:
             order.begin("reduce_scatter", unit)
         if step == 3:
