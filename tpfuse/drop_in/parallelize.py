@@ -16,7 +16,7 @@ from tpfuse.comm.mesh import check_order, context_mesh, group_of
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
 from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
-from tpfuse.drop_in.structure import recognise
+from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
 from tpfuse.parallel.context import ContextParallel, Schedule
 from tpfuse.parallel.stored import StoredTensor
@@ -130,12 +130,12 @@ def parallelize(
     return model
 
 
-def outlined_shards(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def outlined_shards(model: nn.Module, mesh: DeviceMesh, recognised: Recognised) -> nn.Module:
     """Return this rank's model after `parallelize(model, mesh)`, on the meta device and without communication.
 
-    mesh: one-dimensional. It shows the shapes of the shards. Raise ValueError as `parallelize` does.
+    mesh: one-dimensional. recognised: what `recognise` finds in the model for the ranks of the mesh. The result shows
+    the shapes of the shards. Raise ValueError as `parallelize` does.
     """
-    recognised = recognise(model, mesh.size(), sequence_parallel=True)
     shards = outline(model, {})
     _apply(shards, mesh, recognised.styles, recognised.kept, None)
     return shards

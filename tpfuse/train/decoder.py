@@ -8,7 +8,7 @@ model on a rank with `tpfuse.parallelize`. Its parameters have the names and the
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mes
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.drop_in.huggingface import adapt, causal_model, check_context, configuration, cut, quiet, replace_forward
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
-from tpfuse.drop_in.structure import decoder_layers, recognise
+from tpfuse.drop_in.structure import Recognised, decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_weights
 from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents
 from tpfuse.parallel.initialize import seed_of
@@ -119,10 +119,15 @@ class DecoderConfig:
         stages: the pipeline stages of a rank, None for the whole model.
         """
         model = self.empty(dtype)
-        shards = model if mesh is None else outlined_shards(model, mesh)
+        shards = model
+        if mesh is not None:
+            shards = outlined_shards(model, mesh, self._recognised(mesh.size()))
         if stages is not None:
             DecoderStages(shards, stages)
         return shards
+
+    def _recognised(self, tp: int) -> Recognised:
+        return _recognised(json.dumps(self.settings, sort_keys=True), tp)
 
     def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
         """Returns the costs of each layer, of the embeddings, and of the last norm with the head, in a training step.
@@ -162,7 +167,7 @@ class DecoderConfig:
         model = self.empty(torch.float32)
         decoder_layers(model)
         if tp > 1 and dist.is_initialized():  # under torchrun; the ranks find sizes that they cannot divide
-            recognise(model, tp, sequence_parallel=True)
+            self._recognised(tp)
             return
         with shape_mesh(tp) as mesh:
             self.outlined(mesh, torch.float32)
@@ -185,6 +190,15 @@ class DecoderConfig:
     def find_weights(self, folder: Path) -> dict[str, list[StoredTensor]]:
         """Returns the tensors in a folder's files for each parameter, by its name. Raises ValueError."""
         return find_weights(self.empty(torch.float32), folder)
+
+
+@lru_cache(maxsize=8)
+def _recognised(settings: str, tp: int) -> Recognised:
+    """Returns the plan for `tp` tensor-parallel ranks, which is proved once: that takes seconds for a large model.
+
+    settings: the contents of config.json. Raises ValueError.
+    """
+    return recognise(empty_model(causal_model, json.loads(settings), torch.float32), tp, sequence_parallel=True)
 
 
 class DecoderModel:
