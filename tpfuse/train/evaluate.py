@@ -10,9 +10,8 @@ import torch
 from tpfuse.train.config import parse_train
 from tpfuse.train.corpus import find_text
 from tpfuse.train.data import encode_text, kept_tokens, open_files_of, read_data
-from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
-from tpfuse.train.language_model import LanguageModel
+from tpfuse.train.language_model import LanguageModel, longest
 from tpfuse.train.options import DataOptions, EvaluateDataOptions, TrainCommand
 from tpfuse.train.sample import load_model
 from tpfuse.train.token_file import token_paths
@@ -50,9 +49,9 @@ def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
     if data.path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():
         raise UserError(f"{run} is no run, which would name its validation text: give --data.path")
     model, tokenizer = load_model(run, device)
-    longest = model.config.longest if isinstance(model.config, DecoderConfig) else model.config.n_positions
-    if not 0 <= length <= longest:
-        raise UserError(f"--length {length}: expected 1 to {longest}, the model's context, or 0")
+    context = longest(model.config)
+    if not 0 <= length <= context:
+        raise UserError(f"--length {length}: expected 1 to {context}, the model's context, or 0")
     length = length or model.config.n_positions
     options = parse_train(["--resume", "--out", str(run)]) if (run / "config.toml").is_file() else TrainCommand()
     if options.data.documents == "mask":

@@ -10,7 +10,7 @@ from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
-from tpfuse.train.language_model import LanguageModel
+from tpfuse.train.language_model import LanguageModel, longest
 from tpfuse.train.sample import load_run
 
 
@@ -35,9 +35,8 @@ def export(run: Path, folder: Path) -> str:
         module.to(_dtype(config, model)).save_pretrained(folder)  # type: ignore[operator]
     left_out = f" (no tokenizer: Hugging Face has none for {description['kind']})"
     if description["kind"] == "tokenizers":
-        longest = config.longest if isinstance(config, DecoderConfig) else config.n_positions
         end = tokenizer.end_of_text
-        _write_tokenizer(folder, description["json"], longest, None if end is None else tokenizer.decode([end]))
+        _write_tokenizer(folder, description["json"], longest(config), None if end is None else tokenizer.decode([end]))
         left_out = ""
     for name, text in config.files.items() if isinstance(config, DecoderConfig) else ():
         (folder / name).write_text(text, encoding="utf-8")
@@ -51,12 +50,12 @@ def _dtype(config: DecoderConfig, model: LanguageModel) -> torch.dtype:
     return named if own != torch.float64 and isinstance(named, torch.dtype) else own
 
 
-def _write_tokenizer(folder: Path, text: str, longest: int, end: str | None) -> None:
+def _write_tokenizer(folder: Path, text: str, context: int, end: str | None) -> None:
     """Writes the tokenizer's files and names the library's own class.
 
     GPT-2's class would treat every tokenizer as byte-level BPE.
     """
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     if end is not None:
         settings |= dict.fromkeys(("bos_token", "eos_token"), end)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")

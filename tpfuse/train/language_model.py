@@ -238,6 +238,11 @@ def tied_parameters(config: ModelConfig) -> list[str]:
     return config.tied if isinstance(config, DecoderConfig) else [TIED]
 
 
+def longest(config: ModelConfig) -> int:
+    """Returns the model's context, in tokens, which training sequences of a model of transformers need not fill."""
+    return config.longest if isinstance(config, DecoderConfig) else config.n_positions
+
+
 def as_json(config: ModelConfig) -> dict[str, Any]:
     """Returns what `config_from_json` makes the description of."""
     return config.as_json() if isinstance(config, DecoderConfig) else asdict(config)
