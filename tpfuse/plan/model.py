@@ -3,14 +3,12 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from tpfuse.choices import Recompute
 from tpfuse.cost.program import Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
-from tpfuse.train.language_model import outlined
+from tpfuse.train.language_model import parameter_count
 from tpfuse.train.memory import model_arguments, vocabulary
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import program_of, sizes_of
@@ -61,8 +59,7 @@ def planned_model(command: PlanCommand) -> PlannedModel:
     size = vocabulary(options, command.vocab_size)
     config = model_config(replace(options, parallel=replace(alone, cp_ulysses=0, cp_schedule="auto")), size)
     sizes = sizes_of(_name(command), config)
-    parameters = sum(parameter.numel() for parameter in outlined(config, None, torch.float32).parameters())
-    return PlannedModel(tuple(arguments), options, size, sizes, program, parameters)
+    return PlannedModel(tuple(arguments), options, size, sizes, program, parameter_count(config))
 
 
 def _name(command: PlanCommand) -> str:

@@ -238,6 +238,11 @@ def tied_parameters(config: ModelConfig) -> list[str]:
     return config.tied if isinstance(config, DecoderConfig) else [TIED]
 
 
+def parameter_count(config: ModelConfig) -> int:
+    """Returns the number of parameters of the whole model, counted in the model itself."""
+    return sum(parameter.numel() for parameter in outlined(config, None, torch.float32).parameters())
+
+
 def longest(config: ModelConfig) -> int:
     """Returns the model's context, in tokens, which training sequences of a model of transformers need not fill."""
     return config.longest if isinstance(config, DecoderConfig) else config.n_positions

@@ -26,7 +26,7 @@ from tpfuse.parallel.pipeline.timeline import Held, most_held
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError, instead_of
-from tpfuse.train.language_model import ModelConfig, blocks_of, outlined, tied_parameters
+from tpfuse.train.language_model import ModelConfig, blocks_of, outlined, parameter_count, tied_parameters
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.pipeline import micro_batch_size, own_stages, pipeline_order, rank_count, stage_owners
 from tpfuse.train.setup import model_config, ulysses_ranks, with_layout
@@ -143,7 +143,6 @@ def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig
 
     Of a pipeline it counts the rank that holds the most at the first of the ZeRO stages.
     """
-    dtype = getattr(torch, options.train.dtype)
     _, micro_batches = _micro_batches(options)
     less = [stage for stage in stages if stage >= 2 and micro_batches > 1]
     found: list[tuple[dict[int, MemoryAccount], dict[int, int]]] = []
@@ -158,8 +157,7 @@ def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig
         unaccumulated = {stage: _account(part, partial, tied, stage, options, False, 0).gradients for stage in less}
         found.append((accounts, unaccumulated))
     fullest = max(range(len(found)), key=lambda rank: found[rank][0][stages[0]].total)
-    parameters = sum(p.numel() for p in outlined(config, mesh, dtype).parameters())
-    return Counted(options, config, parameters, micro_batches, *found[fullest], fullest)
+    return Counted(options, config, parameter_count(config), micro_batches, *found[fullest], fullest)
 
 
 def _part(mesh: DeviceMesh | None, options: TrainCommand, config: ModelConfig, rank: int) -> tuple[nn.Module, int, int]:
