@@ -15,7 +15,8 @@ from torch import Tensor
 from benchmarks.candidates import Function, absent, compiled, described, fresh_compiler, installed
 from benchmarks.harness import Bench, Built, Case, Scale, command
 from benchmarks.shapes import TOKENS, model
-from tpfuse.ops.cross_entropy import IGNORE
+from tpfuse.ops.cross_entropy import as_torch
+from tpfuse.tools.operator import Draw, Tensors
 from tpfuse.tools.operators.cross_entropy import CrossEntropy
 
 EAGER, UPCAST, COMPILED = "F.cross_entropy", "F.cross_entropy in float32", "torch.compile in float32"
@@ -23,20 +24,28 @@ LIGER = "Liger-Kernel"
 _COMPARED = 1024  # rows
 
 
+class _ForPeers(CrossEntropy):
+    """Targets that all candidates can ignore: peers ignore -100 by default, and one value alone."""
+
+    def inputs(self, draw: Draw) -> Tensors:
+        inputs = super().inputs(draw)
+        return {**inputs, "target": as_torch(inputs["target"])}
+
+
 def _eager(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none").float()
+    return F.cross_entropy(logits, target, reduction="none").float()
 
 
 def _upcast(logits: Tensor, target: Tensor) -> Tensor:
     wide = logits if logits.itemsize == 8 else logits.float()
-    return F.cross_entropy(wide, target, ignore_index=IGNORE, reduction="none")
+    return F.cross_entropy(wide, target, reduction="none")
 
 
 if installed("liger_kernel.transformers.functional"):
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     def _liger(logits: Tensor, target: Tensor) -> Tensor:
-        return liger_cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
+        return liger_cross_entropy(logits, target, reduction="none")
 else:
     _liger = absent("Liger-Kernel")
 
@@ -53,7 +62,7 @@ def _build(shape: CrossEntropy, bench: Bench) -> Built:
 
 
 def _case(name: str, rows: int, width: int, asked: bool = False) -> Case:
-    shape = CrossEntropy(name, rows, width)
+    shape = _ForPeers(name, rows, width)
     return Case("cross_entropy", f"{name}, {rows} x {width}", partial(_build, shape), asked)
 
 
