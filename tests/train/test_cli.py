@@ -213,12 +213,36 @@ def test_validation_may_have_its_own_text(text: Path, tmp_path: Path, commands: 
     val.write_text("changed since")
     again = prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1))
     assert again.checkpoint is not None and again.data.val is not None
-    assert set(again.data.val.open()[:].tolist()) == {ord("#")}, "the run has kept the tokens"
+    assert set(again.data.val.open().sources[0][:].tolist()) == {ord("#")}, "the run has kept the tokens"
     evaluated, loss = commands.do("evaluate", out), read_metrics(out / "metrics.jsonl")[-1]["val_loss"]
     assert f": loss {loss:.4f} nats per token" in evaluated and f"(496 tokens of {val}, in windows of 16)" in evaluated
     assert f"was validated on {val}, not on {text}" in commands.fail_to_resume("--data.val-path", text)
     error = commands.fail_to_resume("--data.val-path", out / "data" / "tokens.bin")
     assert "was validated on tokens with SHA-256" in error
+
+
+def test_a_run_reads_several_sources_with_weights(text: Path, tmp_path: Path, commands: Commands) -> None:
+    out, sources, code = commands.out, tmp_path / "sources.toml", tmp_path / "code.jsonl"
+    code.write_text('{"text": "%s"}\n' % ("#" * 600))
+    sources.write_text(f"'{text}' = 3\n'{code}' = 1\n")
+    said = commands.train(*SHORT, "--data.path", sources)
+    assert f"75.0% of the sequences from {text}: " in said and f"25.0% of the sequences from {code}: 541 tokens" in said
+    run = prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1))
+    ends = [part[:] for part in run.data.open(0.1)[1].sources]
+    assert set(ends[1].tolist()) <= {ord("#"), ord("\n")} and len(ends[1]) == 60
+    losses = []
+    for index, end in enumerate(ends):
+        file = write_token_file(tmp_path / f"end-{index}", [end], ByteTokenizer(), "end").paths[0]
+        losses.append(float(commands.do("evaluate", out, "--data.path", file).partition("loss ")[2].split()[0]))
+    whole = float(commands.do("evaluate", out).partition("loss ")[2].split()[0])
+    assert whole == pytest.approx(0.75 * losses[0] + 0.25 * losses[1], abs=2e-4)
+    code.write_text("changed since")
+    assert "trained 5 steps" in commands.resume("--train.steps", "5")
+    sources.write_text(f"'{text}' = 2\n'{code}' = 1\n")
+    assert "--resume with different data" in commands.fail_to_resume("--train.steps", "6")
+    sources.write_text(f"'{code}' = 3\n'{text}' = 1\n")
+    error = commands.fail_to_resume("--train.steps", "6")
+    assert f"tokens-1.bin has the tokens of {text}, not of {code}" in error
 
 
 def test_a_run_on_several_token_files_resumes_with_the_same_ones(

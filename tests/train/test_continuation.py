@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tpfuse.testing.command import Commands
+from tpfuse.train.batches import Mixture
 from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.train.config import parse_train, resolved
 from tpfuse.train.continuation import changes, check_loss, described, effects
 from tpfuse.train.data import RunData
 from tpfuse.train.manifest import encode
 from tpfuse.train.options import Effect, Keeps, TrainCommand
-from tpfuse.train.token_file import FileTokens
 from tpfuse.train.trainer import Trainer
 
 
@@ -123,9 +123,9 @@ def _loss(patch: pytest.MonkeyPatch) -> None:
 def _tokens(patch: pytest.MonkeyPatch) -> None:
     opened = RunData.open
 
-    def wrong(data: RunData, fraction: float) -> tuple[FileTokens, FileTokens]:
+    def wrong(data: RunData, fraction: float) -> tuple[Mixture, Mixture]:
         train, val = opened(data, fraction)
-        return train.part(1, len(train)), val
+        return Mixture((train.sources[0][1 : len(train.sources[0])],)), val
 
     patch.setattr(RunData, "open", wrong)
 

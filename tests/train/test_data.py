@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tpfuse.train import batches
-from tpfuse.train.batches import Windows, permuted, unigram_loss
+from tpfuse.train.batches import Mixture, Windows, permuted, unigram_loss
 from tpfuse.train.corpus import characters, find_text
-from tpfuse.train.data import RunData, kept_tokens, read_data, store
+from tpfuse.train.data import RunData, Sources, kept_tokens, listed, read_data, store
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions, Order
 from tpfuse.train.token_file import DamagedTokens, TokenFiles, open_token_files, token_paths, write_token_file
@@ -157,7 +157,8 @@ def test_a_token_file_needs_its_json(tmp_path: Path) -> None:
 
 def test_the_end_of_the_tokens_is_for_validation(tmp_path: Path) -> None:
     tokens = np.arange(100, dtype=np.uint16)
-    train, val = RunData(write_token_file(tmp_path, [tokens], ByteTokenizer(), "test"), None).open(0.1)
+    files = write_token_file(tmp_path, [tokens], ByteTokenizer(), "test")
+    (train,), (val,) = (opened.sources for opened in RunData(Sources((files,)), None).open(0.1))
     assert (train[:].tolist(), val[:].tolist()) == (tokens[:90].tolist(), tokens[90:].tolist())
 
 
@@ -286,15 +287,15 @@ def test_validation_may_have_its_own_files(tmp_path: Path) -> None:
     data = store(folder, read, staging)
     assert not any(staging.iterdir()), "the files are moved"
     assert data.train.tokenizer.vocab_size == 4, "characters of both texts"
-    assert [len(part) for part in data.open(0.1)] == [30, 3], "no token is kept back"
-    assert data.open(0.1)[1][:].tolist() == [0, 1, 3]
+    assert [len(part.sources[0]) for part in data.open(0.1)] == [30, 3], "no token is kept back"
+    assert data.open(0.1)[1].sources[0][:].tolist() == [0, 1, 3]
     files = (folder / "tokens.bin", folder / "validation.bin")
     for again in (read_data(DataOptions(), staging, files), read_data(DataOptions(*files), staging)):
         assert store(tmp_path / "nothing", again, staging).digests() == data.digests()
     assert data.val is not None and data.digests() == {"sha256": data.train.sha256, "val_sha256": data.val.sha256}
     assert not (tmp_path / "nothing").exists()
     mixed = read_data(DataOptions(folder / "tokens.bin", tmp_path / "val.txt"), staging).val
-    assert mixed is not None and mixed.open()[:].tolist() == [0, 1, 3]
+    assert mixed is not None and mixed.open().sources[0][:].tolist() == [0, 1, 3]
     with pytest.raises(UserError, match=r"validation.bin has tokens of another tokenizer than the training data's"):
         read_data(DataOptions(tmp_path / "train.txt", folder / "validation.bin"), staging)
     with pytest.raises(UserError, match=r"--data\.val-fraction and --data.val-path were both given"):
@@ -371,6 +372,63 @@ def test_an_order_continues_with_another_batch_and_over_the_end_of_an_epoch() ->
     assert torch.equal(whole, torch.cat([_shuffled(tokens, 1, range(row, row + 1)) for row in range(132)]))
 
 
+def _sources_drawn(windows: Windows, numbers: range) -> Tensor:
+    return torch.cat([windows.sequences(number, 0, windows.batch, torch.device("cpu"))[1] for number in numbers])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_a_mixture_has_exact_shares_and_each_source_an_order_of_its_own(order: Order) -> None:
+    """The sources have 62, 10 and 5 windows; of 20 sequences 10, 6 and 4 are from each."""
+    tokens = tuple(np.arange(start, start + 16 * count + 1) for start, count in ((0, 62), (2000, 10), (3000, 5)))
+    mixture = Mixture(tokens, (5, 3, 2))
+    windows = Windows(mixture, 16, 3, "train", 20, order)
+    drawn = _sources_drawn(windows, range(30))
+    sources = torch.bucketize(drawn[:, 0].contiguous(), torch.tensor([1999, 2999]))
+    blocks = sources.view(-1, 10)
+    assert {tuple(block.bincount().tolist()) for block in blocks} == {(5, 3, 2)}
+    assert len({tuple(block.tolist()) for block in blocks}) > 20, "each block has an order of its own"
+    if order == "shuffled":
+        for source, count in enumerate((62, 10, 5)):
+            own = drawn[sources == source]
+            for first in range(0, len(own) - count + 1, count):
+                epoch = own[first : first + count].flatten()
+                assert len(epoch.unique()) == 16 * count, "an epoch reads each token of the source once"
+    again = Windows(mixture, 16, 3, "train", 20, order)
+    parts = [again.sequences(7, row, row + 4, torch.device("cpu"))[1] for row in (16, 0, 4, 8, 12)]
+    assert torch.equal(torch.cat([*parts[1:], parts[0]]), drawn[140:160]), "a function of the step and the row alone"
+    again.ahead, again.batch = 20 * 20 - 10 * 40, 40
+    if order == "shuffled":
+        assert torch.equal(_sources_drawn(again, range(10, 12)), drawn[400:480]), "another batch continues"
+
+
+def test_weights_of_sources_are_rounded_to_a_thousandth(tmp_path: Path) -> None:
+    sources = tmp_path / "sources.toml"
+    for text, shares in {
+        "a = 0.7\n'b/*.txt' = 0.3": (7, 3),
+        "a = 1\nb = 1\nc = 1": (334, 333, 333),
+        "a = 997\nb = 1.4\nc = 1.6": (997, 1, 2),
+    }.items():
+        sources.write_text(text)
+        assert listed(sources)[1] == shares
+    for text, said in {
+        "": r"sources.toml is empty: expected lines of sources and their weights",
+        "a = 0": r"sources.toml: a = 0: expected lines of sources and their weights, such as 'web/\*.jsonl' = 0.7",
+        "a = 'x'": "a = x: expected lines",
+        "a = inf": "a = inf: expected lines",
+        "a = true": "a = True: expected lines",
+        "[a]": "expected lines of sources",
+        "a = 1\nb = 0.0004": "b is 0.0004 of all weights: expected at least 0.001",
+        "a =": "sources.toml",
+    }.items():
+        sources.write_text(text)
+        with pytest.raises(UserError, match=said):
+            listed(sources)
+    sources.write_text("'other.toml' = 1")
+    (tmp_path / "other.toml").write_text("a = 1")
+    with pytest.raises(UserError, match=r"other.toml is a list of sources: give one of the sources in it"):
+        find_text(tmp_path / "other.toml")
+
+
 def test_every_window_can_be_drawn() -> None:
     tokens = np.arange(20, dtype=np.uint16)
     windows = Windows(tokens, 16, 0, "train", 64)
@@ -402,15 +460,19 @@ def test_a_resumed_run_uses_the_tokens_in_its_folder(tmp_path: Path) -> None:
 def test_unigram_loss_is_that_of_counted_tokens() -> None:
     train = np.array([0] * 6 + [1] * 2, dtype=np.uint16)
     expected = -0.5 * (np.log(7 / 11) + np.log(3 / 11))
-    assert unigram_loss(train, np.array([0, 1], dtype=np.uint16), 3) == pytest.approx(expected)
+    val = Mixture((np.array([0, 1], dtype=np.uint16),))
+    assert unigram_loss(Mixture((train,)), val, 3) == pytest.approx(expected)
+    thirds = Mixture((train[:1], train[6:]), (2, 1))  # 2 of 3 tokens are 0, of 3 tokens that all sources have
+    assert unigram_loss(thirds, val, 3) == pytest.approx(-0.5 * (np.log(3 / 6) + np.log(2 / 6)))
 
 
 def test_unigram_loss_counts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """np.bincount converts its argument to int64, which would be 80 GB for 10 billion tokens."""
     tokens = np.random.default_rng(0).integers(0, 50, 400_000).astype(np.uint16)
-    whole = unigram_loss(tokens, tokens[:1000], 50)
+    train, val = Mixture((tokens,)), Mixture((tokens[:1000],))
+    whole = unigram_loss(train, val, 50)
     monkeypatch.setattr(batches, "_CHUNK", 1000)
     tracemalloc.start()
-    assert unigram_loss(tokens, tokens[:1000], 50) == whole
+    assert unigram_loss(train, val, 50) == whole
     assert tracemalloc.get_traced_memory()[1] < 400_000
     tracemalloc.stop()

@@ -3,6 +3,9 @@
 In the order `shuffled` the tokens are cut into windows that follow each other, and each epoch reads all of them in an
 order of its own. A window is computed from its place in that order, so no list of them is kept. In the order `random`
 each window begins anywhere, and a pass over as many tokens as there are leaves about 1/e of them unread.
+
+A mixture has several sources. Each block of successive sequences takes a fixed number of sequences from each source, in
+an order that is drawn for each block, so a source's share is exact after each block.
 """
 
 import hashlib
@@ -71,49 +74,101 @@ def permuted(key: bytes, places: npt.NDArray[np.int64], size: int) -> npt.NDArra
     return values.astype(np.int64)
 
 
-class Windows:
-    """Windows of `length` tokens, and for each of their tokens the one that follows. tokens: [n] uint16, n > length.
+class Mixture(NamedTuple):
+    """Sequences of tokens that are read side by side, each [n] uint16.
 
-    ahead: in the order `shuffled`, the number of sequences read before batch 0, which may be negative: a run that
-    resumes with another batch has read other sequences than `batch` for each step.
+    shares: how many of `sum(shares)` successive windows come from each.
+    """
+
+    sources: tuple[TokenSequence, ...]
+    shares: tuple[int, ...] = (1,)
+
+
+class Windows:
+    """Windows of `length` tokens, and for each of their tokens the one that follows.
+
+    tokens: of a run, more than `length` from each source. ahead: in the order `shuffled`, the number of sequences read
+    before batch 0, which may be negative: a run that resumes with another batch has read other sequences than `batch`
+    for each step.
     """
 
     def __init__(
-        self, tokens: TokenSequence, length: int, seed: int, stream: str, batch: int, order: Order = "random"
+        self, tokens: TokenSequence | Mixture, length: int, seed: int, stream: str, batch: int, order: Order = "random"
     ) -> None:
-        self.tokens, self.length, self.seed, self.stream, self.batch = tokens, length, seed, stream, batch
+        self.tokens = tokens if isinstance(tokens, Mixture) else Mixture((tokens,))
+        self.length, self.seed, self.stream, self.batch = length, seed, stream, batch
         self.order, self.ahead = order, 0
 
-    def _starts(self, number: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Returns where the windows of sequences [start, stop) of batch `number` start."""
-        if self.order == "random":
-            count = len(self.tokens) - self.length
-            return window_starts(self.seed, self.stream, number, self.batch, count)[start:stop]
-        count, spare = divmod(len(self.tokens) - 1, self.length)  # windows, and tokens that fill no window
-        epochs, places = np.divmod(self.ahead + number * self.batch + np.arange(start, stop), count)
+    def _drawn(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns the source of each sequence, and its place among the sequences of that source.
+
+        numbers: of the sequences, counted from the start of the run.
+        """
+        shares = self.tokens.shares
+        if len(shares) == 1:
+            return np.zeros_like(numbers), numbers
+        blocks, places = np.divmod(numbers, sum(shares))
+        sources, within = np.empty_like(numbers), np.empty_like(numbers)
+        for block in np.unique(blocks).tolist():
+            key = hashlib.blake2b(f"{self.seed} {self.stream} block {block}".encode()).digest()
+            of_block = np.repeat(np.arange(len(shares)), shares)[permuted(key, np.arange(sum(shares)), sum(shares))]
+            nth = np.empty_like(of_block)
+            for source, share in enumerate(shares):
+                nth[of_block == source] = block * share + np.arange(share)
+            here = blocks == block
+            sources[here], within[here] = of_block[places[here]], nth[places[here]]
+        return sources, within
+
+    def _shuffled(self, source: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Returns where the windows of a source start that are at these places of its order."""
+        count, spare = divmod(len(self.tokens.sources[source]) - 1, self.length)  # windows; tokens that fill no window
+        epochs, places = np.divmod(places, count)
         starts = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
-            key = hashlib.blake2b(f"{self.seed} {self.stream} epoch {epoch}".encode()).digest()
+            key = hashlib.blake2b(f"{self.seed} {_named(self.stream, source)} epoch {epoch}".encode()).digest()
             offset = int.from_bytes(key[:4], "little") % (spare + 1)  # so that windows are cut elsewhere in each epoch
             starts[epochs == epoch] = offset + self.length * permuted(key, places[epochs == epoch], count)
         return starts
 
     def sequences(self, number: int, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns (ids, targets) of sequences [start, stop) of batch `number`, each [stop - start, length] int64."""
-        starts = self._starts(number, start, stop).tolist()
-        windows = [self.tokens[first : first + self.length + 1] for first in starts]
+        sources, places = self._drawn(self.ahead + number * self.batch + np.arange(start, stop))
+        starts = np.empty_like(places)
+        for source in np.unique(sources).tolist():
+            here = sources == source
+            if self.order == "random":
+                stream, limit = _named(self.stream, source), len(self.tokens.sources[source]) - self.length
+                starts[here] = window_starts(self.seed, stream, number, self.batch, limit)[start:stop][here]
+            else:
+                starts[here] = self._shuffled(source, places[here])
+        windows = [
+            self.tokens.sources[source][first : first + self.length + 1]
+            for source, first in zip(sources.tolist(), starts.tolist(), strict=True)
+        ]
         both = torch.from_numpy(np.stack(windows).astype(np.int64)).to(device)
         return both[:, :-1], both[:, 1:]
 
 
-def unigram_loss(train: TokenSequence, val: TokenSequence, vocab_size: int) -> float:
+def _named(stream: str, source: int) -> str:
+    return f"{stream} of source {source}" if source else stream
+
+
+def unigram_loss(train: Mixture, val: Mixture, vocab_size: int) -> float:
     """Returns the loss in nats per token on `val` of a model that knows only how often each token is in `train`.
 
     1 is added to each count, so that a token that is not in `train` has a finite loss.
     """
-    counts = _counted(train, vocab_size).astype(np.float64) + 1.0
-    val_counts = _counted(val, vocab_size).astype(np.float64)
+    counts = _mixed(train, vocab_size) + 1.0
+    val_counts = _mixed(val, vocab_size)
     return float(-(val_counts * np.log(counts / counts.sum())).sum() / val_counts.sum())
+
+
+def _mixed(tokens: Mixture, vocab_size: int) -> npt.NDArray[np.float64]:
+    """Returns how often each token is read while as many tokens are read as all sources have."""
+    total = sum(map(len, tokens.sources))
+    read = [total * share / sum(tokens.shares) for share in tokens.shares]
+    counted = (_counted(source, vocab_size) * (n / len(source)) for source, n in zip(tokens.sources, read, strict=True))
+    return np.sum([*counted], axis=0)
 
 
 def _counted(tokens: TokenSequence, vocab_size: int) -> npt.NDArray[np.int64]:

@@ -114,7 +114,7 @@ def find_text(path: Path | None, field: str = "text") -> Corpus:
     """Returns the text of a file, of all files below a folder, or of those that match a pattern, in order of names.
 
     path: None for the source of the Python standard library. Hidden files of a folder are left out. Raises UserError if
-    there is no such file.
+    there is no such file, and for a list of sources.
     """
     try:
         if path is None:
@@ -133,6 +133,8 @@ def find_text(path: Path | None, field: str = "text") -> Corpus:
                 f"{path} does not exist: expected a file, a folder or a pattern in quotes"
                 + (f"{hub} --local-dir FOLDER" if of_hub else "")
             )
+        if path.suffix == ".toml":
+            raise UserError(f"{path} is a list of sources: give one of the sources in it")
     except OSError as error:
         raise UserError(f"cannot read {of_disk(error)}") from None
     return Corpus(str(path), [path], field, several=False)

@@ -1,70 +1,198 @@
-"""The training and validation tokens of a run, which --data.path and --data.val-path name."""
+"""The training and validation tokens of a run, which --data.path and --data.val-path name.
 
-import functools
-from dataclasses import dataclass
+Each names one source, or a TOML file with several sources and their weights.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpfuse.train.batches import Mixture
 from tpfuse.train.config import read_toml
 from tpfuse.train.corpus import Corpus, characters, encoded, find_text
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import (
-    FileTokens,
     TokenFiles,
     open_token_files,
+    stated_tokenizer,
     token_paths,
     write_token_file,
 )
+from tpfuse.train.token_layout import token_layout
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
+
+_BLOCK = 1000  # successive sequences among which weights are exact
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Token files that are read side by side. shares: as of a `Mixture`."""
+
+    files: tuple[TokenFiles, ...]
+    shares: tuple[int, ...] = (1,)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer of all sources."""
+        return self.files[0].tokenizer
+
+    @property
+    def count(self) -> int:
+        """Returns the number of tokens of all sources."""
+        return sum(files.count for files in self.files)
+
+    @property
+    def source(self) -> str:
+        """Returns a description."""
+        if len(self.files) == 1:
+            return self.files[0].source
+        parts = zip(self.shares, self.files, strict=True)
+        return " and ".join(f"{100 * share / sum(self.shares):.3g} % {files.source}" for share, files in parts)
+
+    @property
+    def sha256(self) -> str:
+        """Returns the digest of the one source, or a digest of the digests and shares of all."""
+        if len(self.files) == 1:
+            return self.files[0].sha256
+        parts = zip(self.shares, self.files, strict=True)
+        return hashlib.sha256(" ".join(f"{share} {files.sha256}" for share, files in parts).encode()).hexdigest()
+
+    def open(self) -> Mixture:
+        """Opens the files and returns their tokens. Each process must open the files itself. Raises OSError."""
+        return Mixture(tuple(files.open() for files in self.files), self.shares)
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The token files of a run. val: the files of --data.val-path; None if the end of `train` is for validation."""
+    """The sources of a run. val: those of --data.val-path; None if the end of each source in `train` validates."""
 
-    train: TokenFiles
-    val: TokenFiles | None
+    train: Sources
+    val: Sources | None
 
-    def open(self, val_fraction: float) -> tuple[FileTokens, FileTokens]:
-        """Returns the (training, validation) tokens. Without `val`, the last `val_fraction` of `train` validates.
+    def open(self, val_fraction: float) -> tuple[Mixture, Mixture]:
+        """Returns the (training, validation) tokens. Without `val`, the last `val_fraction` of each source validates.
 
         Raises OSError.
         """
-        tokens = self.train.open()
         if self.val is not None:
-            return tokens, self.val.open()
-        training_end = len(tokens) - int(len(tokens) * val_fraction)
-        return tokens.part(0, training_end), tokens.part(training_end, len(tokens))
+            return self.train.open(), self.val.open()
+        train, val = [], []
+        for tokens in (files.open() for files in self.train.files):
+            training_end = len(tokens) - int(len(tokens) * val_fraction)
+            train.append(tokens.part(0, training_end))
+            val.append(tokens.part(training_end, len(tokens)))
+        return Mixture(tuple(train), self.train.shares), Mixture(tuple(val), self.train.shares)
 
     def digests(self) -> dict[str, str | None]:
         """Returns the digests that a checkpoint stores, so that a run cannot continue with other data."""
         return {"sha256": self.train.sha256, "val_sha256": None if self.val is None else self.val.sha256}
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A source whose tokens are not read yet: the text, or the paths of its token files.
+
+    name: of the token file that is written for a text. source: what that file, kept by the run, says that it holds.
+    """
+
+    name: str
+    what: Corpus | tuple[Path, ...]
+    source: str | None = None
+
+
+def listed(path: Path | None) -> tuple[list[Path | None], tuple[int, ...]]:
+    """Returns the sources that a path names, and their shares: those of a TOML file of sources, or the path itself.
+
+    The shares are the weights, rounded to 1/1000 of all. Raises UserError for a file that is no list of sources, for a
+    weight that is not positive, and for one that is rounded to 0.
+    """
+    if path is None or path.suffix != ".toml":
+        return [path], (1,)
+    table = read_toml(path)
+    for name, weight in table.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not 0 < weight < math.inf:
+            raise UserError(
+                f"{path}: {name} = {weight}: expected lines of sources and their weights, such as 'web/*.jsonl' = 0.7"
+            )
+    if not table:
+        raise UserError(f"{path} is empty: expected lines of sources and their weights, such as 'web/*.jsonl' = 0.7")
+    exact = {name: _BLOCK * weight / sum(table.values()) for name, weight in table.items()}
+    shares = {name: int(share) for name, share in exact.items()}
+    for name in sorted(exact, key=lambda name: shares[name] - exact[name])[: _BLOCK - sum(shares.values())]:
+        shares[name] += 1
+    for name, share in shares.items():
+        if not share:
+            raise UserError(f"{path}: {name} is {exact[name] / _BLOCK:.1g} of all weights: expected at least 0.001")
+    divisor = math.gcd(*shares.values())
+    return [Path(name) for name in table], tuple(share // divisor for share in shares.values())
+
+
 def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | None] = (None, None)) -> RunData:
-    """Returns the data that the options name. Texts are encoded to tokens.bin and validation.bin in folder `staging`.
+    """Returns the data that the options name. Texts are encoded to token files in folder `staging`.
 
     kept: the token files that the run wrote from its texts and continues with (`kept_tokens`). Under the tokenizer
-    chars, the vocabulary is that of both texts. Raises UserError, and OSError if the folder cannot be written.
+    chars, the vocabulary is that of all texts. Raises UserError, and OSError if the folder cannot be written.
     """
     if data.val_path is not None and data.val_fraction != DataOptions.val_fraction:
         raise UserError("--data.val-fraction and --data.val-path were both given: give one of them")
-    train_files = _files(data.path, kept[0])
-    val_files = _files(data.val_path, kept[1])
-    train_text = None if train_files is not None else find_text(data.path, data.field)
-    val_text = None if data.val_path is None or val_files is not None else find_text(data.val_path, data.field)
-    if train_text is None:
-        assert train_files is not None
-        train = open_token_files(train_files, functools.partial(_named, data.tokenizer, train_files[0]))
+    paths, shares = listed(data.path)
+    found, val_found, val_shares = _found(paths, data.field, kept[0], "tokens"), [], (1,)
+    if data.val_path is not None or kept[1] is not None:
+        val_paths, val_shares = listed(data.val_path)
+        val_found = _found(val_paths, data.field, kept[1], "validation")
+    files = next((each.what for each in found if isinstance(each.what, tuple)), None)
+    if files is not None:
+        tokenizer = _stated(files, data.tokenizer)
     else:
-        texts = [text for text in (train_text, val_text) if text is not None]
-        train = encode_text(staging, train_text, build_tokenizer(data.tokenizer, characters(texts)))
-    val = None
-    if val_text is not None:
-        val = encode_text(staging, val_text, train.tokenizer, "validation")
-    elif val_files is not None:
-        val = open_files_of(train.tokenizer, val_files)
-    return RunData(train, val)
+        texts = [each.what for each in (*found, *val_found) if isinstance(each.what, Corpus)]
+        tokenizer = build_tokenizer(data.tokenizer, characters(texts))
+    train, val = (tuple(_tokens(each, staging, tokenizer) for each in part) for part in (found, val_found))
+    return RunData(Sources(train, shares), Sources(val, val_shares) if val else None)
+
+
+def read_sources(path: Path, field: str, staging: Path, tokenizer: Tokenizer) -> Sources:
+    """Returns the tokens of the sources that a path names. Raises UserError and OSError."""
+    paths, shares = listed(path)
+    return Sources(tuple(_tokens(each, staging, tokenizer) for each in _found(paths, field, None, "tokens")), shares)
+
+
+def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: str) -> list[_Found]:
+    """Finds the sources of a list. kept: as for `read_data`; the files of several sources stand beside it."""
+    found = []
+    for index, path in enumerate(paths):
+        if len(paths) == 1 and kept is not None:
+            return [_Found(name, (kept,))]
+        own = f"{name}-{index + 1}" if len(paths) > 1 else name
+        files = None if path is None else token_paths(path)
+        if files is None and kept is not None:
+            found.append(_Found(own, (kept.with_name(f"{own}.bin"),), str(path)))
+        else:
+            found.append(_Found(own, files or find_text(path, field)))
+    return found
+
+
+def _stated(paths: tuple[Path, ...], name: str) -> Tokenizer:
+    """Returns the tokenizer of token files, which is called `name` unless a file beside them states another one."""
+    token_layout(paths[0])
+    stated = stated_tokenizer(paths)
+    if stated is None:
+        check_named(name, paths[0])
+    return stated or build_tokenizer(name)
+
+
+def _tokens(found: _Found, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
+    if isinstance(found.what, Corpus):
+        return encode_text(staging, found.what, tokenizer, found.name)
+    files = open_files_of(tokenizer, found.what)
+    if found.source not in (None, files.source):
+        raise UserError(
+            f"--resume with different data: {found.what[0]} has the tokens of {files.source}, not of {found.source}"
+        )
+    return files
 
 
 def encode_text(folder: Path, text: Corpus, tokenizer: Tokenizer, name: str = "tokens") -> TokenFiles:
@@ -78,12 +206,6 @@ def encode_text(folder: Path, text: Corpus, tokenizer: Tokenizer, name: str = "t
     return files
 
 
-def _files(path: Path | None, kept: Path | None) -> tuple[Path, ...] | None:
-    if kept is not None:
-        return (kept,)
-    return None if path is None else token_paths(path)
-
-
 def check_named(name: str, path: Path) -> None:
     """Raises UserError if --data.tokenizer names no tokenizer for a token file that has no JSON file beside it."""
     if name in ("bytes", "chars"):  # bytes is the default, and chars takes its vocabulary from a text
@@ -91,11 +213,6 @@ def check_named(name: str, path: Path) -> None:
             f"{path} has no {path.with_suffix('.json').name} beside it, which would name the tokenizer: pass"
             " --data.tokenizer gpt2 if its tokens are GPT-2's (as in llm.c's files), or else the tokenizer's FILE.json"
         )
-
-
-def _named(name: str, path: Path) -> Tokenizer:
-    check_named(name, path)
-    return build_tokenizer(name)
 
 
 def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
@@ -115,8 +232,9 @@ def store(folder: Path, data: RunData, staging: Path) -> RunData:
     Raises OSError.
     """
 
-    def moved(files: TokenFiles) -> TokenFiles:
-        return files.moved(folder) if files.paths[0].parent == staging else files
+    def moved(sources: Sources) -> Sources:
+        files = (each.moved(folder) if each.paths[0].parent == staging else each for each in sources.files)
+        return replace(sources, files=tuple(files))
 
     return RunData(moved(data.train), None if data.val is None else moved(data.val))
 

@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tpfuse.train.batches import Mixture
 from tpfuse.train.config import parse_train
-from tpfuse.train.corpus import find_text
-from tpfuse.train.data import encode_text, kept_tokens, open_files_of, read_data
+from tpfuse.train.data import kept_tokens, read_data, read_sources
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import LanguageModel, longest
 from tpfuse.train.options import DataOptions, EvaluateDataOptions, TrainCommand
 from tpfuse.train.sample import load_model
-from tpfuse.train.token_file import token_paths
 from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence, document_start
 
 _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
@@ -42,8 +41,8 @@ def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device,
 def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
     """Returns the result in one line. run: the folder of a run, or of a Hugging Face model.
 
-    data: the text; without a path, the run's validation tokens. length: the tokens of a window; 0 for those of a
-    training sequence. Raises UserError.
+    data: the text; without a path, the run's validation tokens. The loss on several sources is the mean of their
+    losses, with their weights. length: the tokens of a window; 0 for those of a training sequence. Raises UserError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if data.path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():
@@ -60,28 +59,26 @@ def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
         tokens, source = _validation_tokens(run, options.data)
     else:
         tokens, source = _tokens_of(data, data.path, tokenizer)
-    if len(tokens) < 2:
-        raise UserError(f"{source}: found {len(tokens)} tokens, expected at least 2")
-    loss = mean_loss(model, tokens, device, length)
+    count = sum(len(part) - 1 for part in tokens.sources)
+    if min(map(len, tokens.sources)) < 2:
+        raise UserError(f"{source}: found {min(map(len, tokens.sources))} tokens, expected at least 2")
+    losses = (mean_loss(model, part, device, length) for part in tokens.sources)
+    loss = sum(share * part for share, part in zip(tokens.shares, losses, strict=True)) / sum(tokens.shares)
     bits = f", {loss / math.log(2):.4f} bits per byte" if isinstance(tokenizer, ByteTokenizer) else ""
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return (
         f"{run}: loss {loss:.4f} nats per token, perplexity {perplexity:.4g}{bits}"
-        f" ({len(tokens) - 1:,} tokens of {source}, in windows of {length:,})"
+        f" ({count:,} tokens of {source}, in windows of {length:,})"
     )
 
 
-def _validation_tokens(run: Path, options: DataOptions) -> tuple[TokenSequence, str]:
+def _validation_tokens(run: Path, options: DataOptions) -> tuple[Mixture, str]:
     data = read_data(options, run / "data", kept_tokens(run, options))
     tokens = data.open(options.val_fraction)[1]
     return tokens, f"the end of {data.train.source}" if data.val is None else data.val.source
 
 
-def _tokens_of(data: EvaluateDataOptions, path: Path, tokenizer: Tokenizer) -> tuple[TokenSequence, str]:
-    paths = token_paths(path)
-    if paths is not None:
-        files = open_files_of(tokenizer, paths)
-        return files.open(), files.source
+def _tokens_of(data: EvaluateDataOptions, path: Path, tokenizer: Tokenizer) -> tuple[Mixture, str]:
     with tempfile.TemporaryDirectory() as folder:
-        files = encode_text(Path(folder), find_text(path, data.field), tokenizer)
-        return files.open(), files.source  # an open file is readable after its name is gone
+        sources = read_sources(path, data.field, Path(folder), tokenizer)
+        return sources.open(), sources.source  # an open file is readable after its name is gone

@@ -338,11 +338,15 @@ class TrainingLoop:
 
     def _described_data(self) -> str:
         """Returns in words how many tokens there are, and how often the run reads each."""
-        train, count, data = self.options.train, len(self.train_tokens), self.data
-        times = train.steps * train.batch * self.run.config.n_positions / count
+        train, (tokens, shares), data = self.options.train, self.train_tokens, self.data
+        read, parts = train.steps * train.batch * self.run.config.n_positions / sum(shares), []
+        for files, source, share in zip(data.train.files, tokens, shares, strict=True):
+            times = read * share / len(source)
+            often = f"{times:.1f}" if times >= 1 else f"{times:.1g}"
+            weight = f"{share / sum(shares):.1%} of the sequences from " if len(shares) > 1 else ""
+            parts.append(f"{weight}{files.source}: {len(source):,} tokens, each read {often} times")
         validation = "" if data.val is None else f"; validation on {data.val.count:,} tokens of {data.val.source}"
-        often = f"{times:.1f}" if times >= 1 else f"{times:.1g}"
-        return f"{data.train.source}: {count:,} tokens, each read {often} times in {train.steps} steps{validation}"
+        return f"{'; '.join(parts)} in {train.steps} steps{validation}"
 
     def _counted(self) -> str:
         """Returns in words the memory that `tpfuse memory` counts for this rank."""
@@ -544,13 +548,13 @@ class TrainingLoop:
 
         picture: the name of the picture of the pipeline; empty if there is none.
         """
-        start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
+        start = torch.from_numpy(self.train_tokens.sources[0][:1].astype(np.int64)).to(self.device)
         count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
         ids = self.trainer.generate(start.unsqueeze(0), count)
         if not self.first:
             return
         folder, vocabulary = self.run.folder, self.run.config.vocab_size
-        known = len(self.val_tokens) > 0
+        known = min(map(len, self.val_tokens.sources)) > 0
         unigram = unigram_loss(self.train_tokens, self.val_tokens, vocabulary) if known else None
         draw_losses(folder, unigram)
         say("\nsample\n------")

@@ -24,7 +24,7 @@ from tpfuse.ops.ring_attention.ring_attention import schedule_for
 from tpfuse.parallel.pipeline.runner import routes
 from tpfuse.parallel.pipeline.timeline import Held, most_held
 from tpfuse.train.config import PRESETS, parse_train
-from tpfuse.train.data import check_named
+from tpfuse.train.data import check_named, listed
 from tpfuse.train.errors import UserError, instead_of
 from tpfuse.train.language_model import ModelConfig, blocks_of, outlined, parameter_count, tied_parameters
 from tpfuse.train.options import MemoryCommand, TrainCommand
@@ -116,7 +116,8 @@ def vocabulary(options: TrainCommand, given: int) -> int:
         raise UserError(f"--vocab-size {given} is for the GPT: config.json names that of model.from")
     if given or options.model.from_ is not None:
         return given
-    paths = None if data.path is None else token_paths(data.path)
+    named = (None if path is None else token_paths(path) for path in listed(data.path)[0])
+    paths = next((each for each in named if each is not None), None)
     if paths is not None:
         stated = stated_tokenizer(paths)
         if stated is not None:

@@ -221,20 +221,27 @@ def _check_kernels(options: TrainCommand) -> None:
         )
 
 
-def _check_lengths(options: TrainCommand, count: int, val_count: int | None) -> None:
-    """Raises UserError if there are too few tokens. count: the tokens of --data.path; val_count: of --data.val-path."""
-    fraction, context = options.data.val_fraction, options.model.n_positions
+def _check_lengths(options: TrainCommand, data: RunData) -> None:
+    """Raises UserError if a source has too few tokens for training or validation."""
+    fraction, context, evaluates = options.data.val_fraction, options.model.n_positions, options.train.eval_every
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
-    val = int(count * fraction) if val_count is None else val_count
-    train = count - val if val_count is None else count
-    if train <= context:
-        raise UserError(f"the text has {train} tokens for training; a context of {context} needs {context + 1}")
-    if options.train.eval_every and val <= context:
-        more = "more text, a larger --data.val-fraction," if val_count is None else "more text in --data.val-path"
+    for files in data.train.files:
+        val = int(files.count * fraction) if data.val is None else 0
+        _check_length(files, files.count - val, context, "training")
+        if data.val is None and evaluates:
+            more = " (more text, a larger --data.val-fraction, or --train.eval-every 0)"
+            _check_length(files, val, context, "validation", more)
+    if data.val is not None and evaluates:
+        for files in data.val.files:
+            more = " (more text in --data.val-path or --train.eval-every 0)"
+            _check_length(files, files.count, context, "validation", more)
+
+
+def _check_length(files: TokenFiles, count: int, context: int, use: str, more: str = "") -> None:
+    if count <= context:
         raise UserError(
-            f"the text has {val} tokens for validation; a context of {context} needs {context + 1}"
-            f" ({more} or --train.eval-every 0)"
+            f"{files.source} has {count} tokens for {use}; a context of {context} needs {context + 1}{more}"
         )
 
 
@@ -378,12 +385,13 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     try:
         data = read_data(options.data, staging, kept_tokens(folder, options.data) if options.resume else (None, None))
         weights = None if source is None else source.weights_for(data.train.tokenizer)
-        _check_lengths(options, data.train.count, None if data.val is None else data.val.count)
+        _check_lengths(options, data)
         if options.model.from_ is None:
             config = model_config(options, data.train.tokenizer.vocab_size)
         _check_offload(options, config, ranks)
         if options.data.documents == "mask":
-            _check_documents(data.train)
+            for files in data.train.files:
+                _check_documents(files)
         if staging.exists():
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
@@ -398,8 +406,9 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     if options.resume and checkpoint is None:
         source = find_source(options, config)
         weights = None if source is None else source.weights_for(data.train.tokenizer)
-    if data.train.paths[0].parent != folder / "data":
-        options = _with_tokenizer(options, data.train)
+    given = next((files for files in data.train.files if files.paths[0].parent != folder / "data"), None)
+    if given is not None:
+        options = _with_tokenizer(options, given)
     _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
     if checkpoint is None:
         return Run(folder, options, config, data, None, weights)
