@@ -124,7 +124,7 @@ def tiny(family: str) -> Any:
     try:
         config = getattr(transformers, CONFIG_MAPPING_NAMES[kind])(**settings)
         for name, value in list(vars(config).items()):
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in made(copy.deepcopy(config)).parameters())

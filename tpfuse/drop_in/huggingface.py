@@ -52,7 +52,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NoReturn
@@ -67,6 +67,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
+from tpfuse.drop_in.context_proof import UNSUPPORTED, prove_context
 from tpfuse.drop_in.converted import ConvertedColumnLinear, Original, original_of, set_attributes
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
@@ -89,7 +90,7 @@ class ShardedTokens:
     cu_seqlens: as for `ring_attention`, if the batch is one sequence of documents. unseeing: [1, local_length] bool,
     this rank's tokens of padding before a text, which see no key; None if there are none. last_position: [1, 1], the
     largest position of all tokens. dropout_keys: [layers] int64, for the dropout of attention, if there is one.
-    tensor_rank, tensor_ranks: which of how many tensor-parallel ranks this is.
+    tensor_rank, tensor_ranks: which of how many tensor-parallel ranks this is. window: as for `ring_attention`.
     """
 
     sharded: ShardedBatch
@@ -99,6 +100,7 @@ class ShardedTokens:
     dropout_keys: Tensor | None
     tensor_rank: int
     tensor_ranks: int
+    window: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -241,7 +243,7 @@ def cut(model: nn.Module, stages: Sequence[Stage]) -> DecoderStages:
 
 
 def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
-    """Raise ValueError if the attention of `whole`, or of the model in it, cannot be sharded over a context."""
+    """Raise ValueError if `whole`, or the model in it, cannot be sharded over a context."""
     model = outermost(whole)
     if model is None:
         raise ValueError(
@@ -262,6 +264,7 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
             " decoder of text alone"
         )
     context.check(context.size, heads // tensor_ranks)
+    prove_context(model)
 
 
 def _is_base(model: Any) -> bool:
@@ -695,7 +698,7 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
         return sdpa_mask(*args, **kwargs)
     if kwargs.get("use_vmap"):
         raise ValueError("context parallelism: the model has attention masks of its own: expected causal attention")
-    return running.tokens
+    return replace(running.tokens, window=kwargs.get("local_size"))
 
 
 def _attention(
@@ -706,7 +709,6 @@ def _attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return (attention [batch, tokens, heads, size], None), for transformers' AttentionInterface.
@@ -717,7 +719,7 @@ def _attention(
     kind = getattr(module, "unconverted", None) or Original(type(module))
     layer = f"{kind.kind.__name__} of layer {getattr(module, 'layer_idx', '?')}"
     running = _running.now
-    for name in ("softcap", "s_aux", "head_mask"):
+    for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}")
     if not isinstance(attention_mask, ShardedTokens):
@@ -744,7 +746,7 @@ def _attention(
         schedule=sharded.context.schedule,
         balance=sharded.context.balance,
         length=sharded.length,
-        window=sliding_window,
+        window=attention_mask.window,
         scale=scaling,
         cu_seqlens=attention_mask.cu_seqlens,
         **dropped,

@@ -20,7 +20,6 @@ features. Of layers that are built alike one is tried, and a model on the meta d
 takes 0.05 s, and Llama 70B for 8 ranks 2.5 s and 240 MB.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +31,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.comm.layout import has_values
-from tpfuse.drop_in.converted import outline
+from tpfuse.drop_in.sketch import (
+    LARGE,
+    agree,
+    agree_in_shape,
+    apart,
+    first_input,
+    first_tensor,
+    give_values,
+    kind_of,
+    largest_value,
+    line_of,
+    sketch,
+    width_of,
+    with_first_tensor,
+)
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
     FusedPrepareModuleInput,
@@ -41,14 +53,10 @@ from tpfuse.drop_in.styles import (
     FusedSequenceParallel,
     ReplicatedParallel,
     WholeSequences,
-    is_conv1d,
 )
 
 _SEQUENCES, _TOKENS = 2, 3  # sequences, and tokens of each on a rank
-_LARGE = 2**20  # elements of a parameter that gets no values
 _WIDE = 2**16  # features of an output that gets no values: logits
-# The largest difference that counts as rounding, as a share of the largest value: models compute in float32 in places.
-_TOLERANCE = 1e-4
 
 Part = Callable[[Tensor, int], Tensor]  # a rank's part of a tensor
 
@@ -107,11 +115,11 @@ class Proof:
         if ranks == 1:
             return
         names = {module: name for name, module in model.named_modules()}
-        with _apart():
-            self._model = _sketch(model)
+        with apart():
+            self._model = sketch(model)
             self._modules = dict(self._model.named_modules())
             first: dict[Any, str] = {}
-            alike = {names[layer]: first.setdefault(_kind(layer), names[layer]) for layer in layers}
+            alike = {names[layer]: first.setdefault(kind_of(layer), names[layer]) for layer in layers}
             self._alike = {name: other for name, other in alike.items() if name != other}
             self._record()
 
@@ -130,7 +138,7 @@ class Proof:
         known: dict[str, _Known] = {}
         for name, its_styles in styles.items():
             kinds = {type(style) for style in its_styles}
-            alone = FusedSequenceParallel in kinds and _width(self._modules[name]) is not None
+            alone = FusedSequenceParallel in kinds and width_of(self._modules[name]) is not None
             if name.rpartition(".")[0] == path and (kinds & {FusedPrepareModuleInput, WholeSequences} or alone):
                 known[name] = _Known(self._tokens, self._tokens)
         self._prove(path, styles, known, self._tokens, self._tokens, {})
@@ -147,7 +155,7 @@ class Proof:
         parts = tuple(f"{each}." for each in (*layers, norm))
         for other, module in self._modules.items():
             inside = other.startswith(f"{name}." if name else "") and other in self._calls
-            if inside and _width(module) is not None and not other.startswith(parts):
+            if inside and width_of(module) is not None and not other.startswith(parts):
                 known[other] = _Known(_whole, _whole)
         self._prove(name, {}, known, _whole, _whole, {})
 
@@ -167,21 +175,21 @@ class Proof:
         for name, module in self._modules.items():
             hooks.append(module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True))
             hooks.append(module.register_forward_hook(partial(self._end, name), with_kwargs=True))
-            width = _width(module)
+            width = width_of(module)
             if name in self._alike:
                 module.__dict__["forward"] = partial(self._pass_on, self._alike[name])
             if name.startswith(inside):
                 continue
-            if width is not None or any(x.numel() > _LARGE for x in module.parameters(recurse=False)):
+            if width is not None or any(x.numel() > LARGE for x in module.parameters(recurse=False)):
                 module.__dict__["forward"] = partial(_invented, generator, module, width)
-            _give_values(module, generator)
+            give_values(module, generator)
         length = _TOKENS * self.ranks
         ids = (3 + torch.arange(_SEQUENCES * length)).view(_SEQUENCES, length)
         try:
             with torch.no_grad():
                 self._model(ids)
         except Exception as error:  # any code may raise anything
-            self._failure = f"the model's forward cannot be tried: {_line(error)}"
+            self._failure = f"the model's forward cannot be tried: {line_of(error)}"
         for hook in hooks:
             hook.remove()
         for name, module in self._modules.items():
@@ -196,7 +204,7 @@ class Proof:
 
     def _pass_on(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return the first input, in the place of an output like that of the module `name`."""
-        return _with_tensor(self._calls[name][-1].out, _first(args, kwargs))
+        return with_first_tensor(self._calls[name][-1].out, first_input(args, kwargs))
 
     def _projections(
         self,
@@ -207,10 +215,10 @@ class Proof:
     ) -> dict[str, _Known]:
         """Return the known modules of an attention or MLP, by their paths."""
         known = {}
-        fused = all(_width(self._modules[f"{path}.{name}"]) is not None for name in prepared.projections)
+        fused = all(width_of(self._modules[f"{path}.{name}"]) is not None for name in prepared.projections)
         output = self._tokens if sharded else _whole
         for name, (style, *_) in styles.items():
-            width = _width(self._modules[name])
+            width = width_of(self._modules[name])
             if isinstance(style, FusedColwiseParallel) and width is not None:
                 rows = [_rows(style, width, rank, self.ranks) for rank in range(self.ranks)]
                 projects = fused and name.removeprefix(f"{path}.") in prepared.projections
@@ -242,13 +250,13 @@ class Proof:
         attributes: those that the block has on a rank.
         """
         module = self._modules[path]
-        key = _kind(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
+        key = kind_of(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
         if key not in self._reasons:
             block = _Block(self._modules, path, styles, known, enters, leaves, self._heads, self._calls)
             try:
                 if path not in self._calls or any(name not in self._calls for name in known):
                     raise NotImplementedError(self._failure)
-                with _apart():
+                with apart():
                     whole = block.run(None, {})
                     _compare(whole, (block.run(rank, attributes) for rank in range(self.ranks)))
                 self._reasons[key] = ""
@@ -278,7 +286,7 @@ class _Block:
     def run(self, rank: int | None, attributes: Mapping[str, Any]) -> _Run:
         """Return what the block computes on a rank, or (None) as it is. Raise NotImplementedError if it fails."""
         run, call, module = _Run(), self.calls[self.path][0], self.modules[self.path]
-        given = _first(call.args, call.kwargs)
+        given = first_input(call.args, call.kwargs)
         if any(one.projects for one in self.known.values()):
             given = given.new_full((), torch.nan).expand(given.shape)  # the block reads its shape alone
         else:
@@ -291,12 +299,12 @@ class _Block:
         parameters.update({name: run.enter(name, x, self.of_heads, rank) for name, x in own.items()})
         try:
             with _changed(self.modules, forwards, self.path, attributes):
-                out = _tensor(module(*args, **kwargs))
+                out = first_tensor(module(*args, **kwargs))
         except NotImplementedError:
             raise
         except Exception as error:  # any code may raise anything
             where = "it cannot be tried" if rank is None else "it fails on a rank's part"
-            raise NotImplementedError(f"{where}: {_line(error)}") from None
+            raise NotImplementedError(f"{where}: {line_of(error)}") from None
         finally:
             parameters.update(own)
         run.leaving["its output"] = out, self.leaves
@@ -321,7 +329,7 @@ class _Block:
 
     def _stand_in(self, run: _Run, given: Tensor, rank: int | None, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the known module `name` returned when the model ran, or a rank's part of it."""
-        one, called, x = self.known[name], name.removeprefix(f"{self.path}."), _first(args, kwargs)
+        one, called, x = self.known[name], name.removeprefix(f"{self.path}."), first_input(args, kwargs)
         number = sum(key.endswith(f"the output of {called}") for key in run.entering)
         again = f"call {number + 1}: " if number else ""
         if not one.projects:
@@ -333,9 +341,9 @@ class _Block:
                 run.leaving[f"{again}argument {index} of {called}"] = other, _whole
         calls = self.calls[name]
         out = calls[min(number, len(calls) - 1)].out
-        first = run.enter(f"{again}the output of {called}", _tensor(out), one.gives, rank)
+        first = run.enter(f"{again}the output of {called}", first_tensor(out), one.gives, rank)
         if not isinstance(out, tuple):
-            return _with_tensor(out, first)
+            return with_first_tensor(out, first)
         others = enumerate(out[1:], 1)  # whole on all ranks, such as a parameter that the layer adds
         whole = (
             run.enter(f"{again}output {index} of {called}", x, _whole, rank) if isinstance(x, Tensor) else x
@@ -353,7 +361,7 @@ class _Block:
             }
         seeds = {key: _part(self.seeds[key], part, rank) for key, (_, part) in leaving.items() if key in self.seeds}
         for key, seed in seeds.items():
-            _agree_in_shape(key, leaving[key][0], seed)
+            agree_in_shape(key, leaving[key][0], seed)
         inputs = [x for x, _ in run.entering.values()]
         found: Sequence[Tensor | None] = [None] * len(inputs)
         if seeds and inputs:
@@ -365,14 +373,14 @@ class _Block:
 
 def _compare(whole: _Run, ranks: Iterable[_Run]) -> None:
     """Raise NotImplementedError unless the ranks' tensors and gradients are those of the whole block."""
-    largest = max((_size(x) for x in whole.gradients.values()), default=0.0)
+    largest = max((largest_value(x) for x in whole.gradients.values()), default=0.0)
     totals = {key: torch.zeros_like(x) for key, x in whole.gradients.items() if whole.entering[key][1] is not _whole}
     for rank, run in enumerate(ranks):
         missing = [key for key in (*whole.leaving, *whole.entering) if key not in {*run.leaving, *run.entering}]
         if missing:
             raise NotImplementedError(f"{missing[0]} is not there on a rank")
         for key, (expected, part) in whole.leaving.items():
-            _agree(key, run.leaving[key][0], _part(expected, part, rank), _size(expected))
+            agree(key, run.leaving[key][0], _part(expected, part, rank), largest_value(expected))
         for key, gradient in run.gradients.items():
             if key in totals:
                 totals[key] += gradient
@@ -383,25 +391,7 @@ def _compare(whole: _Run, ranks: Iterable[_Run]) -> None:
 
 
 def _agree_in_gradient(key: str, actual: Tensor, expected: Tensor, largest: float) -> None:
-    _agree(f"the gradient of {key}", actual, expected, max(_size(expected), 1e-3 * largest))
-
-
-def _agree(name: str, actual: Tensor, expected: Tensor, scale: float) -> None:
-    _agree_in_shape(name, actual, expected)
-    if bool(expected.isnan().any()):
-        raise NotImplementedError(f"{name} cannot be tried, since it depends on parameters that are large")
-    error = _size(actual.detach().double() - expected.detach().double())
-    if not error <= _TOLERANCE * scale:  # also for NaN
-        raise NotImplementedError(f"{name} would differ by {error / max(scale, 1e-30):.0e} of its largest value")
-
-
-def _agree_in_shape(name: str, actual: Tensor, expected: Tensor) -> None:
-    if actual.shape != expected.shape:
-        raise NotImplementedError(f"{name} is {tuple(actual.shape)} on a rank: expected {tuple(expected.shape)}")
-
-
-def _size(x: Tensor) -> float:
-    return x.detach().double().abs().max().item() if x.numel() else 0.0
+    agree(f"the gradient of {key}", actual, expected, max(largest_value(expected), 1e-3 * largest))
 
 
 def _whole(x: Tensor, rank: int) -> Tensor:
@@ -430,134 +420,21 @@ def _selected(rows: Sequence[Sequence[tuple[int, int]]], x: Tensor, rank: int) -
     return torch.cat([x[..., start:stop] for start, stop in rows[rank]], -1)
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a module's first input: the tensor that styles prepare."""
-    tensors = (x for x in (kwargs.get("hidden_states"), *kwargs.values()) if isinstance(x, Tensor))
-    x = args[0] if args else next(tensors, None)
-    if not isinstance(x, Tensor):
-        raise NotImplementedError(f"its first input is a {type(x).__name__}: expected a tensor")
-    return x
-
-
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (x, *args[1:]), kwargs
-    first = _first(args, kwargs)
+    first = first_input(args, kwargs)
     return args, {name: x if value is first else value for name, value in kwargs.items()}
-
-
-def _tensor(out: Any) -> Tensor:
-    """Return a module's output, or the first entry of it."""
-    entries = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple | list) else [out]
-    first = next((x for x in entries if isinstance(x, Tensor)), None)
-    if not isinstance(first, Tensor):
-        raise NotImplementedError(f"a module in it returns a {type(out).__name__}: expected a tensor in it")
-    return first
-
-
-def _with_tensor(out: Any, x: Tensor) -> Any:
-    """Return a module's output with x as its first entry."""
-    return x if isinstance(out, Tensor) else type(out)((x, *out[1:]))
-
-
-def _width(module: nn.Module) -> int | None:
-    """Return the output features of a linear layer or an embedding; None for any other module.
-
-    A small module with a forward of its own runs it, and is none.
-    """
-    for kind, width in ((nn.Embedding, "embedding_dim"), (nn.Linear, "out_features")):
-        if isinstance(module, kind):
-            weight: Any = module.weight
-            own = type(module).forward is not kind.forward and weight.numel() <= _LARGE
-            return None if own else int(getattr(module, width))
-    return int(module.nf) if is_conv1d(module) else None  # type: ignore[arg-type]
 
 
 def _invented(generator: torch.Generator, module: nn.Module, width: int | None, *args: Any, **kwargs: Any) -> Tensor:
     """Return random values in the place of what a module would compute. width: its features, None for its input's."""
-    shape = _first(args, kwargs).shape
+    shape = first_input(args, kwargs).shape
     if width is not None:
         shape = torch.Size((*shape, width) if isinstance(module, nn.Embedding) else (*shape[:-1], width))
     if width is not None and width > _WIDE:
         return torch.zeros((), dtype=torch.float64).expand(shape)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _kind(module: nn.Module) -> Any:
-    """Return what modules that are built alike have in common, whatever their numbers and values."""
-    plain = (int, float, str, type(None))
-    numbers = ("layer_idx", "layer_id", "layer_number")
-    return tuple(
-        (
-            name,
-            type(part),
-            tuple((key, x) for key, x in vars(part).items() if isinstance(x, plain) and key not in numbers),
-            tuple((key, x.shape, x.requires_grad) for key, x in part.named_parameters(recurse=False)),
-        )
-        for name, part in module.named_modules()
-    )
-
-
-def _sketch(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without values and hooks, as it evaluates in float64 on the CPU, without a cache."""
-    made = outline(model, {})
-    configs: dict[int, Any] = {}
-    for module in made.modules():
-        module.__dict__.pop("forward", None)
-        module.training = False
-        for name, value in list(module.__dict__.items()):
-            if "_hooks" in name and isinstance(value, dict):
-                module.__dict__[name] = type(value)()
-            elif isinstance(value, Tensor):
-                module.__dict__[name] = value.detach().cpu()
-        config = module.__dict__.get("config")
-        if config is not None:
-            module.__dict__["config"] = configs.setdefault(id(config), _plain_config(config))
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():  # a result in which it takes part is NaN
-                values = torch.full((), torch.nan, dtype=torch.float64).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    for module, original in zip(made.modules(), model.modules(), strict=True):
-        for name, buffer in original._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = _buffer(buffer)
-    return made
-
-
-def _buffer(x: Tensor) -> Tensor:
-    """Return the values of a buffer, on the CPU; others if it has none or many."""
-    if not has_values(x) or x.numel() > 16 * _LARGE:
-        filled = torch.full((), 0.5 if x.is_floating_point() else 1, device="cpu").expand(x.shape)
-    else:
-        filled = x.detach().cpu()
-    return filled.double() if x.is_floating_point() else filled.to(x.dtype)
-
-
-def _plain_config(config: Any) -> Any:
-    """Return a copy of a model's configuration, with an attention that torch computes on any device."""
-    made = copy.copy(config)
-    if getattr(made, "use_cache", False):
-        made.use_cache = False
-    if getattr(made, "_attn_implementation", "eager") not in ("eager", "sdpa", None):
-        made._attn_implementation = "sdpa"
-    if getattr(made, "_experts_implementation", None) is not None:
-        made._experts_implementation = "eager"
-    return made
-
-
-def _give_values(module: nn.Module, generator: torch.Generator) -> None:
-    """Give the module's own parameters random values, unless they are large."""
-    for name, x in module._parameters.items():
-        if x is not None and x.numel() <= _LARGE and x.is_floating_point():
-            values = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            module._parameters[name] = nn.Parameter(values, requires_grad=x.requires_grad)
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Let foreign code run with gradients, on the CPU, and without drawing from the process's random numbers."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-        yield
 
 
 @contextmanager
@@ -578,8 +455,3 @@ def _changed(
         modules[path].__dict__.update(own)
         for name in forwards:
             modules[name].__dict__.pop("forward", None)
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:150]}"

@@ -129,7 +129,10 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
                 plan.kept[name] = str(error)
                 plan.add(name, ReplicatedParallel())
     for name, module in model.named_modules():
-        if name not in plan.styles and any(True for _ in module.parameters(recurse=False)):
+        styles = plan.styles.get(name, [])
+        sharded = {key for style in styles for key in getattr(style, "sharded", ())}
+        prepared = all(isinstance(style, FusedPrepareModuleInput) for style in styles)  # which converts no parameter
+        if prepared and any(key not in sharded for key, _ in module.named_parameters(recurse=False)):
             plan.add(name, ReplicatedParallel())
             parents = (parent for parent in plan.kept if name.startswith(f"{parent}."))
             reason = next((plan.kept[parent] for parent in parents), "every rank computes the same")

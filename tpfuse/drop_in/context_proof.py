@@ -1,0 +1,187 @@
+"""The proof that a model of transformers may be sharded over a context: its tokens meet in attention alone.
+
+The ranks of a context run all of a model's code, each on its own tokens, and only attention sees those of others. So an
+output must follow from its own token and position, and each attention mask must be one that `ring_attention` computes.
+Both are tried before anything is changed, on a copy without values: it runs on a short sequence, and on each half of
+it. In the place of attention, linear layers and embeddings, which need no proof, are cheap functions of each token. All
+other code runs as it is: a convolution or a state along the sequence, or positions counted from a rank's first token,
+change what a half computes.
+
+Of layers that are built alike one is tried. A module whose own weights have three dimensions and more than 2**20
+elements, as those of experts, is not tried.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpfuse.drop_in.sketch import (
+    LARGE,
+    agree,
+    apart,
+    first_input,
+    first_tensor,
+    give_values,
+    kind_of,
+    largest_value,
+    line_of,
+    sketch,
+    width_of,
+    with_first_tensor,
+)
+
+_ATTENTION = "tpfuse_proof"
+_SEQUENCES, _TOKENS = 2, 3  # sequences, and tokens of each in one half
+_RANK = 4  # of the matrices in the place of linear layers
+_PAIRS = 4096  # pairs of a query and a key at which a mask is tried
+UNSUPPORTED = ("softcap", "s_aux", "head_mask")  # arguments of attention that `ring_attention` has no place for
+
+
+@dataclass(frozen=True)
+class _Proved:
+    """What the layers of the copy get as their attention mask."""
+
+
+def prove_context(model: nn.Module) -> None:
+    """Raise ValueError, with the reason, unless the tokens of a model meet only in what `ring_attention` computes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_ATTENTION, _attention)
+    AttentionMaskInterface.register(_ATTENTION, _mask)
+    try:
+        with apart(), torch.no_grad():
+            made = _stood_in(model)
+            ids = (3 + torch.arange(_SEQUENCES * 2 * _TOKENS)).view(_SEQUENCES, -1)
+            positions = torch.arange(2 * _TOKENS).expand(_SEQUENCES, -1)
+            whole = _run(made, ids, positions)
+            for half in (slice(None, _TOKENS), slice(_TOKENS, None)):
+                found = _run(made, ids[:, half], positions[:, half])
+                agree(
+                    "its tokens meet outside of attention too, and the output of half of them",
+                    found,
+                    whole[:, half],
+                    largest_value(whole),
+                )
+    except NotImplementedError as reason:
+        raise ValueError(
+            f"context parallelism: {type(model).__name__} cannot be sharded over the sequence: {reason}; use a mesh"
+            " without cp"
+        ) from None
+
+
+def _stood_in(model: nn.Module) -> nn.Module:
+    """Return a copy whose attention, linear layers, embeddings and large experts are functions of each token."""
+    made, generator = sketch(model), torch.Generator().manual_seed(0)
+    passed: set[nn.Module] = set()
+    for module in made.modules():
+        if module in passed:
+            continue
+        if module.__dict__.get("config") is not None:
+            module.__dict__["config"]._attn_implementation = _ATTENTION
+        width = width_of(module)
+        large = [x for x in module.parameters(recurse=False) if x.numel() > LARGE]
+        if isinstance(module, nn.Embedding) and width is not None:
+            module.__dict__["forward"] = partial(_embedded, torch.randn(width, generator=generator).double())
+        elif width is not None:
+            into = torch.randn(_RANK, width, generator=generator).double()
+            module.__dict__["forward"] = partial(_projected, into)
+        elif any(x.ndim > 2 for x in large):
+            module.__dict__["forward"] = _expert
+        if isinstance(module, nn.ModuleList):
+            passed.update(_pass_through(module))
+        give_values(module, generator)
+        for name, x in module._parameters.items():
+            if x is not None and x.numel() > LARGE and x.is_floating_point():
+                row = torch.randn(x.shape[-1], generator=generator, dtype=torch.float64)
+                module._parameters[name] = nn.Parameter(row.expand(x.shape), requires_grad=False)
+    return made
+
+
+def _pass_through(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    """Let layers that are built like one before them return their input, and yield all modules of these."""
+    first: dict[Any, list[Any]] = {}
+    for layer in layers:
+        out = first.get(kind_of(layer))
+        if out is None:
+            out = first[kind_of(layer)] = []
+            layer.register_forward_hook(partial(_keep, out))
+        else:
+            layer.__dict__["forward"] = partial(_passed, out)
+            yield from layer.modules()
+
+
+def _keep(kept: list[Any], module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    kept[:] = [out]
+
+
+def _passed(kept: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the first input, in the place of an output like the one that was kept."""
+    return with_first_tensor(kept[0], first_input(args, kwargs)) if kept else first_input(args, kwargs)
+
+
+def _run(made: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    try:
+        return first_tensor(made(input_ids=ids, position_ids=positions, return_dict=True))
+    except NotImplementedError:
+        raise
+    except Exception as error:  # any code may raise anything
+        raise NotImplementedError(f"it cannot be tried: {line_of(error)}") from None
+
+
+def _embedded(frequencies: Tensor, ids: Tensor) -> Tensor:
+    """Return [..., width] for ids [...]: sines of each id."""
+    return torch.sin((1.0 + ids.double())[..., None] * frequencies)
+
+
+def _projected(into: Tensor, x: Tensor) -> Tensor:
+    """Return [..., width] for x [..., features]: a product with a matrix of low rank. into: [rank, width]."""
+    phases = torch.arange(x.shape[-1], dtype=torch.float64)
+    out_of = torch.sin(phases[:, None] * torch.arange(1.0, len(into) + 1) + phases[:, None] ** 2)
+    return torch.tanh(x.double() @ out_of / x.shape[-1] ** 0.5) @ into
+
+
+def _expert(*args: Any, **kwargs: Any) -> Tensor:
+    """Return a function of each token of the input, in the place of experts."""
+    return torch.tanh(first_input(args, kwargs))
+
+
+def _mask(*args: Any, **kwargs: Any) -> _Proved:
+    """Return what stands for a mask, for AttentionMaskInterface. Raise NotImplementedError for one of another form.
+
+    A mask is causal, or a sliding window of local_size tokens; it is tried at random pairs and at its borders.
+    """
+    function, window = kwargs["mask_function"], kwargs.get("local_size")
+    reach = 64 if window is None else window
+    steps = torch.tensor([0, 1, 2, reach - 1, reach, reach + 1, 2 * reach, 3 * reach + 1])
+    borders = torch.cartesian_prod(steps, torch.cat([steps, steps + reach]))
+    pairs = torch.cat([borders, torch.randint(0, 4 * reach + 4, (_PAIRS, 2))])
+    queries, keys = pairs.unbind(1)
+    expected = (keys <= queries) & (keys > queries - (len(pairs) + 8 * reach if window is None else window))
+    try:
+        found = torch.as_tensor(function(torch.tensor(0), torch.tensor(0), queries, keys)).expand_as(expected)
+    except Exception as error:  # any code may raise anything
+        raise NotImplementedError(f"its attention mask cannot be tried: {line_of(error)}") from None
+    if not torch.equal(found.bool(), expected):
+        raise NotImplementedError("its attention mask is neither causal nor a sliding window")
+    return _Proved()
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return (a function of each token [batch, tokens, heads, size], None), for transformers' AttentionInterface."""
+    given = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if given:
+        raise NotImplementedError(f"{type(module).__name__} takes {given[0]}")
+    if not isinstance(attention_mask, _Proved):
+        raise NotImplementedError("it makes its attention masks by itself")
+    if key.shape != value.shape or query.shape[1] % key.shape[1] or query.shape[-1] != key.shape[-1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise NotImplementedError(f"its queries, keys and values are {shapes}: expected heads of one size")
+    repeats = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return (torch.tanh(query + keys) + values).transpose(1, 2).contiguous(), None
