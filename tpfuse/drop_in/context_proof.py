@@ -45,6 +45,11 @@ UNSUPPORTED = ("softcap", "s_aux", "head_mask")  # arguments of attention that `
 class _Proved:
     """What the layers of the copy get as their attention mask."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"its layers read {name} of their attention mask")
+
 
 def prove_context(model: nn.Module) -> None:
     """Raise ValueError, with the reason, unless the tokens of a model meet only in what `ring_attention` computes."""

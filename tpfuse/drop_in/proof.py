@@ -111,6 +111,7 @@ class Proof:
         self.ranks = ranks
         self._calls: dict[str, list[_Call]] = {}
         self._reasons: dict[Any, str] = {}
+        self._alike: dict[str, str] = {}  # layers, by the names of others that are built like them
         self._failure = "the model's forward does not call it"
         if ranks == 1:
             return
@@ -158,6 +159,14 @@ class Proof:
             if inside and width_of(module) is not None and not other.startswith(parts):
                 known[other] = _Known(_whole, _whole)
         self._prove(name, {}, known, _whole, _whole, {})
+
+    def calls(self, path: str) -> bool:
+        """Return whether the model calls the module in a layer as a module, not only its methods or its weights."""
+        for name, other in self._alike.items():
+            if path.startswith(f"{name}."):
+                path = other + path.removeprefix(name)
+                break
+        return path in self._calls
 
     def _tokens(self, x: Tensor, rank: int) -> Tensor:
         """Return a rank's tokens of x, [sequences, tokens, ...] or [sequences * tokens, ...]."""

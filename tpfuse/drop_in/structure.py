@@ -234,7 +234,7 @@ def _plan_decoder(name: str, base: nn.Module, layers: str, proof: Proof, length:
                 proof.layer(path, part.styles)
             except NotImplementedError as reason:
                 part = _plan_layer(path, layer, proof, None)
-                if any(True for _ in layer.parameters(recurse=False)):
+                if path not in part.styles and any(True for _ in layer.parameters(recurse=False)):
                     part.add(path, ReplicatedParallel())
                 part.add(path, WholeSequences(length_arguments=_LENGTHS, length=length))
                 part.kept[path] = f"on shards of the sequence {reason}"
@@ -286,6 +286,8 @@ def _plan_layer(name: str, layer: nn.Module, proof: Proof, length: SequenceLengt
             plan.add(path, ReplicatedParallel())
             if sequence_parallel:
                 plan.add(path, WholeSequences(length_arguments=_LENGTHS, length=length))
+            if name not in plan.styles and not proof.calls(path):
+                plan.add(name, ReplicatedParallel())  # so that the layer's forward meets plain weights
     return plan
 
 
