@@ -9,7 +9,7 @@ import lzma
 import pickle
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ import tokenizers
 import zstandard
 
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.train import corpus
+from tpfuse.train import corpus, token_file
 from tpfuse.train.corpus import encoded, find_text
 from tpfuse.train.data import encode_text, read_data
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import open_token_files, token_paths, write_token_file
-from tpfuse.train.tokenizer import ByteTokenizer, FileTokenizer, build_tokenizer, from_json
+from tpfuse.train.tokenizer import ByteTokenizer, FileTokenizer, Tokens, build_tokenizer, from_json
 from tpfuse.train.untrusted import Unreadable, read_pickle
 
 DOCUMENTS = ["one", "zwei,\nü ☃\r\n", 'a "quoted" {"text": 3}\t\\n', "x" * 3000]
@@ -323,6 +323,46 @@ def test_an_interrupted_prepare_leaves_no_file_that_looks_whole(tmp_path: Path) 
     assert not any(tmp_path.iterdir())
     (tmp_path / ".staging-tokens.bin").write_bytes(b"x" * 5000)  # of a process that was killed
     assert write_token_file(tmp_path, [np.zeros(9, np.uint16)], ByteTokenizer(), "test").open()[:].tolist() == [0] * 9
+
+
+class Bracketed(ByteTokenizer):
+    """Bytes, with a token before and one after each document."""
+
+    begins, end_of_text = (1,), 2
+
+
+def test_an_interrupted_prepare_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the pieces are encoded a second time at most, and the tokens are those of an undisturbed prepare."""
+    monkeypatch.setattr(token_file, "_SAVE_EVERY", 0.0)
+    monkeypatch.setattr(corpus, "_BATCH", 100)
+    text, tokenizer = tmp_path / "a.jsonl", Bracketed()
+    text.write_text("".join(json.dumps({"text": f"{index} " * 20}) + "\n" for index in range(50)))
+    whole = encode_text(tmp_path / "whole", find_text(text), tokenizer).open()[:].tolist()
+    calls: list[int] = []
+
+    class Interrupted(Bracketed):
+        def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+            calls.append(len(texts))
+            if len(calls) == 12:
+                raise KeyboardInterrupt
+            return super().encode_all(texts)
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        encode_text(out, find_text(text), Interrupted(), continues=True)
+    assert not (out / "tokens.bin").exists() and not (out / "tokens.json").exists()
+    done = sum(calls[:10])
+    calls[:] = [0] * 20
+    assert encode_text(out, find_text(text), Interrupted(), continues=True).open()[:].tolist() == whole
+    assert sum(calls) <= 50 - done
+    assert sorted(path.name for path in out.iterdir()) == ["tokens.bin", "tokens.json"]
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        encode_text(tmp_path / "other", find_text(text), Interrupted(), continues=True)
+    text.write_text(text.read_text() + '{"text": "more"}\n')  # then it begins anew
+    calls[:] = [0] * 20
+    encode_text(tmp_path / "other", find_text(text), Interrupted(), continues=True)
+    assert sum(calls) == 51
 
 
 def _megatron(folder: Path, tokens: np.ndarray, lengths: list[int], code: int, dtype: str) -> Path:

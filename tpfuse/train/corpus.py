@@ -7,6 +7,9 @@ none, as bytes and chars, a document ends in a line break, which is added where 
 """
 
 import dataclasses
+import hashlib
+import itertools
+import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ from tqdm import tqdm
 from tpfuse.train.errors import UserError, of_disk
 from tpfuse.train.messages import warn
 from tpfuse.train.text_file import Piece, TextFile
-from tpfuse.train.token_file import is_pattern, matches
+from tpfuse.train.token_file import Progress, is_pattern, matches
 from tpfuse.train.tokenizer import Tokenizer, Tokens, document_start
 
 STANDARD_LIBRARY = "the source of the Python standard library"
@@ -45,6 +48,12 @@ class Corpus:
     def documents(self) -> bool:
         """Returns whether it is known where documents end. Raises UserError if the one file cannot be opened."""
         return self.several or not TextFile(self.paths[0], self.field).is_text
+
+    def identity(self, tokenizer: Tokenizer) -> str:
+        """Returns a digest of the files' names, sizes and times, and of the tokenizer."""
+        status = [(str(path), _size(path), path.stat().st_mtime_ns if path.exists() else 0) for path in self.paths]
+        described = json.dumps([self.field, self.several, status, tokenizer.as_json()])
+        return hashlib.sha256(described.encode()).hexdigest()
 
     def pieces(self, doing: str = "reading") -> Iterator[Piece]:
         """Yields all documents in order, without empty ones. doing: what the progress bar says.
@@ -146,8 +155,11 @@ def characters(corpora: Iterable[Corpus]) -> Iterator[str]:
         yield from (piece.text for piece in _ended(corpus.pieces("counting characters")))
 
 
-def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Yields the tokens of all documents in parts, and warns of what is left out. Raises UserError."""
+def encoded(corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None = None) -> Iterator[Tokens]:
+    """Yields the tokens of all documents in parts, and warns of what is left out. Raises UserError.
+
+    progress: the first `progress.pieces` pieces of the text are left out, and those that follow are counted in it.
+    """
     begins = np.array(tokenizer.begins, dtype=np.int64)
     last = [] if tokenizer.end_of_text in (None, *tokenizer.begins) else [tokenizer.end_of_text]
     ends = np.array(last, dtype=np.int64)
@@ -155,12 +167,17 @@ def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tokens]:
     if document_start(tokenizer) is None:
         pieces = _ended(pieces)
     first = corpus.documents
-    for batch in _batches(_cut(pieces, tokenizer)):
+    cut = _cut(pieces, tokenizer)
+    for piece in itertools.islice(cut, 0 if progress is None else progress.pieces):
+        first = piece.ends
+    for batch in _batches(cut):
         parts: list[Tokens] = []
         for piece, tokens in zip(batch, tokenizer.encode_all([piece.text for piece in batch]), strict=True):
             parts += [begins.astype(tokens.dtype)] if first else []
             parts += [tokens, ends.astype(tokens.dtype)] if piece.ends else [tokens]
             first = piece.ends
+        if progress is not None:
+            progress.pieces += len(batch)
         yield np.concatenate(parts)
     corpus.warn()
 

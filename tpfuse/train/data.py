@@ -13,8 +13,10 @@ from tpfuse.train.batches import Mixture
 from tpfuse.train.config import read_toml
 from tpfuse.train.corpus import Corpus, characters, encoded, find_text
 from tpfuse.train.errors import UserError
+from tpfuse.train.messages import say
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import (
+    Progress,
     TokenFiles,
     open_token_files,
     stated_tokenizer,
@@ -139,10 +141,9 @@ def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | 
     """
     if data.val_path is not None and data.val_fraction != DataOptions.val_fraction:
         raise UserError("--data.val-fraction and --data.val-path were both given: give one of them")
-    paths, shares = listed(data.path)
-    found, val_found, val_shares = _found(paths, data.field, kept[0], "tokens"), [], (1,)
+    (paths, shares), (val_paths, val_shares) = listed(data.path), listed(data.val_path)
+    found, val_found = _found(paths, data.field, kept[0], "tokens"), []
     if data.val_path is not None or kept[1] is not None:
-        val_paths, val_shares = listed(data.val_path)
         val_found = _found(val_paths, data.field, kept[1], "validation")
     files = next((each.what for each in found if isinstance(each.what, tuple)), None)
     if files is not None:
@@ -195,9 +196,17 @@ def _tokens(found: _Found, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
     return files
 
 
-def encode_text(folder: Path, text: Corpus, tokenizer: Tokenizer, name: str = "tokens") -> TokenFiles:
-    """Writes the tokens of a text to folder/NAME.bin and returns them. Raises UserError and OSError."""
-    files = write_token_file(folder, encoded(text, tokenizer), tokenizer, text.source, name)
+def encode_text(
+    folder: Path, text: Corpus, tokenizer: Tokenizer, name: str = "tokens", continues: bool = False
+) -> TokenFiles:
+    """Writes the tokens of a text to folder/NAME.bin and returns them. Raises UserError and OSError.
+
+    continues: keep what is encoded if the process is interrupted, and begin with what another one has kept.
+    """
+    progress = Progress(folder, name, text.identity(tokenizer)) if continues else None
+    if progress is not None and progress.tokens:
+        say(f"continuing after {progress.tokens:,} tokens, which an interrupted run has written to {folder}")
+    files = write_token_file(folder, encoded(text, tokenizer, progress), tokenizer, text.source, name, progress)
     if not files.count:
         why = f": {text.left_out[0]}" if text.left_out else ""
         for path in (folder / f"{name}.bin", folder / f"{name}.json"):

@@ -85,7 +85,8 @@ class DataOptions:
 
     path: Keeps[OptionalPath] = None
     """Read the text from this file, folder of files, or pattern in quotes such as 'fineweb_train_*.bin': text, jsonl,
-    parquet, json or csv, compressed or not, or files of tokens (.bin, .npy). Default: the Python standard library."""
+    parquet, json or csv, compressed or not, or files of tokens (.bin, .npy); or from the sources of a FILE.toml with
+    lines such as "web/*.jsonl" = 0.7, the weight. Default: the Python standard library."""
     val_path: Keeps[OptionalPath] = None
     """Read the validation text from here, given as for --data.path. Default: the end of the training tokens."""
     field: Keeps[str] = "text"

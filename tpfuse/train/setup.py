@@ -520,6 +520,6 @@ def prepare_tokens(options: PrepareCommand) -> TokenFiles:
         raise UserError(f"{data.path} holds tokens, which `tpfuse train` reads as they are: give it --data.path")
     text = find_text(data.path, data.field)
     try:
-        return encode_text(options.out, text, build_tokenizer(data.tokenizer, characters([text])))
+        return encode_text(options.out, text, build_tokenizer(data.tokenizer, characters([text])), continues=True)
     except OSError as error:
         raise UserError(f"cannot write {options.out}: {error.strerror}") from None

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import resource
+import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ from tpfuse.train.token_layout import DTYPES, HEADER_BYTES, SUFFIXES, VERSIONS, 
 from tpfuse.train.tokenizer import CharTokenizer, Tokenizer, Tokens, document_start, from_json, token_dtype
 from tpfuse.train.untrusted import EACH, Unreadable, read_json, read_pickle
 
+_SAVE_EVERY = 5.0  # seconds between two records of an encoding's progress
 _CHUNK = 1 << 24  # tokens that are verified at once
 _BLOCK = 2048  # tokens of each of the blocks by which a file without a JSON file is identified
 _VALIDATION = re.compile(r"(^|[^a-z])val(id(ation)?)?([^a-z]|$)")
@@ -198,12 +200,45 @@ def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
         )
 
 
+class Progress:
+    """How far the encoding of a text to folder/NAME.bin has come, which a later process continues.
+
+    identity: of what is encoded, and how; the progress of anything else is forgotten. pieces, tokens: those that are
+    encoded and written. Raises OSError.
+    """
+
+    def __init__(self, folder: Path, name: str, identity: str) -> None:
+        self.path, self.staging = folder / f".progress-{name}.json", folder / f".staging-{name}.bin"
+        self.identity, self.pieces, self.tokens = identity, 0, 0
+        self._saved = time.monotonic()
+        try:
+            found = read_json(self.path, {"identity": str, "pieces": int, "tokens": int, "bytes": int})
+            if found["identity"] == identity and self.staging.stat().st_size >= found["bytes"]:
+                self.pieces, self.tokens = found["pieces"], found["tokens"]
+        except (FileNotFoundError, Unreadable):
+            pass
+
+    def save(self, tokens: int, size: int) -> None:
+        """Records, every few seconds, that this many tokens are written to the first `size` bytes of the file."""
+        if time.monotonic() - self._saved >= _SAVE_EVERY:
+            found = {"identity": self.identity, "pieces": self.pieces, "tokens": tokens, "bytes": size}
+            replace_file(self.path, json.dumps(found))
+            self._saved = time.monotonic()
+
+
 def write_token_file(
-    folder: Path, tokens: Iterable[Tokens], tokenizer: Tokenizer, source: str, name: str = "tokens"
+    folder: Path,
+    tokens: Iterable[Tokens],
+    tokenizer: Tokenizer,
+    source: str,
+    name: str = "tokens",
+    progress: Progress | None = None,
 ) -> TokenFiles:
     """Writes folder/NAME.bin and folder/NAME.json and returns them. tokens: the parts of the sequence, in order.
 
-    Nothing of these names exists before all tokens are written. Raises OSError, and what `tokens` raises.
+    progress: the first `progress.tokens` tokens are written already, and if the process is interrupted, what is
+    written is kept. Nothing of these names exists before all tokens are written. Raises OSError, and what `tokens`
+    raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
@@ -211,13 +246,17 @@ def write_token_file(
     magic = next(magic for magic, its in DTYPES.items() if its == dtype)
     path = folder / f"{name}.bin"
     staging = folder / f".staging-{path.name}"
-    count = 0
+    count = 0 if progress is None else progress.tokens
     try:
-        with staging.open("wb") as file:
-            file.seek(HEADER_BYTES)
+        with staging.open("r+b" if count else "wb") as file:
+            file.seek(HEADER_BYTES + count * dtype.itemsize)
+            file.truncate()
             for part in tokens:
                 file.write(part.astype(dtype).tobytes())
                 count += len(part)
+                if progress is not None:
+                    file.flush()
+                    progress.save(count, file.tell())
             header[:2] = magic, VERSIONS[magic]
             header[2:4] = np.array([count], "<i8").view("<i4")
             file.seek(0)
@@ -234,8 +273,11 @@ def write_token_file(
         replace_file(path.with_suffix(".json"), json.dumps(description, ensure_ascii=False))
         staging.replace(path)  # comes last, so that the JSON file exists whenever the .bin file does
     except BaseException:
-        staging.unlink(missing_ok=True)
+        if progress is None:
+            staging.unlink(missing_ok=True)
         raise
+    if progress is not None:
+        progress.path.unlink(missing_ok=True)
     layout = TokenLayout(path, HEADER_BYTES, dtype.itemsize, count, header.tobytes())
     return TokenFiles((layout,), tokenizer, digest, source)
 
