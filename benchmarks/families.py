@@ -27,7 +27,7 @@ from tpfuse.testing.ranks import RankError, pool
 PAGE = Path(__file__).resolve().parent.parent / "build" / "families.md"
 MODES = {"tp": "tensor and sequence parallel", "whole": "tensor parallel, whole sequences", "cp": "context parallel"}
 TOLERANCE = 2e-5  # models compute in float32 in places, in any dtype; faults of layout are larger
-_LARGEST = 3e6  # parameters of a model that counts as tiny
+_LARGEST = 6e6  # parameters of a model that counts as tiny
 _KINDS = ["sliding_attention", "full_attention"]
 
 # What all configurations are given; those that do not know a name ignore it.
@@ -42,9 +42,14 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "head_dim": 4,
 }  # fmt: skip
+_LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 # By the model type, what a family needs besides; None instead of a value: not to be given. After a colon: a variant.
 _OWN: dict[str, dict[str, Any]] = {
-    "axk1": _LATENT, "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "youtu": _LATENT,
+    "axk1": _LATENT, "axk2": _LATENT, "minicpm3": _LATENT, "sarvam_mla": _LATENT,
+    "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "youtu": _LATENT,
     "longcat_flash": _LATENT, "kimi_linear": _LATENT,
     "bart": {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_layers": 2, "decoder_layers": 2},
     "codegen": {"rotary_dim": 4}, "gptj": {"rotary_dim": 4},
@@ -66,7 +71,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neox: sequential": {"use_parallel_residual": False},
     "gpt_oss": {"layer_types": _KINDS},
     "granite: multipliers": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama: one key head": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "llama: tied": {"tie_word_embeddings": True},
     "llama4_text": {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": 8},
@@ -75,8 +82,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "phi: qk_layernorm": {"qk_layernorm": True}, "phi3: as many key heads": {"num_key_value_heads": 4},
     "qwen2: layer_types": {"layer_types": _KINDS, "use_sliding_window": True},
     "qwen2_moe: mixed": {"mlp_only_layers": [0], "shared_expert_intermediate_size": 32},
-    "qwen3_next": {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-                   "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": _LINEAR, "qwen3_5_moe_text": {**_LINEAR, "shared_expert_intermediate_size": 32},
+    "qwen3_next": _LINEAR,
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {"partial_rotary_factor": 0.5},
     "stablelm: qk_layernorm": {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},

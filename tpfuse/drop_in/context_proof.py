@@ -50,6 +50,9 @@ class _Proved:
             raise AttributeError(name)
         raise NotImplementedError(f"its layers read {name} of their attention mask")
 
+    def __getitem__(self, key: Any) -> Any:
+        raise NotImplementedError("its layers read parts of their attention mask")
+
 
 def prove_context(model: nn.Module) -> None:
     """Raise ValueError, with the reason, unless the tokens of a model meet only in what `ring_attention` computes."""

@@ -168,7 +168,7 @@ def _mixed(tokens: Mixture, vocab_size: int) -> npt.NDArray[np.float64]:
     total = sum(map(len, tokens.sources))
     read = [total * share / sum(tokens.shares) for share in tokens.shares]
     counted = (_counted(source, vocab_size) * (n / len(source)) for source, n in zip(tokens.sources, read, strict=True))
-    return np.sum([*counted], axis=0)
+    return sum(counted, np.zeros(vocab_size))
 
 
 def _counted(tokens: TokenSequence, vocab_size: int) -> npt.NDArray[np.int64]:
