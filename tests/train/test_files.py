@@ -28,7 +28,7 @@ from tpfuse.train.data import encode_text, read_data
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import open_token_files, token_paths, write_token_file
-from tpfuse.train.tokenizer import ByteTokenizer, FileTokenizer, Tokens, build_tokenizer, from_json
+from tpfuse.train.tokenizer import ByteTokenizer, CharTokenizer, FileTokenizer, Tokens, build_tokenizer, from_json
 from tpfuse.train.untrusted import Unreadable, read_pickle
 
 DOCUMENTS = ["one", "zwei,\nü ☃\r\n", 'a "quoted" {"text": 3}\t\\n', "x" * 3000]
@@ -61,6 +61,7 @@ CONTENTS: dict[str, bytes] = {
     "table.tsv": _table("\t"),
     "rows.parquet": _parquet(),
     "rows": _parquet(),
+    "categories.parquet": _parquet(text=pyarrow.array(DOCUMENTS).dictionary_encode()),
 }
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -125,7 +126,14 @@ def test_text_is_decompressed_and_decoded(tmp_path: Path, monkeypatch: pytest.Mo
     ("name", "data", "message"),
     [
         ("a.txt", "déjà".encode("latin-1"), r"not UTF-8 text: found byte 0xe9; .*iconv -f LATIN1 -t UTF-8 .*a.txt > "),
-        ("a.png", b"\x89PNG\0\0", "not UTF-8 text: it has zero bytes, as binary files do"),
+        ("a.png", b"\x89PNG\0\0", "not UTF-8 text: it has zero bytes, as binary files do: expected text, records, or"),
+        ("a.txt", "déjà".encode("utf-16-le"), "if it is UTF-16LE, convert it: iconv -f UTF-16LE -t UTF-8 .*a.txt > "),
+        ("a.txt", "déjà".encode("utf-16-be"), "iconv -f UTF-16BE -t"),
+        ("a.txt.gz", gzip.compress(b"d\xe9j\xe0"), "decompress it, then iconv -f LATIN1 -t UTF-8"),
+        ("a.txt.gz", gzip.compress(gzip.compress(b"text")), "it is compressed twice: gunzip it"),
+        ("a.tar.gz", gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0" + b"0" * 99), "a tar archive: unpack it"),
+        ("a.arrow", b"\xff" * 4 + bytes(90), "Arrow stream: write it as Parquet, as to_parquet of datasets does"),
+        ("a.idx", b"MMIDIDX\0\0" + bytes(40), "Megatron's index: give the .bin beside it"),
         ("a.npz", b"PK\x03\x04\0\0", "it is a zip archive: unpack it"),
         ("a.txt", b"text\0", "it has zero bytes"),
         ("a.txt.gz", gzip.compress(b"text" * 100)[:-9], "a.txt.gz is damaged or cut off"),
@@ -133,13 +141,23 @@ def test_text_is_decompressed_and_decoded(tmp_path: Path, monkeypatch: pytest.Mo
         ("a.txt.zst", zstandard.compress(b"text" * 100)[:-3], "damaged or cut off: its last frame is not whole"),
         ("a.jsonl", b'{"content": "x", "n": 1}\n', r"line 1 has no field 'text': .*by --data.field: content"),
         ("a.jsonl", b'{"n": 1}\n', "no field 'text': none of its fields holds text"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: 'text' is 3: expected text"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2: expected JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: 'text' is 3: expected text, as jq"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"line 2: expected JSON \(.*\): .*jq -cR 'fromjson\?' leaves out"),
+        ("a.jsonl", b'{"data": {"text": "x"}}\n', r"none of its fields holds text: .*jq -c '{text: .data.text}'"),
+        ("a.jsonl", b'{"text": "x \\ud83d y"}\n', "line 1: the text has half of a surrogate pair.*: jq -c .* writes"),
+        ("a.json", b'["x", "\\udd00 y"]', "entry 1: the text has half of a surrogate pair"),
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS: .* git lfs pull"),
         ("a.jsonl", b'["x"]\n', r"line 1: expected a record with a field 'text', found \['x'\]"),
         ("a.json", b'{\n"text": "x"\n}', "line 1: expected JSON"),
-        ("a.csv", b"a,b\nx,y\n", "has no field 'text': choose one that holds text by --data.field: a, b"),
+        ("a.csv", b"a,b\nx,y\n", "first line names no columns 'text' between ',': choose .* by --data.field: a, b"),
+        ("a.csv", b"id;text\n1;x\n", "names no columns 'text' between ',': choose .*: id;text"),
+        ("a.csv", b"text,text\na,b\n", "first line names 2 columns 'text' between ',': rename all but one"),
+        ("a.csv", b"id,text\n1,to be, or not\n", "line 2: expected 2 values between ',', in quotes if they contain it"),
+        ("a.csv", b"id,text\n1,x\n2\n", "line 3: expected 2 values"),
         ("a.csv", b'text\n"x', "line 1: unexpected end of data"),
         ("a.parquet", _parquet(content=["x"], n=[1]), "no column 'text' of text: .*--data.field: content"),
+        ("a.parquet", _parquet(text=[["x"], ["y"]]), r"no column 'text' of text \('text' is list<.*\): none of its"),
+        ("a.parquet", _parquet(text=[b"x"]), r"\('text' is binary\)"),
         ("a.parquet", _parquet()[:-5], "cannot be read as Parquet"),
     ],
 )
@@ -228,10 +246,36 @@ def test_truncation_and_padding_do_not_cut_the_text() -> None:
     assert again.as_json()["json"].count('"max_length":8') == 1, "runs keep the tokenizer's file as it is"
 
 
+def test_no_character_is_left_out_without_a_word() -> None:
+    """A BPE without a token for unknown characters leaves them out; other models of the library raise an Exception."""
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for tokenizer in (bare, byte_level):
+        tokenizer.train_from_iterator(["to be é"], tokenizers.trainers.BpeTrainer(vocab_size=20, show_progress=False))
+        its = FileTokenizer(tokenizer.to_str())
+        assert len(its.encode("be to é"))
+        with pytest.raises(
+            UserError, match=r"knows no '.' and has no token for unknown .*: train it with an unk_token"
+        ):
+            its.encode("to bê")  # of whose last two bytes the tokenizer knows one
+    with pytest.raises(UserError, match=r"cannot encode the text: WordLevel error: Missing .*: write the tokenizer"):
+        FileTokenizer(words().as_json()["json"].replace('"?":0', '"a":0')).encode("who")
+    for tokenizer in (words(), CharTokenizer("ab")):
+        with pytest.raises(UserError, match=r"is not UTF-8: convert it|'.udcff' is not among the 2 of the text: leave"):
+            tokenizer.encode("b\udcff")
+
+
+def test_numbers_of_tokens_may_have_gaps() -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"be": 0, "?": 1, "to": 70_000}, unk_token="?"))
+    its = FileTokenizer(tokenizer.to_str())
+    assert (its.encode("to").tolist(), its.vocab_size) == ([70_000], 70_001)
+
+
 def test_a_folder_names_its_tokenizer(tmp_path: Path) -> None:
     """tokenizer.model is read by sentencepiece itself, since a conversion may cut its texts otherwise."""
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the  question\n" * 50)
+    source = tmp_path / "text.txt"
+    source.write_text("to be or not to be, that is the  question\n" * 50)
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(UserError, match=r"model holds no tokenizer: expected tokenizer.json or tokenizer.model"):
@@ -241,11 +285,14 @@ def test_a_folder_names_its_tokenizer(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(UserError, match=r"import Qwen2Tokenizer; Qwen2Tokenizer.from_pretrained\('.*model'\)"):
         build_tokenizer(str(folder))
+    (folder / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(UserError, match=r"tokenizer.model: expected a sentencepiece model, found an empty file: get"):
+        build_tokenizer(str(folder))
     (folder / "tokenizer.model").write_bytes(b"IQ== 0\n")
     with pytest.raises(UserError, match=r"tokenizer.model: expected a sentencepiece model; that of Llama 3"):
         build_tokenizer(str(folder))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+        input=str(source), model_prefix=str(folder / "tokenizer"), vocab_size=60, hard_vocab_limit=False, minloglevel=2
     )
     tokenizer = build_tokenizer(str(folder))
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
@@ -257,6 +304,13 @@ def test_a_folder_names_its_tokenizer(tmp_path: Path) -> None:
         assert again.encode("to be  not").tolist() == theirs.encode("to be  not")
         assert (again.begins, again.end_of_text, again.vocab_size) == ((1,), 2, theirs.vocab_size())
         assert again.decode([*theirs.encode("to be"), 70]) == "to be"
+    for text, message in (
+        ("version https://git-lfs", "git lfs pull"),
+        ('{"a', "tokenizers library: .*: write the tok"),
+    ):
+        (folder / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            build_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text(words().as_json()["json"])
     assert build_tokenizer(str(folder)).encode("to be").tolist() == [3, 1]
     with pytest.raises(UserError, match=r"hf download Qwen/Qwen3-0.6B tokenizer.json --local-dir"):
@@ -414,7 +468,12 @@ def test_files_of_tokens_are_read_in_place(tmp_path: Path, make: Callable[[Path,
     [
         (lambda f, t: _numpy(f, t, "<f4"), "expected little-endian integers in C order, found <f4"),
         (lambda f, t: _numpy(f, t, ">u2"), "found >u2"),
-        (lambda f, t: _numpy(f, -t, "<i4"), "is outside the vocabulary of 256"),
+        (
+            lambda f, t: _numpy(f, -t, "<i4"),
+            r"token 4294967295, or -1, at .* is outside the vocabulary of 256: name the",
+        ),
+        (lambda f, t: _bytes(f, t.astype("<u4").tobytes()), "every second of its uint16 is 0, as in tokens of 32 bits"),
+        (lambda f, t: _bytes(f, b"version https://git-lfs.github.com/spec/v1\nsize 9\n"), "git lfs pull"),
         (lambda f, t: _nanogpt(f, t + 60_000), "is outside the vocabulary of 256"),
         (lambda f, t: _cut(_nanogpt(f, t)), "it has 999 bytes, and uint16 need an even number"),
         (lambda f, t: _cut(_numpy(f, t, "<u2")), "bytes, but an array of shape"),
@@ -428,6 +487,11 @@ def test_other_files_of_tokens_are_refused(tmp_path: Path, make: Any, message: s
     path = make(tmp_path, np.arange(500) % 256 + 1 - (np.arange(500) % 256 == 255))
     with pytest.raises(UserError, match=message):
         open_token_files((path,), ByteTokenizer)
+
+
+def _bytes(folder: Path, data: bytes) -> Path:
+    (folder / "a.bin").write_bytes(data)
+    return folder / "a.bin"
 
 
 def _cut(path: Path) -> Path:
@@ -451,7 +515,7 @@ def test_nanogpt_names_its_characters(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
     data = read_data(DataOptions(tmp_path / "train.bin", tmp_path / "val.bin"), tmp_path / "none")
     assert data.val is not None and data.val.count == len(text) - 700
-    assert data.train.tokenizer.decode(data.train.open()[:].tolist()) == text[:700]
+    assert data.train.tokenizer.decode(data.train.files[0].open()[:].tolist()) == text[:700]
     with pytest.raises(UserError, match=r"holds val.bin beside train.bin"):
         read_data(DataOptions(tmp_path), tmp_path / "none")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "b", 1: "a"}}))

@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import lzma
+import re
 import shutil
 import tempfile
 import zlib
@@ -21,12 +22,24 @@ from typing import IO, Any, NamedTuple
 
 from tpfuse.train.errors import UserError
 from tpfuse.train.optional import optional_package
-from tpfuse.train.untrusted import MOST, Unreadable, check_regular, quoted
+from tpfuse.train.untrusted import MOST, Unreadable, check_fetched, check_regular, quoted
 
 _PART = 1 << 20  # characters, or bytes, that are read at once
 _ROWS = 1024  # rows of a Parquet file that are read at once
 _MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}  # byte order marks
-_BINARY = {b"PK\x03\x04": "it is a zip archive: unpack it", b"ARROW1": "it is an Arrow file: write it as Parquet"}
+_BINARY = {
+    b"PK\x03\x04": "it is a zip archive: unpack it",
+    b"7z\xbc\xaf": "it is a 7z archive: unpack it",
+    b"\x04\x22\x4d\x18": "it is compressed by LZ4: unlz4 it",
+    b"\x1f\x8b": "it is compressed twice: gunzip it",
+    b"ARROW1": "it is an Arrow file: write it as Parquet",
+    b"\xff\xff\xff\xff": "it is an Arrow stream: write it as Parquet, as to_parquet of datasets does",
+    b"MMIDIDX": "it is Megatron's index: give the .bin beside it",
+    b"%PDF": "it is a PDF: write its text by pdftotext",
+}
+
+_TEXTS = re.compile(r"(dictionary<values=)?(large_)?string")  # Arrow's names of its types of text
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Piece(NamedTuple):
@@ -47,7 +60,8 @@ class TextFile:
         try:
             self.size = check_regular(path)
             with path.open("rb") as file:
-                head = file.read(16)
+                head = file.read(32)
+            check_fetched(head)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         except Unreadable as error:
@@ -88,7 +102,7 @@ class TextFile:
         try:
             yield from self._read(self)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise UserError(f"{self.path} is damaged or cut off: {error}") from None
+            raise UserError(f"{self.path} is damaged or cut off: {error}: get it again") from None
         except UnicodeDecodeError as error:
             found = f"found byte {error.object[error.start]:#04x}"
             raise UserError(f"{self.path} is not UTF-8 text: {self._advice(found)}") from None
@@ -99,10 +113,20 @@ class TextFile:
         """Returns what to do with a file that is not UTF-8 text."""
         head = self.head()
         kind = next((kind for magic, kind in _BINARY.items() if head.startswith(magic)), None)
-        if kind is not None or b"\0" in head:
-            return kind or "it has zero bytes, as binary files do"
+        if kind is not None or head[257:262] == b"ustar":
+            return kind or "it is a tar archive: unpack it"
+        encoding = "LATIN1"
+        if b"\0" in head:
+            found = "it has zero bytes, as binary files do"
+            even, odd = (head[start::2].count(0) > len(head) / 4 for start in (0, 1))
+            if even == odd:
+                return f"{found}: expected text, records, or tokens in .bin or .npy"
+            encoding = "UTF-16BE" if even else "UTF-16LE"
         target = self.path.with_name(f"utf8-{self.name}")
-        return f"{found}; if it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 {self.path} > {target}"
+        command = f"iconv -f {encoding} -t UTF-8 {self.path} > {target}"
+        if self.is_compressed:
+            command = f"decompress it, then iconv -f {encoding} -t UTF-8"
+        return f"{found}; if it is {encoding.replace('LATIN1', 'Latin-1')}, convert it: {command}"
 
 
 def _text(file: TextFile) -> Iterator[Piece]:
@@ -130,24 +154,37 @@ def _document(file: TextFile, place: str, record: object) -> Piece:
         raise UserError(f"{where}: expected a record with a field {field!r}, found {quoted(record)}")
     if field not in record:
         texts = [str(name) for name, value in record.items() if isinstance(value, str)]
-        raise UserError(f"{where} has no field {field!r}: {_choice(texts)}")
+        raise UserError(f"{where} has no field {field!r}: {_choice(file, texts)}")
     value = record[field]
     if not isinstance(value, str | None):
-        raise UserError(f"{where}: {field!r} is {quoted(value)}: expected text")
-    return Piece(value or "", True)
+        raise UserError(f"{where}: {field!r} is {quoted(value)}: expected text{_example(file)}")
+    return _checked(file, where, value or "")
 
 
-def _choice(names: list[str]) -> str:
+def _checked(file: TextFile, where: str, text: str) -> Piece:
+    """Returns a document of text that UTF-8 can express. JSON can escape half of a surrogate pair."""
+    if not text.isascii() and _SURROGATE.search(text):
+        way = f"jq -c . {file.path} writes U+FFFD for it"
+        raise UserError(f"{where}: the text has half of a surrogate pair, which is no character: {way}")
+    return Piece(text, True)
+
+
+def _example(file: TextFile) -> str:
+    return ", as jq -c '{text: .data.text}' writes it" if "json" in file.name else ""
+
+
+def _choice(file: TextFile, names: list[str]) -> str:
     if not names:
-        return "none of its fields holds text"
-    return f"choose one that holds text by --data.field: {', '.join(names[:9])}"
+        return f"none of its fields holds text: write one that does{_example(file)}"
+    return f"choose one that holds text by --data.field: {', '.join(quoted(name)[1:-1] for name in names[:9])}"
 
 
 def _parsed(file: TextFile, place: str, text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file.path}, {place}: expected JSON ({str(error)[:100]})") from None
+        ways = "jq -c . writes a record a line, and jq -cR 'fromjson?' leaves out lines that are no JSON"
+        raise UserError(f"{file.path}, {place}: expected JSON ({str(error)[:100]}): {ways}") from None
 
 
 def _json_lines(file: TextFile) -> Iterator[Piece]:
@@ -176,15 +213,29 @@ def _json(file: TextFile) -> Iterator[Piece]:
     records = _parsed(file, "an array", text)
     assert isinstance(records, list)
     for number, record in enumerate(records):
-        yield Piece(record, True) if isinstance(record, str) else _document(file, f"entry {number}", record)
+        where = f"entry {number}"
+        if isinstance(record, str):
+            yield _checked(file, f"{file.path}, {where}", record)
+        else:
+            yield _document(file, where, record)
 
 
 def _table(file: TextFile) -> Iterator[Piece]:
     csv.field_size_limit(MOST)
+    delimiter = "\t" if file.name.endswith(".tsv") else ","
     with file.text() as lines:
-        rows = csv.DictReader(lines, delimiter="\t" if file.name.endswith(".tsv") else ",", strict=True)
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
+            names = rows.fieldnames or []
+            count = names.count(file.field)
+            if names and count != 1:
+                way = "rename all but one" if count else _choice(file, [*names])
+                found = f"{count or 'no'} columns {file.field!r} between {delimiter!r}"
+                raise UserError(f"{file.path}: its first line names {found}: {way}")
             for row in rows:
+                if None in row or None in row.values():
+                    missing = f"expected {len(names)} values between {delimiter!r}, in quotes if they contain it"
+                    raise UserError(f"{file.path}, line {rows.line_num}: {missing}")
                 yield _document(file, f"line {rows.line_num}", row)
         except csv.Error as error:
             raise UserError(f"{file.path}, line {rows.line_num}: {error}") from None
@@ -199,9 +250,11 @@ def _parquet(file: TextFile) -> Iterator[Piece]:
             shutil.copyfileobj(opened, whole, _PART)
         try:
             table = parquet.ParquetFile(whole if file.is_compressed else opened)
-            texts = [column.name for column in table.schema_arrow if "string" in str(column.type).partition("<")[0]]
+            kinds = {column.name: str(column.type) for column in table.schema_arrow}
+            texts = [name for name, kind in kinds.items() if _TEXTS.match(kind)]
             if file.field not in texts:
-                raise UserError(f"{file.path} has no column {file.field!r} of text: {_choice(texts)}")
+                found = f" ({file.field!r} is {kinds[file.field]})" if file.field in kinds else ""
+                raise UserError(f"{file.path} has no column {file.field!r} of text{found}: {_choice(file, texts)}")
             for batch in table.iter_batches(_ROWS, columns=[file.field]):
                 for value in batch.column(0):
                     yield Piece(value.as_py() or "", True)

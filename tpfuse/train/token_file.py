@@ -66,7 +66,9 @@ class _File:
         tokens: Tokens = np.frombuffer(data, dtype=f"<u{width}")  # a negative number becomes too large
         if len(tokens) and tokens.max() >= self.vocab_size:
             index, token = start + int(tokens.argmax()), int(tokens.max())
-            raise DamagedTokens(f"{self.path}: token {token} at {index} is outside the vocabulary of {self.vocab_size}")
+            negative = f", or {token - (1 << 8 * width)}," if width > 2 and token >> (8 * width - 1) else ""
+            found = f"token {token}{negative} at {index} is outside the vocabulary of {self.vocab_size}"
+            raise DamagedTokens(f"{self.path}: {found}: name the tokenizer that made the file by --data.tokenizer")
         return tokens.astype("<u4") if width == 8 else tokens
 
 

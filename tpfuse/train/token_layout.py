@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, check_regular
+from tpfuse.train.untrusted import Unreadable, check_fetched, check_regular
 
 HEADER_BYTES = 1024
 VERSIONS = {20240520: 1, 20240801: 7}  # by magic, as the dtypes below
@@ -33,6 +33,7 @@ SUFFIXES = (".bin", ".npy")
 _NUMPY = b"\x93NUMPY"
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # bytes of a token, by the dtype's code; 6 and 7 are floats
+_SAVE = ": write the tokens by numpy.save as NAME.npy"
 _PART = 1 << 20  # sequences of NAME.idx that are read at once
 
 
@@ -58,6 +59,7 @@ def token_layout(path: Path) -> TokenLayout:
         size = check_regular(path)
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
+        check_fetched(head)
         if head.startswith(_NUMPY):
             return _of_numpy(path, size)
         index = path.with_suffix(".idx")
@@ -90,12 +92,14 @@ def _without_header(path: Path, size: int, head: bytes, header: "np.ndarray[Any,
     found = f"magic {header[0]}" if len(header) else "an empty file" if not head else f"{size} bytes"
     padded = len(head) == HEADER_BYTES and not any(head[HEADER_BYTES // 4 :])
     if path.suffix != ".bin" or path.with_suffix(".json").exists() or padded or len(header) == 0:
-        raise UserError(f"{path} is not a token file: found {found}, {expected}")
+        raise UserError(f"{path} is not a token file: found {found}, {expected}{_SAVE if head else ''}")
     for magic, kind in ((b"PK\x03\x04", "a zip archive, such as torch saves"), (b"LITPKDS", "a file of lit-gpt")):
         if head.startswith(magic):
             raise UserError(f"{path} is not a token file but {kind}: make one from the text with `tpfuse prepare`")
     if size % 2:
-        raise UserError(f"{path} is not a token file: it has {size} bytes, and uint16 need an even number; {expected}")
+        raise UserError(f"{path} is not a token file: it has {size} bytes, and uint16 need an even number{_SAVE}")
+    if len(head) >= 16 and not np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2].any():
+        raise UserError(f"{path} has no header, and every second of its uint16 is 0, as in tokens of 32 bits{_SAVE}")
     return TokenLayout(path, 0, 2, size // 2, b"", headerless=True)
 
 

@@ -22,6 +22,7 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype`
 _GPT2_MODEL = "openai-community/gpt2"
 # The names of the token that ends a text: of GPT-2 and Qwen, Llama 3, Llama and T5, Gemma, DeepSeek, Cohere.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>")
+_SAVE = "write the tokenizer's folder by save_pretrained of transformers' AutoTokenizer"
 _NEAR = 500  # characters on each side of a cut
 _CUTS = 8  # cuts that are tried
 
@@ -115,11 +116,12 @@ class CharTokenizer:
         return cls("".join(sorted(characters)))
 
     def encode(self, text: str) -> Tokens:
-        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         ids = np.searchsorted(self._points, points)
         known = self._points[np.minimum(ids, self.vocab_size - 1)] == points
         if not known.all():
-            raise UserError(f"the character {chr(points[~known][0])!r} is not among the {self.vocab_size} of the text")
+            found = f"the character {chr(points[~known][0])!r} is not among the {self.vocab_size} of the text"
+            raise UserError(f"{found}: leave it out, or train with --data.tokenizer bytes")
         return ids.astype(token_dtype(self.vocab_size))
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
@@ -140,7 +142,7 @@ class FileTokenizer:
 
     Its truncation and padding are switched off: they are for the inputs of one forward pass, and would cut a text to
     its first tokens. `begins` and `end_of_text` are what its post-processor puts around a text; if it ends none, the
-    token of a usual name does.
+    token of a usual name does. A text with a character that the model would leave out without a word is refused.
     """
 
     def __init__(self, text: str) -> None:
@@ -148,7 +150,9 @@ class FileTokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1  # its numbers may have gaps
+        self._known = _known_characters(self._tokenizer.model, vocabulary)
         whole = self._tokenizer.encode("a").ids
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         places = range(len(whole) - len(plain) + 1)
@@ -162,7 +166,14 @@ class FileTokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        if self._known is not None:
+            self._check_known(texts)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # it is text from a command line with bytes that are not UTF-8
+            raise UserError("the text is not UTF-8: convert it, or train with --data.tokenizer bytes") from None
+        except Exception as error:  # the library raises plain Exception for a text that it cannot encode
+            raise UserError(f"the tokenizer cannot encode the text: {str(error)[:200]}: {_SAVE}") from None
         return [np.array(encoding.ids, dtype=token_dtype(self.vocab_size)) for encoding in encodings]
 
     def cut(self, text: str) -> int:
@@ -174,6 +185,27 @@ class FileTokenizer:
     def as_json(self) -> dict[str, Any]:
         return {"kind": "tokenizers", "json": self._text}
 
+    def _check_known(self, texts: Sequence[str]) -> None:
+        """Raises UserError if a text has a character that is not in `_known`."""
+        normalizer, pre_tokenizer = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        for text in texts:
+            normal = normalizer.normalize_str(text) if normalizer else text
+            words = [word for word, _ in pre_tokenizer.pre_tokenize_str(normal)] if pre_tokenizer else [normal]
+            unknown = set().union(*words) - self._known
+            if unknown:
+                raise UserError(
+                    f"the tokenizer knows no {min(unknown)!r} and has no token for unknown characters: train it with an"
+                    " unk_token, or byte-level with initial_alphabet=ByteLevel.alphabet()"
+                )
+
+
+def _known_characters(model: Any, vocabulary: dict[str, int]) -> frozenset[str] | None:
+    """Returns the characters that a model takes if it leaves out others, as a BPE without unk_token; else None."""
+    if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
+        return None
+    known = frozenset("".join(vocabulary))
+    return None if known >= set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) else known
+
 
 class SentencePieceTokenizer:
     """A model of the sentencepiece library (tokenizer.model), kept as its bytes. Raises Unreadable for other bytes."""
@@ -181,6 +213,8 @@ class SentencePieceTokenizer:
     def __init__(self, model: bytes) -> None:
         self._model = model
         package = optional_package("sentencepiece", "a sentencepiece model")
+        if not model:
+            raise Unreadable("expected a sentencepiece model, found an empty file: get it again")
         try:
             self._processor = package.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
@@ -199,7 +233,10 @@ class SentencePieceTokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        ids = self._processor.encode(list(texts), add_bos=False, add_eos=False)
+        try:
+            ids = self._processor.encode(list(texts), add_bos=False, add_eos=False)
+        except UnicodeEncodeError:
+            raise UserError("the text is not UTF-8: convert it, or train with --data.tokenizer bytes") from None
         return [np.array(each, dtype=token_dtype(self.vocab_size)) for each in ids]
 
     def cut(self, text: str) -> int:
@@ -260,7 +297,8 @@ def _of_library(text: str, source: object) -> FileTokenizer:
     except UserError:
         raise
     except Exception as error:  # the library raises plain Exception for a text that it cannot use
-        raise UserError(f"{source} is not a tokenizer of the tokenizers library: {str(error)[:200]}") from None
+        found = str(error)[:200]
+        raise UserError(f"{source} is not a tokenizer of the tokenizers library: {found}: {_SAVE}") from None
 
 
 def build_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
@@ -310,7 +348,7 @@ def _in_folder(folder: Path) -> Path:
             f"{folder} has vocab.json and merges.txt, which do not say how words are cut: write its tokenizer.json by"
             f' python -c "{code}"'
         )
-    raise UserError(f"{folder} holds no tokenizer: expected tokenizer.json or tokenizer.model")
+    raise UserError(f"{folder} holds no tokenizer: expected tokenizer.json or tokenizer.model: {_SAVE}")
 
 
 def _of_file(text: str, name: str) -> Tokenizer:

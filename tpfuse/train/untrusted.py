@@ -49,13 +49,21 @@ def check_regular(path: Path) -> int:
     return status.st_size
 
 
+def check_fetched(head: bytes) -> None:
+    """Raises Unreadable if a file begins as those that Git keeps in the place of large files (git-lfs.com)."""
+    if head.startswith(b"version https://git-lfs"):
+        raise Unreadable("it is a pointer of Git LFS: get the file itself by git lfs pull")
+
+
 def read_bytes(path: Path, most: int | None = MOST) -> bytes:
     """Returns the bytes of a regular file, at most `most` of them (None: any number). Raises Unreadable and OSError."""
     size = check_regular(path)
     if most is not None and size > most:
         raise Unreadable(f"expected at most {most} bytes, found {size}")
     with path.open("rb") as file:
-        return file.read() if most is None else file.read(most)
+        data = file.read() if most is None else file.read(most)
+    check_fetched(data)
+    return data
 
 
 def read_text(path: Path) -> str:
