@@ -130,6 +130,8 @@ def test_bad_sources_are_one_line(chars: Path, tmp_path: Path, commands: Command
     (tmp_path / "pickle").mkdir()
     shutil.copy(tmp_path / "small" / "config.json", tmp_path / "pickle")
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     shutil.copytree(chars, tmp_path / "bare", ignore=shutil.ignore_patterns("step-*"))
     layers = "n_layer is 2 in the source and 3 in the options, bias is False in the source and True"
     cases = {
@@ -140,6 +142,7 @@ def test_bad_sources_are_one_line(chars: Path, tmp_path: Path, commands: Command
         f"{tmp_path}/small": "the model has 61 tokens, the text's tokenizer 256",
         f"{tmp_path}/empty": "expected the folder of a `tpfuse train` run, or of a Hugging Face GPT-2",
         f"{tmp_path}/pickle": "pytorch_model.bin is a pickle",
+        f"{tmp_path}/llama": "model_type is 'llama', expected 'gpt2'; --model.from takes other models",
         f"{tmp_path}/bare": "holds no checkpoint",
     }
     text = tmp_path / "text.txt"

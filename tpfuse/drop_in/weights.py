@@ -155,7 +155,8 @@ def _check_tensor(tensor: StoredTensor, value: Tensor) -> None:
             f"{tensor.file}: {tensor.name} has shape {list(tensor.shape)}: the model has {list(value.shape)}"
         )
     if value.dtype.is_floating_point and tensor.dtype not in _FLOATS:
-        raise ValueError(f"{tensor.file}: {tensor.name} is {tensor.dtype}: expected {', '.join(_FLOATS)}")
+        expected = f"expected {', '.join(_FLOATS)}; for quantized weights, get those that they were made from"
+        raise ValueError(f"{tensor.file}: {tensor.name} is {tensor.dtype}: {expected}")
 
 
 @torch.no_grad()

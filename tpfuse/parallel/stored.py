@@ -58,7 +58,10 @@ def stored_tensors(folder_or_file: Path) -> dict[str, StoredTensor]:
 
 
 def _unreadable(file: Path, error: Exception) -> ValueError:
-    return ValueError(f"{file}: cannot be read as a safetensors file: {error}")
+    way = "get it again, by hf download or git lfs pull"
+    if not file.exists() and any(file.parent.glob("model-*.safetensors")) and file.name == "model.safetensors":
+        way = "the files beside it are parts: get model.safetensors.index.json, which names them"
+    return ValueError(f"{file}: cannot be read as a safetensors file: {error}: {way}")
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -92,6 +92,8 @@ class DecoderConfig:
             return cls.of(settings, n_positions, files)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}{instead_of(folder)}") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: {error}: get it again, by hf download or git lfs pull") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 

@@ -39,8 +39,11 @@ def instead_of(folder: Path) -> str:
         return f"; if that is a name of the Hugging Face hub: hf download {folder} --local-dir FOLDER" if hub else ""
     if (folder / "adapter_config.json").is_file():
         return "; it holds adapters: merge them by PEFT's merge_and_unload().save_pretrained(FOLDER), and give FOLDER"
-    if (folder / "params.json").is_file():
-        return "; it holds Meta's own format: fetch the model in the format of transformers, which has a config.json"
+    if folder.is_file():
+        return "; give the folder that holds the model's config.json"
+    for pattern, kind in (("params.json", "Meta's own format"), ("*.gguf", "GGUF")):
+        if any(folder.glob(pattern)):
+            return f"; it holds {kind}: fetch the model in the format of transformers, which has a config.json"
     return ""
 
 

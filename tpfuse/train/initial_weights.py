@@ -68,7 +68,7 @@ def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
         try:
             config = read_config(source)
         except ValueError as error:
-            raise UserError(f"--init-from {error}") from None
+            raise UserError(f"--init-from {error}; --model.from takes other models of transformers") from None
         if not data and config.vocab_size == GPTConfig().vocab_size:
             data = {"tokenizer": "gpt2"}
         return {"model": {name: getattr(config, name) for name in _SHAPE}, "data": data}
