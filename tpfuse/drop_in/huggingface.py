@@ -721,7 +721,8 @@ def _attention(
     running = _running.now
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}")
+            way = "give the ranks of the context to tp, which shards the heads"
+            raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}: {way}")
     if not isinstance(attention_mask, ShardedTokens):
         if running is not None and running.tokens is not None:
             raise ValueError(f"{layer}: context parallelism: the model makes its attention masks by itself")
