@@ -55,7 +55,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -359,6 +359,14 @@ class ParallelForward:
 
     stages: DecoderStages | None = None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `_register_sums` register.
+
+        The mark is set here, since it imports the compiler, which takes seconds; transformers has imported it by now.
+        """
+        torch.compiler.assume_constant_result(_register_sums)  # type: ignore[no-untyped-call]
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: nn.Module,
@@ -525,10 +533,7 @@ class ParallelForward:
         return keys
 
     def sum_gradients(self) -> None:
-        """Register hooks that sum gradients over the context on all parameters that have none, if they are trained.
-
-        A layer that PEFT has added, or a parameter that is trained from now on, gets its hook in the next forward pass.
-        """
+        """Let gradients be summed over the context, if they are computed and no engine of `tpfuse.zero` sums them."""
         if not torch.is_grad_enabled() or not self.model.sum_over_context:
             return
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
@@ -536,12 +541,24 @@ class ParallelForward:
                 "context parallelism: torch's fully_shard replaces the parameters whose gradients are summed over the"
                 " context: use tpfuse.FullySharded, over the ranks of data and context parallelism"
             )
-        assert self.context is not None
-        for parameter in self.model.parameters():
-            hooks = (parameter._backward_hooks or {}).values()
-            if parameter.requires_grad and not any(isinstance(hook, _ContextSum) for hook in hooks):
-                handle = parameter.register_hook(_ContextSum(self.model, self.context))  # type: ignore[no-untyped-call]
-                original_of(self.model).hooks.append(handle)
+        _register_sums(self)
+
+
+def _register_sums(forward: ParallelForward) -> bool:
+    """Register hooks that sum gradients over the context on all parameters that have none, if they are trained.
+
+    A layer that PEFT has added, a parameter that is trained from now on, and a copy of the model get their hooks in the
+    next forward pass. torch.compile does not trace the call, in which it would see no hook and register them again at
+    each step. It calls the function while it traces the pass, and traces again if `forward` is another one or another
+    parameter is trained.
+    """
+    assert forward.context is not None
+    for parameter in forward.model.parameters():
+        hooks = (parameter._backward_hooks or {}).values()
+        if parameter.requires_grad and not any(isinstance(hook, _ContextSum) for hook in hooks):
+            handle = parameter.register_hook(_ContextSum(forward.model, forward.context))  # type: ignore[no-untyped-call]
+            original_of(forward.model).hooks.append(handle)
+    return True
 
 
 class _ContextSum:

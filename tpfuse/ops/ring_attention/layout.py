@@ -13,6 +13,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tpfuse.choices import Balance as Balance
 from tpfuse.kernels.sequence_runs import SequenceRuns
@@ -78,7 +79,7 @@ class SequenceLayout:
             raise ValueError(f"x has {x.shape[dim]} tokens in dimension {dim}: expected {self.length}")
         positions = self.positions(rank, x.device)
         shard = x.index_select(dim, positions.clamp(max=self.length - 1))
-        if self.padded_length == self.length:
+        if statically_known_true(self.padded_length == self.length):  # one graph of torch.compile for other lengths
             return shard
         shape = [1] * x.ndim
         shape[dim] = -1
