@@ -167,8 +167,10 @@ def _mixed(tokens: Mixture, vocab_size: int) -> npt.NDArray[np.float64]:
     """Returns how often each token is read while as many tokens are read as all sources have."""
     total = sum(map(len, tokens.sources))
     read = [total * share / sum(tokens.shares) for share in tokens.shares]
-    counted = (_counted(source, vocab_size) * (n / len(source)) for source, n in zip(tokens.sources, read, strict=True))
-    return sum(counted, np.zeros(vocab_size))
+    counts = np.zeros(vocab_size, dtype=np.float64)
+    for source, count in zip(tokens.sources, read, strict=True):
+        counts += _counted(source, vocab_size) * (count / len(source))
+    return counts
 
 
 def _counted(tokens: TokenSequence, vocab_size: int) -> npt.NDArray[np.int64]:

@@ -167,7 +167,7 @@ class FileTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         if self._known is not None:
-            self._check_known(texts)
+            self._check_known(texts, self._known)
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:  # it is text from a command line with bytes that are not UTF-8
@@ -185,13 +185,13 @@ class FileTokenizer:
     def as_json(self) -> dict[str, Any]:
         return {"kind": "tokenizers", "json": self._text}
 
-    def _check_known(self, texts: Sequence[str]) -> None:
-        """Raises UserError if a text has a character that is not in `_known`."""
+    def _check_known(self, texts: Sequence[str], known: frozenset[str]) -> None:
+        """Raises UserError if a text has a character that is not known."""
         normalizer, pre_tokenizer = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         for text in texts:
             normal = normalizer.normalize_str(text) if normalizer else text
             words = [word for word, _ in pre_tokenizer.pre_tokenize_str(normal)] if pre_tokenizer else [normal]
-            unknown = set().union(*words) - self._known
+            unknown = set().union(*words) - known
             if unknown:
                 raise UserError(
                     f"the tokenizer knows no {min(unknown)!r} and has no token for unknown characters: train it with an"
