@@ -13,6 +13,8 @@ BIN := .venv/bin
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
 TRITONS := 3.6.0 3.7.1 3.9.0
 
+# Two processes run the tests, each the whole of a file: most tests start ranks, which need the other cores.
+PROCESSES := --numprocesses 2 --dist loadfile
 # What pyproject.toml's markers leave to `make test-all`.
 FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
@@ -55,10 +57,10 @@ other-compilers: install
 	done
 
 test: other-compilers
-	$(BIN)/python -m pytest -m "$(FIRST_TIER)"
+	$(BIN)/python -m pytest $(PROCESSES) -m "$(FIRST_TIER)"
 
 test-all: other-compilers
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PROCESSES)
 
 verify: install
 	$(BIN)/tpfuse verify --operators training

@@ -1,4 +1,4 @@
-"""Write build/families.md: what `parallelize(plan="auto")` does with every family of decoders in transformers.
+"""Write docs/families.md: what `parallelize(plan="auto")` does with every family of decoders in transformers.
 
     python -m benchmarks.families
 
@@ -24,7 +24,7 @@ from tpfuse.testing.decoders import exact
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import RankError, pool
 
-PAGE = Path(__file__).resolve().parent.parent / "build" / "families.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 MODES = {"tp": "tensor and sequence parallel", "whole": "tensor parallel, whole sequences", "cp": "context parallel"}
 TOLERANCE = 2e-5  # models compute in float32 in places, in any dtype; faults of layout are larger
 _LARGEST = 6e6  # parameters of a model that counts as tiny
@@ -271,7 +271,6 @@ def page(results: dict[str, dict[str, tuple[str, str]]]) -> str:
 def main() -> None:
     """Try all families, write the page and print the counts."""
     results = sweep(families())
-    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(results), encoding="utf-8")
     for name, modes in results.items():
         for mode, (what, text) in modes.items():

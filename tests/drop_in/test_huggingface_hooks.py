@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.families import tiny
 from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.context_proof import prove_context
+from tpfuse.drop_in.huggingface import register
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
 from tpfuse.parallel.whole import gather_whole
@@ -440,6 +441,7 @@ def _with(model: Any, **changes: Any) -> Any:
 
 
 def test_a_context_is_refused_where_tokens_meet_outside_of_attention() -> None:
+    register()
     for name in ("llama", "mistral", "gemma3", "mixtral", "qwen3_moe"):
         prove_context(decoder(name, **UNCAPPED.get(name, {})))
     model = decoder("llama")
@@ -484,7 +486,6 @@ def _from_pretrained(folder: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedEmbedding, ConvertedRowLinear
-    from tpfuse.drop_in.huggingface import register
 
     register()
     plan = DistributedConfig(tp_plan=PLAN, tp_size=2)

@@ -34,7 +34,7 @@ from tpfuse.drop_in.sketch import (
     with_first_tensor,
 )
 
-_ATTENTION = "tpfuse_proof"
+PROOF = "tpfuse_proof"
 _SEQUENCES, _TOKENS = 2, 3  # sequences, and tokens of each in one half
 _RANK = 4  # of the matrices in the place of linear layers
 _PAIRS = 4096  # pairs of a query and a key at which a mask is tried
@@ -55,11 +55,10 @@ class _Proved:
 
 
 def prove_context(model: nn.Module) -> None:
-    """Raise ValueError, with the reason, unless the tokens of a model meet only in what `ring_attention` computes."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Raise ValueError, with the reason, unless the tokens of a model meet only in what `ring_attention` computes.
 
-    AttentionInterface.register(_ATTENTION, _attention)
-    AttentionMaskInterface.register(_ATTENTION, _mask)
+    transformers must know `attention` and `mask` by the name PROOF (`tpfuse.drop_in.huggingface.register`).
+    """
     try:
         with apart(), torch.no_grad():
             made = _stood_in(model)
@@ -89,7 +88,7 @@ def _stood_in(model: nn.Module) -> nn.Module:
         if module in passed:
             continue
         if module.__dict__.get("config") is not None:
-            module.__dict__["config"]._attn_implementation = _ATTENTION
+            module.__dict__["config"]._attn_implementation = PROOF
         width = width_of(module)
         large = [x for x in module.parameters(recurse=False) if x.numel() > LARGE]
         if isinstance(module, nn.Embedding) and width is not None:
@@ -157,7 +156,7 @@ def _expert(*args: Any, **kwargs: Any) -> Tensor:
     return torch.tanh(first_input(args, kwargs))
 
 
-def _mask(*args: Any, **kwargs: Any) -> _Proved:
+def mask(*args: Any, **kwargs: Any) -> _Proved:
     """Return what stands for a mask, for AttentionMaskInterface. Raise NotImplementedError for one of another form.
 
     A mask is causal, or a sliding window of local_size tokens; it is tried at random pairs and at its borders.
@@ -166,7 +165,8 @@ def _mask(*args: Any, **kwargs: Any) -> _Proved:
     reach = 64 if window is None else window
     steps = torch.tensor([0, 1, 2, reach - 1, reach, reach + 1, 2 * reach, 3 * reach + 1])
     borders = torch.cartesian_prod(steps, torch.cat([steps, steps + reach]))
-    pairs = torch.cat([borders, torch.randint(0, 4 * reach + 4, (_PAIRS, 2))])
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.cat([borders, torch.randint(0, 4 * reach + 4, (_PAIRS, 2), generator=generator)])
     queries, keys = pairs.unbind(1)
     expected = (keys <= queries) & (keys > queries - (len(pairs) + 8 * reach if window is None else window))
     try:
@@ -178,7 +178,7 @@ def _mask(*args: Any, **kwargs: Any) -> _Proved:
     return _Proved()
 
 
-def _attention(
+def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return (a function of each token [batch, tokens, heads, size], None), for transformers' AttentionInterface."""

@@ -67,7 +67,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
-from tpfuse.drop_in.context_proof import UNSUPPORTED, prove_context
+from tpfuse.drop_in import context_proof
 from tpfuse.drop_in.converted import ConvertedColumnLinear, Original, original_of, set_attributes
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
@@ -224,8 +224,12 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.tensor_parallel import ParallelInterface
 
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
+    for name, attention, mask in (
+        (ATTENTION, _attention, _mask),
+        (context_proof.PROOF, context_proof.attention, context_proof.mask),
+    ):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
     for name, style in _STYLES.items():
         ParallelInterface.register(name, style)  # type: ignore[arg-type]
 
@@ -264,7 +268,8 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
             " decoder of text alone"
         )
     context.check(context.size, heads // tensor_ranks)
-    prove_context(model)
+    register()
+    context_proof.prove_context(model)
 
 
 def _is_base(model: Any) -> bool:
@@ -736,7 +741,7 @@ def _attention(
     kind = getattr(module, "unconverted", None) or Original(type(module))
     layer = f"{kind.kind.__name__} of layer {getattr(module, 'layer_idx', '?')}"
     running = _running.now
-    for name in UNSUPPORTED:
+    for name in context_proof.UNSUPPORTED:
         if kwargs.get(name) is not None:
             way = "give the ranks of the context to tp, which shards the heads"
             raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}: {way}")
