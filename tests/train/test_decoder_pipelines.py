@@ -81,6 +81,8 @@ def _check(family: str, found: Result) -> None:
 def test_every_schedule_and_layout_trains_as_one_rank(
     family: str, layout: Layout, schedule: str, stage: int, recompute: str
 ) -> None:
+    if family in ("doge", "stablelm_norms"):  # they refuse cp
+        layout = (layout[0], 1, *layout[2:])
     _check(family, trained_decoder(_config(family), _options(layout, schedule, stage=stage, recompute=recompute), 3))
 
 
@@ -108,8 +110,8 @@ def test_layers_of_several_kinds_and_more_dimensions_train_as_one_rank(family: s
     ("family", "before", "after"),
     [
         *exhaustive(
-            ("gpt2", _options((2, 1, 1, 2), "zbv"), options_of(batch=BATCH, dp=2, stage=3)),
-            ("gpt2", options_of(batch=BATCH, tp=2, stage=1), _options((1, 1, 1, 4))),
+            ("gpt2", _options((2, 1, 1, 2), "zbv"), options_of(batch=BATCH, dp=2, stage=3, order="random")),
+            ("gpt2", options_of(batch=BATCH, tp=2, stage=1, order="random"), _options((1, 1, 1, 4))),
             ("phi3", _options((1, 1, 1, 3)), _options((2, 1, 2, 2), "zbv", stage=3)),
             ("llama_tied", _options((1, 1, 2, 2), stage=2), ONE_RANK),
             ("llama_tied", ONE_RANK, _options((1, 2, 1, 2), "zero_bubble", stage=1)),
