@@ -465,6 +465,8 @@ class ParallelForward:
                 raise ValueError(f"context parallelism: {name} is {described}: expected a tensor {(batch, length)}")
         mask = kwargs.pop("attention_mask", None)
         starts = _document_starts(mask, positions, batch, length)
+        if starts is not None and self.stages is None and not bool(starts[:, 1:].any()):
+            starts = None  # each row is one document; the stages of a pipeline send all micro-batches in one shape
         if positions is None:
             positions = torch.arange(length, device=given.device).unsqueeze(0)
         labels, shifted = kwargs.get("labels"), kwargs.pop("shift_labels", None)
@@ -609,7 +611,7 @@ def _given(kwargs: dict[str, Any]) -> Tensor:
 
 
 def _document_starts(mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return [batch, length], where a document begins; None if each row is one document.
+    """Return [batch, length], where a document begins; None if neither a mask nor positions say so.
 
     As in transformers, positions that do not increase by one begin a document if there is no attention mask. The tokens
     of a row that the mask leaves out are documents of their own. Raise ValueError if they are amid the others.
@@ -628,7 +630,7 @@ def _document_starts(mask: Tensor | None, positions: Tensor | None, batch: int, 
         starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     else:
         return None
-    return starts if bool(starts[:, 1:].any()) else None
+    return starts
 
 
 def _gather(out: Any, sharded: ShardedBatch, shape: tuple[int, ...], keep: int | Tensor) -> None:
