@@ -163,10 +163,9 @@ class RankPool:
     run; if it has more, the ranks end, and the next run starts new ones.
     """
 
-    def __init__(
-        self, world: int, timeout: float = 120.0, grace: float = 5.0, most_groups: float = _MOST_GROUPS
-    ) -> None:
+    def __init__(self, world: int, timeout: float = 120.0, grace: float = 5.0, most_groups: float = math.inf) -> None:
         self.world, self.timeout, self.grace, self._most_groups = world, timeout, grace, most_groups
+        self.groups = 0  # the most process groups that a rank had after the last run
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: str | None = None
@@ -205,7 +204,7 @@ class RankPool:
             process.join()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self.groups = [], [], 0
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -222,7 +221,8 @@ class RankPool:
             # A rank that raised may have left the others inside a collective operation: the group cannot be used again.
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
-        if max(groups for _, groups in results.values()) > self._most_groups:
+        self.groups = max(groups for _, groups in results.values())
+        if self.groups > self._most_groups:
             self.close()
         return [results[rank][0] for rank in range(self.world)]
 
@@ -260,7 +260,7 @@ class GpuRankPool(RankPool):
     """
 
     def __init__(self, world: int, timeout: float = 400.0, *, overlapping: bool = True) -> None:
-        super().__init__(world, timeout, grace=20.0, most_groups=math.inf)
+        super().__init__(world, timeout, grace=20.0)
         self._overlapping = overlapping
 
     def _start(self) -> None:
@@ -274,11 +274,15 @@ _pools: dict[int, RankPool] = {}
 
 
 def pool(world: int) -> RankPool:
-    """Return the pool of this world size, which is started at its first `run` and kept until the process ends."""
+    """Return the pool of this world size, which is started at its first `run` and kept until the process ends.
 
+    If its ranks have made many process groups, they end first, and the next `run` starts new ones.
+    """
     if world not in _pools:
         _pools[world] = RankPool(world)
         atexit.register(_pools[world].close)
+    if _pools[world].groups > _MOST_GROUPS:
+        _pools[world].close()
     return _pools[world]
 
 
