@@ -401,6 +401,11 @@ def test_an_interrupted_prepare_continues(tmp_path: Path, monkeypatch: pytest.Mo
                 raise KeyboardInterrupt
             return super().encode_all(texts)
 
+    class Refusing(Bracketed):
+        def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+            raise UserError("cannot encode")
+
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         encode_text(out, find_text(text), Interrupted(), continues=True)
@@ -410,6 +415,12 @@ def test_an_interrupted_prepare_continues(tmp_path: Path, monkeypatch: pytest.Mo
     assert encode_text(out, find_text(text), Interrupted(), continues=True).open()[:].tolist() == whole
     assert sum(calls) <= 50 - done
     assert sorted(path.name for path in out.iterdir()) == ["tokens.bin", "tokens.json"]
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        encode_text(tmp_path / "other", find_text(text), Interrupted(), continues=True)
+    with pytest.raises(UserError, match="cannot encode"):  # another text, whose tokens replace what is kept
+        encode_text(tmp_path / "other", find_text(tmp_path / "bad.jsonl"), Refusing(), continues=True)
+    assert not any((tmp_path / "other").iterdir())
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
         encode_text(tmp_path / "other", find_text(text), Interrupted(), continues=True)

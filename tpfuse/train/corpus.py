@@ -50,8 +50,8 @@ class Corpus:
         return self.several or not TextFile(self.paths[0], self.field).is_text
 
     def identity(self, tokenizer: Tokenizer) -> str:
-        """Returns a digest of the files' names, sizes and times, and of the tokenizer."""
-        status = [(str(path), _size(path), path.stat().st_mtime_ns if path.exists() else 0) for path in self.paths]
+        """Returns a digest of the files' names, sizes and last changes, and of the tokenizer."""
+        status = [(str(path), *_status(path)) for path in self.paths]
         described = json.dumps([self.field, self.several, status, tokenizer.as_json()])
         return hashlib.sha256(described.encode()).hexdigest()
 
@@ -61,7 +61,7 @@ class Corpus:
         Raises UserError for a file that cannot be read, or, of several, that cannot be read to its end.
         """
         self.left_out, self.empty, done, begun, documents = [], 0, 0, False, self.documents
-        sizes = [_size(path) for path in self.paths]
+        sizes = [_status(path)[0] for path in self.paths]
         with tqdm(desc=doing, total=sum(sizes), unit="B", unit_scale=True, delay=_QUIET, disable=None) as bar:
             for path, size in zip(self.paths, sizes, strict=True):
                 for text, ends in self._of_file(path, bar, done):
@@ -97,11 +97,13 @@ class Corpus:
             warn(f"{self.empty} documents of {self.source} have no text")
 
 
-def _size(path: Path) -> int:
+def _status(path: Path) -> tuple[int, int]:
+    """Returns a file's size in bytes, and when its contents or its permissions changed last; zeros if it has none."""
     try:
-        return path.stat().st_size
+        status = path.stat()
+        return status.st_size, status.st_ctime_ns
     except OSError:
-        return 0
+        return 0, 0
 
 
 def _standard_library() -> Iterator[Path]:

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -203,29 +203,36 @@ def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
 
 
 class Progress:
-    """How far the encoding of a text to folder/NAME.bin has come, which a later process continues.
+    """Says how far the encoding of a text to folder/NAME.bin has come, which a later process continues.
 
-    identity: of what is encoded, and how; the progress of anything else is forgotten. pieces, tokens: those that are
+    identity: of what is encoded, and how; the progress of anything else is deleted. pieces, tokens: those that are
     encoded and written. Raises OSError.
     """
 
     def __init__(self, folder: Path, name: str, identity: str) -> None:
-        self.path, self.staging = folder / f".progress-{name}.json", folder / f".staging-{name}.bin"
-        self.identity, self.pieces, self.tokens = identity, 0, 0
+        self.path, self.identity, self.pieces, self.tokens = folder / f".progress-{name}.json", identity, 0, 0
         self._saved = time.monotonic()
         try:
             found = read_json(self.path, {"identity": str, "pieces": int, "tokens": int, "bytes": int})
-            if found["identity"] == identity and self.staging.stat().st_size >= found["bytes"]:
+            if found["identity"] == identity and _staging(folder, name).stat().st_size >= found["bytes"]:
                 self.pieces, self.tokens = found["pieces"], found["tokens"]
         except (FileNotFoundError, Unreadable):
             pass
+        if not self.tokens:
+            self.path.unlink(missing_ok=True)  # what it describes will be overwritten
 
-    def save(self, tokens: int, size: int) -> None:
-        """Records, every few seconds, that this many tokens are written to the first `size` bytes of the file."""
+    def save(self, tokens: int, file: BinaryIO) -> None:
+        """Records, every few seconds, that the file has this many tokens, which are on the disk then."""
         if time.monotonic() - self._saved >= _SAVE_EVERY:
-            found = {"identity": self.identity, "pieces": self.pieces, "tokens": tokens, "bytes": size}
+            file.flush()
+            os.fsync(file.fileno())
+            found = {"identity": self.identity, "pieces": self.pieces, "tokens": tokens, "bytes": file.tell()}
             replace_file(self.path, json.dumps(found))
             self._saved = time.monotonic()
+
+
+def _staging(folder: Path, name: str) -> Path:
+    return folder / f".staging-{name}.bin"
 
 
 def write_token_file(
@@ -247,7 +254,7 @@ def write_token_file(
     dtype = token_dtype(tokenizer.vocab_size)
     magic = next(magic for magic, its in DTYPES.items() if its == dtype)
     path = folder / f"{name}.bin"
-    staging = folder / f".staging-{path.name}"
+    staging = _staging(folder, name)
     count = 0 if progress is None else progress.tokens
     try:
         with staging.open("r+b" if count else "wb") as file:
@@ -257,8 +264,7 @@ def write_token_file(
                 file.write(part.astype(dtype).tobytes())
                 count += len(part)
                 if progress is not None:
-                    file.flush()
-                    progress.save(count, file.tell())
+                    progress.save(count, file)
             header[:2] = magic, VERSIONS[magic]
             header[2:4] = np.array([count], "<i8").view("<i4")
             file.seek(0)
@@ -275,7 +281,7 @@ def write_token_file(
         replace_file(path.with_suffix(".json"), json.dumps(description, ensure_ascii=False))
         staging.replace(path)  # comes last, so that the JSON file exists whenever the .bin file does
     except BaseException:
-        if progress is None:
+        if progress is None or not progress.path.exists():
             staging.unlink(missing_ok=True)
         raise
     if progress is not None:
