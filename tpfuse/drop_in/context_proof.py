@@ -43,7 +43,7 @@ UNSUPPORTED = ("softcap", "s_aux", "head_mask")  # arguments of attention that `
 
 @dataclass(frozen=True)
 class _Proved:
-    """What the layers of the copy get as their attention mask."""
+    """Stands for the attention mask in the layers of the copy."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -92,9 +92,11 @@ def _stood_in(model: nn.Module) -> nn.Module:
         width = width_of(module)
         large = [x for x in module.parameters(recurse=False) if x.numel() > LARGE]
         if isinstance(module, nn.Embedding) and width is not None:
-            module.__dict__["forward"] = partial(_embedded, torch.randn(width, generator=generator).double())
+            module.__dict__["forward"] = partial(
+                _embedded, torch.randn(width, generator=generator, dtype=torch.float64)
+            )
         elif width is not None:
-            into = torch.randn(_RANK, width, generator=generator).double()
+            into = torch.randn(_RANK, width, generator=generator, dtype=torch.float64)
             module.__dict__["forward"] = partial(_projected, into)
         elif any(x.ndim > 2 for x in large):
             module.__dict__["forward"] = _expert
@@ -168,7 +170,9 @@ def mask(*args: Any, **kwargs: Any) -> _Proved:
     generator = torch.Generator().manual_seed(0)
     pairs = torch.cat([borders, torch.randint(0, 4 * reach + 4, (_PAIRS, 2), generator=generator)])
     queries, keys = pairs.unbind(1)
-    expected = (keys <= queries) & (keys > queries - (len(pairs) + 8 * reach if window is None else window))
+    expected = keys <= queries
+    if window is not None:
+        expected &= keys > queries - window
     try:
         found = torch.as_tensor(function(torch.tensor(0), torch.tensor(0), queries, keys)).expand_as(expected)
     except Exception as error:  # any code may raise anything
