@@ -461,7 +461,7 @@ def test_a_context_is_refused_where_tokens_meet_outside_of_attention() -> None:
 
 
 def _window_of_the_mask() -> None:
-    plain, model = tiny("olmoe"), tiny("olmoe")  # its attention names no window, and its mask has one of 5 tokens
+    plain, model = tiny("olmoe"), tiny("olmoe")  # its attention is given a window that its mask has not
     parallelize(model, mesh_of(1, 1, 2))
     with exact(plain):
         _close(model(input_ids=IDS, labels=IDS).loss, plain(input_ids=IDS, labels=IDS).loss)
