@@ -222,7 +222,7 @@ def at_once(name: str, world: int, device: torch.device, seed: int, rounds: int)
 
 def explored(name: str, world: int, rounds: int) -> list[list[int]]:
     """Return the rounds of each rank that differ, in the explorer, under one schedule."""
-    from tpfuse.testing.explore import Sequential, SimulatedMemory, explore  # this import patches Triton's interpreter
+    from tpfuse.explore import Sequential, SimulatedMemory, explore  # this import patches Triton's interpreter
 
     different: dict[int, list[int]] = {}
 

@@ -17,11 +17,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.support.decoders import exact
+from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.drop_in.huggingface import quiet
 from tpfuse.drop_in.parallelize import parallelize, replacements
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing.decoders import exact
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import RankError, pool
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"

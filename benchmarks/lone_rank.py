@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.cuda_stand_in import StandIn
 from tpfuse.comm import control_block
 from tpfuse.comm.control_block import RECORDS, RankState
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.cuda_memory import CudaMemory
-from tpfuse.testing.cuda_stand_in import StandIn
 
 RANK = 0
 

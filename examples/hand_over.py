@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpfuse.testing.explore import explore
+from tpfuse.explore import explore
 
 
 @triton.jit

@@ -45,12 +45,8 @@ ALLOWED: dict[str, set[str]] = {
         "train",
     },
     "profile": {"comm", "train"},
-    "testing.faults": set(),
-    "testing.explore": {"comm"},
-    "testing": {"kernels", "comm", "comm.messages", "testing.explore"},
-    "testing.training": {"backend", "comm", "comm.collectives", "models", "parallel", "testing", "train", "zero"},
-    "testing.zero_training": {"comm", "comm.collectives", "models", "parallel", "testing", "zero"},
-    "testing.staged_model": {"comm", "comm.collectives", "layers", "testing", "testing.zero_training", "zero"},
+    "explore": {"comm"},
+    "testing": {"comm"},
     "tools": {
         "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
         "layers", "models", "train", "testing",
@@ -58,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"nearest", "comm.collectives", "train", "plan", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
-ABOVE_THE_LIBRARY = ("train", "plan", "profile", "testing", "tools", "cli")
+ABOVE_THE_LIBRARY = ("train", "plan", "profile", "explore", "testing", "tools", "cli")
 LIBRARY = [part for part in ALLOWED if part.partition(".")[0] not in ABOVE_THE_LIBRARY]
 LIBRARY_PACKAGES = {"torch", "triton", "numpy", "einops", "safetensors", "tpfuse"}
 ADAPTER = ROOT / "tpfuse" / "drop_in" / "huggingface.py"  # it alone knows transformers

@@ -20,15 +20,15 @@ from benchmarks.contact_steps import TIMED, Plan, compare_operator, explored, ru
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import GROUPS, measurements
 from benchmarks.harness import OURS
+from tests.support.tiers import exhaustive
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.explore.fresh_modules import fresh
+from tpfuse.explore.suite import Fault
+from tpfuse.explore.suite import replace as replaced
 from tpfuse.kernels import all_gather_gemm
 from tpfuse.ops.linear import fused as fused_linear
 from tpfuse.testing import ranks
-from tpfuse.testing.explore.fresh_modules import fresh
 from tpfuse.testing.patience import patient
-from tpfuse.testing.protocol import Fault
-from tpfuse.testing.protocol import replace as replaced
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import operators, rank_programs
 from tpfuse.tools.rank_programs import Sizes
 

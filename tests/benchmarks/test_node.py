@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from benchmarks import node
 from benchmarks.node import BY_HAND, Node, Product, candidates, check, products, run, truth_of
+from tests.support.tiers import exhaustive
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {BY_HAND, "tpfuse collective", "tpfuse fused", "tpfuse direct"}

@@ -10,7 +10,7 @@ from benchmarks import bench_overlapped_gemm
 from benchmarks.bench_overlapped_gemm import cases
 from benchmarks.harness import OURS, Row, measure, new_bench
 from benchmarks.timing import Ceilings
-from tpfuse.testing.tiers import exhaustive
+from tests.support.tiers import exhaustive
 
 TINY = {case.name.split()[0]: case for case in reversed(cases("tiny"))}
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from benchmarks import bench_ring_attention as bench
 from benchmarks.bench_ring_attention import ALONE, IDEAL, PLAIN, TEMPLATES, PlainRing, Subject, measure, report
+from tests.support.tiers import exhaustive
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 SCHEDULES = ("ring", "all_gather", "ulysses", "ulysses_ring")
 

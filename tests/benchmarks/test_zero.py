@@ -11,8 +11,8 @@ from benchmarks import zero_training, zero_update
 from benchmarks.bench_zero import FIGURES, SUBJECTS, measure, report, rows
 from benchmarks.zero_training import ALONE, CANDIDATES, STAGES, Training
 from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
+from tests.support.tiers import exhaustive
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 TRAINING, UPDATE = Training(1, 24, 3, 8, 2), Update(2, 16)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm import control_block, host
 from tpfuse.comm.connect import connect
 from tpfuse.comm.control_block import ControlBlock, Mapping
@@ -21,7 +22,6 @@ from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.watchdog import is_late
 from tpfuse.testing.patience import wait_until
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _control_block(timeout: float = 60.0) -> ControlBlock:

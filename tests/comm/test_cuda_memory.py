@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.cuda_stand_in import StandIn
+from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
+from tests.support.tiers import exhaustive
 from tpfuse.comm import connect as connections
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
@@ -19,11 +22,8 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
-from tpfuse.testing.cuda_stand_in import StandIn
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.symmetric_memories import check_buffers, check_names, check_ring, ring
-from tpfuse.testing.tiers import exhaustive
 
 
 def _group() -> dist.ProcessGroup:

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.connect import connect
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
-from tpfuse.testing.symmetric_memories import check_buffers, check_names, check_ring, ring
 
 pytestmark = [
     pytest.mark.gpu,

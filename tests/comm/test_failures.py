@@ -14,14 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.support.forked_ranks import LIMIT, Rank, ranks
+from tests.support.tiers import exhaustive
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.stacks import offered_stack
 from tpfuse.kernels import signals
-from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.patience import patient
-from tpfuse.testing.tiers import exhaustive
 
 
 def connect(rank: Rank) -> SharedMemory:

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import copy_whole_, from_local, is_sharded, local_slices, local_tensor
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.testing.tiers import exhaustive
 
 
 @pytest.mark.parametrize("world", [3, 4, *exhaustive(1, 2)])

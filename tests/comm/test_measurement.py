@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm import decisions, measurement
 from tpfuse.comm.connect import connect
 from tpfuse.comm.decisions import Decision, add_decisions, machine, read_decisions
@@ -17,7 +18,6 @@ from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.measurement import decide, measuring
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.testing.ranks import RankError, pool
-from tpfuse.testing.tiers import exhaustive
 
 CPU = torch.device("cpu")
 

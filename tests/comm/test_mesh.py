@@ -11,11 +11,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tpfuse
+from tests.support.meshes import mesh_of
 from tpfuse.comm.errors import named
 from tpfuse.comm.layout import local_slices
 from tpfuse.comm.mesh import build_mesh, check_order, context_mesh, flat_group, group_of, rank_and_size, shard_range
 from tpfuse.parallel.context import ContextParallel
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks, pool
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, set_implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _late(implementation: Implementation, folder: str) -> None:

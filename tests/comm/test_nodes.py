@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
 from tpfuse.comm import collectives, host
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
 from tpfuse.comm.settings import set_settings
-from tpfuse.testing.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import RankError, pool
 from tpfuse.zero.reducer.backend import make_reducer

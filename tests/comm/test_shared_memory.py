@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
+from tests.support.tiers import exhaustive
 from tpfuse.comm import control_block, shared_memory
 from tpfuse.comm.errors import Disagreement, Unavailable
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import RankPool, on_ranks, pool
-from tpfuse.testing.symmetric_memories import check_buffers, check_names, check_ring, ring
-from tpfuse.testing.tiers import exhaustive
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn),

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.forked_ranks import LIMIT, Rank, ranks
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import set_timeout
@@ -19,9 +21,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
-from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.patience import patient
-from tpfuse.testing.tiers import exhaustive
 
 CPU = torch.device("cpu")
 BOTH_WAYS = [Route(f"{a} to {b}", a, b, 1) for low in range(3) for a, b in ((low, low + 1), (low + 1, low))]

@@ -10,6 +10,8 @@ import transformers
 import tpfuse
 from benchmarks.long_context import SavedBytes
 from benchmarks.plan_b200 import Case, cases
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.backend import kernels
 from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.comm.layout import local_tensor
@@ -21,9 +23,7 @@ from tpfuse.cost.program import TPFUSE, Program
 from tpfuse.cost.sizes import ModelSizes
 from tpfuse.parallel.pipeline.order import order
 from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, most_held
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import count
 from tpfuse.train.setup import with_layout

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import tpfuse
+from tests.support.decoders import decoder
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_tensor
-from tpfuse.testing.decoders import decoder
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 DROPS = {"resid_pdrop": 0.2, "embd_pdrop": 0.3, "attn_pdrop": 0.1}
 LENGTHS = 13, 17, 24  # shards with padding and without

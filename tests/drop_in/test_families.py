@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.families import families, sweep
+from tests.support.decoders import FAMILIES, OTHERS, decoder, exact
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.drop_in.converted import rms_norm_terms
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.layers.explain import plans
 from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.compare import check_error
-from tpfuse.testing.decoders import FAMILIES, OTHERS, decoder, exact
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
 
 # The structures that differ: packed projections in [in, out]; separate ones; packed with unequal parts; head by head;
 # blocks that are left alone and view what they get in another shape; parameters of attention that have an entry for

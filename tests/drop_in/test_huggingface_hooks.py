@@ -15,17 +15,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.families import tiny
+from tests.support.decoders import FAMILIES, decoder, exact, exact_loss
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.context_proof import prove_context
 from tpfuse.drop_in.huggingface import register
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing.decoders import FAMILIES, decoder, exact, exact_loss
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 

@@ -22,6 +22,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.support.decoders import decoder, exact
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
@@ -31,11 +34,8 @@ from tpfuse.drop_in.styles import (
     WholeSequences,
 )
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing.decoders import decoder, exact
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 IDS = integers(1, 2, 7, low=3, high=101, dtype=torch.int64)
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.support.decoders import FAMILIES, SIZES, decoder
 from tpfuse.drop_in.structure import recognise
-from tpfuse.testing.decoders import FAMILIES, SIZES, decoder
 
 
 def _kept(model: nn.Module, ranks: int = 2, sequence_parallel: bool = True) -> dict[str, str]:

@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
     FusedPrepareModuleInput,
@@ -35,9 +37,7 @@ from tpfuse.drop_in.styles import (
     SequenceLength,
 )
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 R = Replicate()
 S = Shard

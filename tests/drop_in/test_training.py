@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpfuse
+from tests.support.decoders import decoder, exact
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedRowLinear
 from tpfuse.drop_in.parallelize import replacements
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing.decoders import decoder, exact
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets

@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_tensor
 from tpfuse.drop_in.parallelize import parallelize, restore
 from tpfuse.drop_in.styles import FusedColwiseParallel
 from tpfuse.drop_in.weights import empty_model, find_weights
 from tpfuse.parallel.stored import StoredTensor
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 IDS = integers(1, 2, 13, low=3, high=100, dtype=torch.int64)
 _SIZES = {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
-from tpfuse.testing.decoders import decoder
+from tests.support.decoders import decoder
 
 
 def _trained_by_trainer(model: Any, data: list[dict[str, torch.Tensor]], folder: Path) -> list[dict[str, float]]:

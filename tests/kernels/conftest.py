@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.tiers import exhaustive
 
 SUMS = ("reduce_scatter", "one_shot", "two_shot")
 

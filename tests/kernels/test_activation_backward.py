@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import refusals
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import reference
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
-from tpfuse.testing.cases import refusals
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = [name for name in ACTIVATIONS if name is not None]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import refusals
+from tests.support.tiers import pairwise
 from tpfuse.kernels import reference
 from tpfuse.kernels.adamw import adamw_
-from tpfuse.testing.cases import refusals
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.tiers import pairwise
 
 RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 

@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import refusals
+from tests.support.channels import connect, explore_once, unconnected
+from tests.support.tiers import exhaustive
+from tpfuse.explore import SimulatedMemory
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
@@ -15,11 +19,7 @@ from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.engine_gather import open_copies
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.linear.engine_gather import EngineGather
-from tpfuse.testing.cases import refusals
-from tpfuse.testing.channels import connect, explore_once, unconnected
-from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(33, 40, 70), (1, 1, 1), (70, 64, 36), (0, 8, 5), (5, 8, 0), (3, 0, 4), (64, 33, 7), (2, 36, 130)]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.channels import connect
+from tpfuse.explore import ExploreError, SimulatedMemory, explore
+from tpfuse.explore.suite import Fault, ProtocolSuite, StreamMemory, current, replace, without_rank_0, without_wait
 from tpfuse.kernels import all_gather_gemm, endpoint, engine_gather, signals
 from tpfuse.ops.linear import engine_gather as engines
-from tpfuse.testing.channels import connect
-from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace, without_rank_0, without_wait
 
 SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: a chunk has one tile, several or none
 WITHOUT_PRODUCT = (1,)  # indices of SIZES that engines copy without a product: the epoch ends after the copies

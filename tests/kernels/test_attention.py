@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.testing.compare import Expected, check_error, largest_term
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (F32, F16, BF16)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import refusals
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
-from tpfuse.testing.cases import refusals
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.tiers import exhaustive
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.float16), (torch.float32, torch.bfloat16)]

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tests.support.cases import refusals
 from tpfuse.kernels.attention_scores import aligned, bounds, dropout_rows, key_range, score_arguments, visible
 from tpfuse.kernels.dropout import kept, threshold
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.testing.cases import refusals
 
 
 @triton.jit(do_not_specialize=["dropout_key", "threshold"])

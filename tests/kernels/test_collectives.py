@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import refusals
+from tests.support.channels import connect, explore_once, unconnected
+from tests.support.tiers import exhaustive
+from tpfuse.explore import RoundRobin, Sequential, SimulatedMemory, explore
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
-from tpfuse.testing.cases import refusals
-from tpfuse.testing.channels import connect, explore_once, unconnected
-from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 EPOCHS = [(torch.float32, n) for n in (63, 0, 1000, 1)]
 EPOCHS += [(dtype, 100) for dtype in (torch.bfloat16, torch.float16, torch.int32, torch.float64, torch.int64)]

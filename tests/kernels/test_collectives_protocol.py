@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import tpfuse.kernels
+from tests.support.channels import connect
+from tpfuse.explore import SimulatedMemory
+from tpfuse.explore.mutants import Mutant, mutants_of
+from tpfuse.explore.suite import Fault, ProtocolSuite, replace, without_rank_0
 from tpfuse.kernels import all_gather, all_reduce, all_to_all, endpoint, reduce_scatter, signal_wait, signals
 from tpfuse.ops.linear import engine_gather, engine_scatter
-from tpfuse.testing.channels import connect
-from tpfuse.testing.explore import SimulatedMemory
-from tpfuse.testing.explore.mutants import Mutant, mutants_of
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, replace, without_rank_0
 
 SIZES = (40, 7, 50)  # grids of several programs and of one take turns
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import compiled_launch, configurations
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels.launch import Launch, launch, planned, recording
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import operators as cases
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import reference
 from tpfuse.kernels.cross_entropy import (
     cross_entropy_backward,
@@ -14,7 +15,6 @@ from tpfuse.kernels.cross_entropy import (
 )
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]

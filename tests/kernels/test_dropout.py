@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from tests.support.cases import refusals
 from tpfuse.kernels.dropout import dropout_forward
 from tpfuse.ops.dropout import dropout_key, keep_mask
-from tpfuse.testing.cases import refusals
 from tpfuse.testing.inputs import integers, normal
 
 KEY = torch.tensor(dropout_key(1, 2, 3))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.explore import ExploreError, SimulatedMemory, explore
+from tpfuse.explore.suite import Fault, ProtocolSuite, StreamMemory, current, replace, without_rank_0, without_wait
 from tpfuse.kernels import endpoint, engine_gather, engine_scatter, gemm_reduce_scatter, signals
 from tpfuse.ops.linear import engine_scatter as engines
-from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace, without_rank_0, without_wait
 
 SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: several tiles per owner, owners without rows, no rows
 K = 4

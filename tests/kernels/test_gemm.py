@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import refusals
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.kernels import gemm_tiles, reference
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_split_k import split_reduction
-from tpfuse.testing.cases import refusals
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive, pairwise
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (1, 16, 63, 64, 100, 257)

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import refusals
+from tests.support.channels import connect, explore_once, unconnected
+from tests.support.tiers import exhaustive
+from tpfuse.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import recording
-from tpfuse.testing.cases import refusals
-from tpfuse.testing.channels import connect, explore_once, unconnected
-from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ((70, 36, 68), (1, 65, 33), (0, 5, 9), (7, 0, 9), (7, 3, 0), (150, 70, 16))  # M, N, K

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.channels import connect
+from tpfuse.explore import SimulatedMemory, explore
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace, without_rank_0
 from tpfuse.kernels import endpoint, gemm_reduce_scatter, signals
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
-from tpfuse.testing.channels import connect
-from tpfuse.testing.explore import SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace, without_rank_0
 
 SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: grids of several programs and of one take turns
 K = 4

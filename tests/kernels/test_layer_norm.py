@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 
 def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None) -> dict[str, Tensor]:

@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import naming
+from tests.support.channels import connect, explore_once, unconnected
+from tests.support.tiers import exhaustive
+from tpfuse.explore import SimulatedMemory
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.block_exchange import BlockExchange
 from tpfuse.kernels.configurations import TABLE, read_table
@@ -22,12 +26,8 @@ from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
 from tpfuse.ops.ring_attention.visibility import VisibleRange, visible_ranges
-from tpfuse.testing.cases import naming
-from tpfuse.testing.channels import connect, explore_once, unconnected
 from tpfuse.testing.compare import Expected, check_error
-from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DROPOUT, KEY, WIDTH = 0.3, -(2**61) - 7, 200

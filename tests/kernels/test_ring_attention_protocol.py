@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.channels import connect
+from tpfuse.explore import SimulatedMemory
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace, without_rank_0
 from tpfuse.kernels import (
     block_exchange,
     endpoint,
@@ -18,10 +21,7 @@ from tpfuse.kernels import (
 )
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.visibility import visible_ranges
-from tpfuse.testing.channels import connect
-from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace, without_rank_0
 
 TILES = {  # two copiers, each with a share of every part, and two programs that attend
     "ring_attention_forward": {"BLOCK_M": 16, "BLOCK_N": 16, "COPIERS": 2, "BLOCK_COPY": 64},

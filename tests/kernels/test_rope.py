@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import reference
 from tpfuse.kernels.rope import rope_forward
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 
 def _tables(n_positions: int, half: int) -> tuple[Tensor, Tensor]:

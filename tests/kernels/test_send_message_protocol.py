@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.support.message_rings import ring, send_both_ways, without_rank_0
 from tpfuse.comm.messages import fused, symmetric
+from tpfuse.explore import SimulatedMemory
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 from tpfuse.kernels import send_message, signals
-from tpfuse.testing.explore import SimulatedMemory
-from tpfuse.testing.message_rings import ring, send_both_ways, without_rank_0
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 KERNEL = send_message.send_message_kernel
 TILES = {"all_gather": {"BLOCK": 2}}  # four float32: small messages have several tiles

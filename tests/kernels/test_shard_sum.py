@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from tests.support.cases import refusals
+from tests.support.channels import connect, explore_once, unconnected
+from tests.support.tiers import exhaustive
+from tpfuse.explore import SimulatedMemory
 from tpfuse.kernels import reference
 from tpfuse.kernels.shard_sum import shard_sum
-from tpfuse.testing.cases import refusals
-from tpfuse.testing.channels import connect, explore_once, unconnected
-from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = {"shard_sum": {"BLOCK": 16}}  # small shards have several programs

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.channels import connect
+from tpfuse.explore import RaceError, SimulatedMemory, explore
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace, without_rank_0
 from tpfuse.kernels import shard_sum as shard_sums
 from tpfuse.kernels import signals
 from tpfuse.kernels.all_reduce import all_reduce_forward
-from tpfuse.testing.channels import connect
-from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace, without_rank_0
 
 SIZES = (40, 7, 50, 16)  # elements of a shard: grids of several programs and of one take turns
 LARGEST = 50

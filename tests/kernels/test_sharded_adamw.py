@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import refusals
+from tests.support.channels import connect, explore_once, unconnected
+from tests.support.tiers import exhaustive
+from tpfuse.explore import SimulatedMemory
 from tpfuse.kernels import reference
 from tpfuse.kernels.adamw import adamw_
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
-from tpfuse.testing.cases import refusals
-from tpfuse.testing.channels import connect, explore_once, unconnected
 from tpfuse.testing.compare import check_error
-from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.tiers import exhaustive
 
 RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

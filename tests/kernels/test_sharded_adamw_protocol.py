@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.channels import connect
+from tpfuse.explore import RaceError, SimulatedMemory, explore
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace, without_rank_0
 from tpfuse.kernels import shard_sum as shard_sums
 from tpfuse.kernels import sharded_adamw, signals
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.testing.channels import connect
-from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace, without_rank_0
 
 LR = 0.5
 RATES = {"beta1": 0.0, "beta2": 0.0, "eps": 1.0, "weight_decay": 0.25}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.explore import explore
 from tpfuse.kernels.signal_wait import signal_wait
-from tpfuse.testing.explore import explore
 
 
 def passing(skip: int | None = None) -> Callable[[SymmetricMemory], None]:

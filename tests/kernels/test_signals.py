@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.explore import ExploreError, Sequential, SimulatedMemory, explore
+from tpfuse.explore.mutants import Mutant, mutants_of, surviving
 from tpfuse.kernels import signals
 from tpfuse.kernels.signals import advance, barrier, begin, peer_pointer, signal, wait_signal
-from tpfuse.testing.explore import ExploreError, Sequential, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
-from tpfuse.testing.tiers import exhaustive
 
 Program = Callable[[SimulatedMemory], None]
 

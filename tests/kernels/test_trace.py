@@ -18,8 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tests.support.channels import connect
+from tests.support.tiers import exhaustive
 from tpfuse.comm.connect import connect as connect_ranks
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.explore import RoundRobin, Sequential, SimulatedMemory, explore
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
@@ -33,12 +36,9 @@ from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.kernels.signal_wait import signal_wait
 from tpfuse.kernels.signals import wait_signal
 from tpfuse.kernels.trace import COMPUTING, EVENTS, Event, KernelTrace, TracedLaunch, now, record
-from tpfuse.testing.channels import connect
-from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.patience import Deadline, patient
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import operators
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tpfuse
+from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.measurement import measuring
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -28,7 +29,6 @@ from tpfuse.parallel.pipeline.order import PipelineSchedule
 from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.timeline import most_in_flight
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
 
 

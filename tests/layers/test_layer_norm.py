@@ -8,17 +8,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.support.cases import naming
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.backend import kernels
 from tpfuse.comm.layout import local_tensor
 from tpfuse.kernels import reference
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.rms_norm import RMSNorm
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _whole(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.support.cases import naming
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.kernels import reference
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -18,12 +21,9 @@ from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 SIZE = 60  # the features that are sharded, in each part, which 2, 3 and 4 divide
 LAYERS = {"column": ColumnParallelLinear, "row": RowParallelLinear}

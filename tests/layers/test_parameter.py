@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.parameter import empty_parameter, shared_generator
@@ -15,9 +17,7 @@ from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _draws() -> list[float]:

@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _check(sequence_parallel: bool) -> None:

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.support.cases import naming
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import shard_range
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.cases import naming
+from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import group_of
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -37,8 +39,6 @@ from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
 from tpfuse.ops.rope import rope
-from tpfuse.testing.cases import naming
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
 
 

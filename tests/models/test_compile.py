@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, Kernels, implementation, kernels
 from tpfuse.comm.mesh import context_mesh, group_of
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -16,9 +18,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.testing.tiers import exhaustive
 
 
 def _local(x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.support.cases import naming
+from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh, flat_group
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -20,9 +22,7 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
-from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets

@@ -6,11 +6,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.support.meshes import mesh_of
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks, pool
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=4, dropout=0.2)

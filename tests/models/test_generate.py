@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.comm.layout import copy_whole_
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12)
 PROMPTS = integers(1, 2, 5, low=0, high=100, dtype=torch.int64)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.collectives import all_reduce
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh, flat_group
@@ -21,9 +23,7 @@ from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12, dropout=0.2)
 

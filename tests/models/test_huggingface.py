@@ -11,15 +11,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import copy_whole_
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 if TYPE_CHECKING:  # it is imported where it is used, since the ranks load this file too and do not need it
     from transformers import GPT2LMHeadModel

@@ -23,6 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.long_context import SavedBytes
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh
@@ -32,9 +34,7 @@ from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)

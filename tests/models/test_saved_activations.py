@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from benchmarks.long_context import SavedBytes
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.backend import Kernels, kernels
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh
@@ -17,9 +19,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import explicit_cut
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.testing.tiers import exhaustive, pairwise
 
 SIZES = [GPTConfig(61, 12, 32, 1, 2), GPTConfig(100, 7, 48, 3, 12, bias=False), GPTConfig(5, 16, 64, 2, 4)]
 

@@ -13,6 +13,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import GraphExecGroup
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.parameter import offer_leaf
@@ -22,9 +24,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 B, T, C, LAYERS = 2, 6, 32, 2
 MIDDLE = Stage(1, range(LAYERS), False, False)

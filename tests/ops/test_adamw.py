@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import naming
 from tpfuse.backend import Kernels, kernels
 from tpfuse.ops.adamw import _update, adamw_
-from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import normal
 
 RATES = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.support.meshes import tensor_mesh
 from tpfuse.comm import collectives
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.layer_norm import LayerNorm
@@ -20,7 +21,6 @@ from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 
 Call = Callable[[], object]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.backend import Kernels, chosen_kernels, kernels
 from tpfuse.kernels import reference
 from tpfuse.ops import attention as module
@@ -15,7 +16,6 @@ from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.tiers import exhaustive, pairwise
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 KEY = torch.tensor(-(2**61) - 7)

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import group_of
 from tpfuse.ops import collectives
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "replicate", "gather_last", "split_last")
 

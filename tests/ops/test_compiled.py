@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Kernels, kernels
 from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import cross_entropy
@@ -16,7 +17,6 @@ from tpfuse.ops.rms_norm import add_rms_norm
 from tpfuse.ops.rope import rope
 from tpfuse.testing.compare import evaluate
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 F32, BF16 = torch.float32, torch.bfloat16
 TARGET = integers(3, 20, low=-1, high=29, dtype=torch.int64)

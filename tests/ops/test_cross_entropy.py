@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.cases import naming
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.kernels import reference
 from tpfuse.ops.cross_entropy import cross_entropy
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.meshes import tensor_mesh
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
@@ -16,7 +17,6 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 
 Group = dist.ProcessGroup

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.support.cases import naming
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.ops.embedding import embedding
-from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _exact(table: int, shape: tuple[int, ...], scatter: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.connect import connect
@@ -21,7 +22,6 @@ from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.patience import patient
 
 TIMEOUT = 0.4  # seconds on an idle machine

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import kernels
 from tpfuse.kernels import activation_backward as activation_backward_kernel
 from tpfuse.kernels import launch as launching
@@ -18,7 +19,6 @@ from tpfuse.ops.activation import ACTIVATIONS, GATED
 from tpfuse.ops.gemm import gemm, preactivation_gradient, product, weight_gradient
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import exhaustive
 
 NAMES = (None, *ACTIVATIONS)
 HALVES = [torch.float32, torch.float16, torch.bfloat16]

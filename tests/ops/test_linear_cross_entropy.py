@@ -13,6 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.cases import naming
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.kernels import reference
@@ -20,12 +23,9 @@ from tpfuse.kernels.launch import recording
 from tpfuse.ops import linear_cross_entropy as module
 from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["torch", "triton"]

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.cases import naming
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.backend import Kernels, kernels
 from tpfuse.comm.mesh import group_of
 from tpfuse.kernels import reference
 from tpfuse.ops.layer_norm import _forward, _gradients, add_layer_norm, layer_norm
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 

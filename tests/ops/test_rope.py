@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cases import naming
+from tests.support.tiers import pairwise
 from tpfuse.backend import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.rope import _forward, rope
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.tiers import pairwise
 
 ANGLES = normal(7, 300, 50)
 POSITIONS = integers(6, 2, 257, low=0, high=299, dtype=torch.int64)

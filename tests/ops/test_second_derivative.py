@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.meshes import tensor_mesh
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops import collectives
 from tpfuse.ops.cross_entropy import cross_entropy
@@ -15,7 +16,6 @@ from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 
 Group = dist.ProcessGroup

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm import collectives
 from tpfuse.comm.channel import Channel
@@ -31,7 +32,6 @@ from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 Function = Callable[..., Tensor]
 Events = Counter[str]

@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=31, n_positions=21, n_embd=32, n_layer=1, n_head=2, dropout=0.1)  # 21 tokens: padding
 

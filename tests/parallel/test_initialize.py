@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import draw, initialize
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12)
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import Slices, copy_whole_
 from tpfuse.layers.parameter import empty_parameter
 from tpfuse.parallel.whole import anywhere, gather_whole, load_part_
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _round_trip() -> None:

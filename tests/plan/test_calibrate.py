@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.command import Command
 from tpfuse.cli import run
 from tpfuse.cost.hardware import Gpu, Link, load_gpu, load_link, save
 from tpfuse.plan import machine_times
 from tpfuse.plan.calibrate import Device, described
 from tpfuse.plan.cluster import planned_cluster, sources_of
 from tpfuse.plan.machine_times import SHAPES, Clock, Found, measure
-from tpfuse.testing.command import Command
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.train.options import PlanCommand
 

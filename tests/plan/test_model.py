@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.support.decoders import FAMILIES, SIZES
 from tpfuse.plan.model import planned_model
-from tpfuse.testing.decoders import FAMILIES, SIZES
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import PlanCommand
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.parallel.tracing import record_trace
 from tpfuse.profile.summary import summarise
 from tpfuse.profile.trace_files import read_traces
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 DELAY, MICRO_BATCHES, STEPS = 0.05, 4, 2  # seconds of each forward pass of the late rank
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives, trace
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
@@ -25,9 +27,7 @@ from tpfuse.parallel.tracing import layer_spans, record_trace
 from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.summary import Place, summarise, times_of
 from tpfuse.profile.trace_files import RankTrace, read_traces
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.train.errors import UserError
 
 STEPS, DELAY = 3, 0.12  # seconds

@@ -7,7 +7,7 @@ import torch
 
 from tpfuse.comm.collectives.fused import FusedCollectives, open_channel
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.testing.explore import SimulatedMemory, explore
+from tpfuse.explore import SimulatedMemory, explore
 from tpfuse.testing.one_process import OneProcess, OneProcessMemory, set_epochs
 
 CPU = torch.device("cpu")

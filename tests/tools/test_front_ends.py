@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import triton
 
-from tpfuse.testing.tiers import exhaustive
+from tests.support.tiers import exhaustive
 from tpfuse.tools import operators
 from tpfuse.tools.compilation import Report, read_report
 from tpfuse.tools.gate import violations

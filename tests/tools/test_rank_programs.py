@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.explore import PCT, RoundRobin, Sequential, SimulatedMemory, explore
+from tpfuse.explore.mutants import mutants_of, surviving
+from tpfuse.explore.suite import current
 from tpfuse.kernels import all_gather_gemm, signals
 from tpfuse.ops.linear import fused as fused_linear
-from tpfuse.testing.explore import PCT, RoundRobin, Sequential, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import mutants_of, surviving
 from tpfuse.testing.one_process import OneProcess
-from tpfuse.testing.protocol import current
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import one_rank, rank_programs
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, iterate
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import resolved_kernels
 from tpfuse.cli import run
 from tpfuse.comm.probe import probe
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import operators, verify
 from tpfuse.tools.compilation import Report
 from tpfuse.tools.operator import Case

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import Commands
 from tpfuse.backend import chosen_implementation, chosen_kernels, implementation, kernels
 from tpfuse.cli import run
-from tpfuse.testing.command import Commands
 from tpfuse.train import hardware
 from tpfuse.train.launch import STOP_SIGNALS
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import Slices
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint, manifest, safetensors_file
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, Shard
 from tpfuse.zero.rectangles import rectangles, state_rectangles

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import exhaustive
 from tpfuse.testing.ranks import run_apart
-from tpfuse.testing.tiers import exhaustive
 
 
 def swept(kind: str, world: int, damaged: bool, every: int, folder: str) -> dict:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tpfuse.testing.tiers import exhaustive
+from tests.support.tiers import exhaustive
 from tpfuse.train import checkpoint, manifest
 from tpfuse.train.checkpoint import CheckpointError, Shard
 

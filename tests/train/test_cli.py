@@ -25,10 +25,10 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tpfuse
+from tests.support.command import Commands
 from tpfuse import backend, cli
 from tpfuse.__main__ import main
 from tpfuse.cli import COMMANDS, run
-from tpfuse.testing.command import Commands
 from tpfuse.testing.patience import patient
 from tpfuse.train import durable, hardware, loop, metrics, options
 from tpfuse.train.checkpoint import newest_good

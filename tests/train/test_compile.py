@@ -10,12 +10,12 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from tests.support.command import Commands
+from tests.support.decoders import decoder
+from tests.support.tiers import exhaustive
+from tests.support.training import Result, check_same, options_of, ranks_of, train, trained_decoder
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.testing.command import Commands
-from tpfuse.testing.decoders import decoder
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import Result, check_same, options_of, ranks_of, train, trained_decoder
 from tpfuse.train.decoder import DecoderConfig
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tpfuse.testing.command import Commands
+from tests.support.command import Commands
 from tpfuse.train.batches import Mixture
 from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.train.config import parse_train, resolved

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.decoders import FAMILIES, decoder, exact
+from tests.support.tiers import exhaustive, pairwise
+from tests.support.training import Result, check_same, new_trainer, options_of, ranks_of, train, trained_decoder
 from tpfuse.backend import implementation
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.parallel.pipeline.cut import Stage
-from tpfuse.testing.decoders import FAMILIES, decoder, exact
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
-from tpfuse.testing.training import Result, check_same, new_trainer, options_of, ranks_of, train, trained_decoder
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError
 from tpfuse.train.memory import _account, _part

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.command import Command, Commands
+from tests.support.decoders import decoder, exact
+from tests.support.tiers import exhaustive
+from tests.support.training import new_trainer, options_of, trained_decoder
 from tpfuse.cli import run
 from tpfuse.comm.layout import local_tensor
-from tpfuse.testing.command import Command, Commands
-from tpfuse.testing.decoders import decoder, exact
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import new_trainer, options_of, trained_decoder
 from tpfuse.train.config import read_toml
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError

@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 import torch
 
+from tests.support.command import Commands
+from tests.support.decoders import decoder, exact
+from tests.support.tiers import exhaustive
+from tests.support.training import check_same, new_trainer, options_of, ranks_of, whole_weights
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.testing.command import Commands
-from tpfuse.testing.decoders import decoder, exact
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import check_same, new_trainer, options_of, ranks_of, whole_weights
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.language_model import ModelConfig
 

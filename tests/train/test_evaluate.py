@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.command import Commands
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.testing.command import Commands
 from tpfuse.train import evaluate
 from tpfuse.train.language_model import language_model
 from tpfuse.train.options import TrainCommand

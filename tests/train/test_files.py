@@ -21,7 +21,7 @@ import sentencepiece
 import tokenizers
 import zstandard
 
-from tpfuse.testing.tiers import exhaustive
+from tests.support.tiers import exhaustive
 from tpfuse.train import corpus, token_file
 from tpfuse.train.corpus import encoded, find_text
 from tpfuse.train.data import encode_text, read_data

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tpfuse.testing.command import Commands
+from tests.support.command import Commands
 
 STACK = """Thread 0x01 (most recent call first):
   File "watchdog.py", line 3 in look

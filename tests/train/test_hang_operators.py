@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.forked_ranks import Rank, Ranks, ranks
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective
@@ -33,7 +34,6 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.testing.forked_ranks import Rank, Ranks, ranks
 from tpfuse.testing.patience import patient
 from tpfuse.train.hang import hang
 from tpfuse.zero.flat_adamw import FlatAdamW

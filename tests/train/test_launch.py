@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import Command
 from tpfuse import cli
-from tpfuse.testing.command import Command
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.train import launch
 from tpfuse.train.errors import PeerLost, RunError

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.long_context import SavedBytes
+from tests.support.command import Commands
+from tests.support.meshes import mesh_of
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.testing.command import Commands
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import BUCKET_BYTES, count

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tpfuse.testing.command import Commands
+from tests.support.command import Commands
 from tpfuse.testing.patience import patient
 from tpfuse.train.options import ProfileOptions
 from tpfuse.train.step_profile import StepProfile

@@ -13,12 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpfuse.backend import Implementation, Kernels, kernels
-from tpfuse.models.gpt import GPTConfig
-from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import (
+from tests.support.tiers import exhaustive
+from tests.support.training import (
     Result,
     check_same,
     new_trainer,
@@ -28,6 +24,10 @@ from tpfuse.testing.training import (
     trained,
     whole_weights,
 )
+from tpfuse.backend import Implementation, Kernels, kernels
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.errors import RunError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import CONFIG, Result, check_same, options_of, trained
+from tests.support.tiers import exhaustive
+from tests.support.training import CONFIG, Result, check_same, options_of, trained
 
 STEPS, TOLERANCE = 10, 1e-9
 Layout = dict[str, Any]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import Command, Commands
 from tpfuse import cli
-from tpfuse.testing.command import Command, Commands
 from tpfuse.train.metrics import read_metrics
 
 pytestmark = pytest.mark.processes

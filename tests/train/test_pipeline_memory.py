@@ -10,6 +10,9 @@ import pytest
 from torch import Tensor
 
 from benchmarks.long_context import SavedBytes
+from tests.support.command import Commands
+from tests.support.tiers import exhaustive
+from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
 from tpfuse.backend import implementation
 from tpfuse.choices import PipelineSchedule
 from tpfuse.comm.layout import local_tensor
@@ -18,10 +21,7 @@ from tpfuse.models.gpt import TIED
 from tpfuse.parallel.pipeline.order import Action, Kind
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import most_in_flight
-from tpfuse.testing.command import Commands
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import CONFIG, new_trainer, options_of, ranks_of
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.language_model import blocks_of
 from tpfuse.train.memory import _account, _part

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tpfuse.testing.training import CONFIG
+from tests.support.training import CONFIG
 from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
+from tests.support.meshes import mesh_of
+from tests.support.training import new_trainer, options_of
 from tpfuse.parallel.pipeline.order import Kind, order
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline, usual_seconds
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.training import new_trainer, options_of
 from tpfuse.train import hardware, loop, pipeline_picture
 from tpfuse.train.config import parse_train
 from tpfuse.train.launch import RankInfo

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.nodes import pretended_nodes
+from tests.support.tiers import exhaustive
+from tests.support.training import CONFIG, Result, check_same, new_trainer, options_of, ranks_of, train, trained
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import TIED
 from tpfuse.models.gpt_block import Block
-from tpfuse.testing.nodes import pretended_nodes
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import CONFIG, Result, check_same, new_trainer, options_of, ranks_of, train, trained
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand

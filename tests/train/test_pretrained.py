@@ -12,6 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.command import Commands
+from tests.support.tiers import exhaustive
+from tests.support.training import new_trainer, options_of
 from tpfuse.cli import run
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.generate import generate
@@ -19,11 +22,8 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing.command import Commands
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import new_trainer, options_of
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import read_toml
 from tpfuse.train.initial_weights import load_weights

@@ -15,14 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.settings import set_settings
-from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
-from tpfuse.testing.nodes import pretended_nodes
-from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import (
+from tests.support.forked_ranks import LIMIT, Rank, ranks
+from tests.support.nodes import pretended_nodes
+from tests.support.tiers import exhaustive
+from tests.support.training import (
     CONFIG,
     Result,
     check_same,
@@ -33,6 +29,10 @@ from tpfuse.testing.training import (
     trained,
     whole_weights,
 )
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.settings import set_settings
+from tpfuse.testing.patience import patient
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.train import trainer as trainer_module
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import newest_good

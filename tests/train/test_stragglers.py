@@ -11,12 +11,12 @@ from statistics import median
 import pytest
 import torch
 
+from tests.support.command import Command, Commands
+from tests.support.tiers import exhaustive
+from tests.support.training import new_trainer, options_of
 from tpfuse.backend import Implementation, implementation
-from tpfuse.testing.command import Command, Commands
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.training import new_trainer, options_of
 from tpfuse.train.batches import Windows
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
 from tpfuse.train.stragglers import STEPS, StepClock, Straggler, Stragglers

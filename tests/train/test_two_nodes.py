@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.meshes import mesh_of
+from tests.support.nodes import run_on_nodes, torchrun_on_nodes, why_not_permitted
+from tests.support.training import CONFIG, Result, check_same, options_of, train, trained
 from tpfuse.cli import run
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.mesh import group_of
-from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.nodes import run_on_nodes, torchrun_on_nodes, why_not_permitted
 from tpfuse.testing.patience import Deadline, patient
-from tpfuse.testing.training import CONFIG, Result, check_same, options_of, train, trained
 from tpfuse.train.metrics import read_metrics
 
 pytestmark = [pytest.mark.nodes, pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())]

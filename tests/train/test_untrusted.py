@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpfuse.testing.command import Commands
+from tests.support.command import Commands
 from tpfuse.train.checkpoint import open_checkpoint
 from tpfuse.train.config import read_toml
 from tpfuse.train.errors import UserError

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import Commands
 from tpfuse.parallel.pipeline.order import order
 from tpfuse.parallel.pipeline.timeline import timeline
-from tpfuse.testing.command import Commands
 from tpfuse.testing.patience import patient
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.nodes import counted, run_on_nodes, why_not_permitted
+from tests.support.tiers import exhaustive
 from tpfuse.comm.nodes import split_by_node
 from tpfuse.comm.traffic import Traffic
-from tpfuse.testing.nodes import counted, run_on_nodes, why_not_permitted
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
 
 # A vector, a matrix that compresses at rank 2, a gap, a matrix that is too small, a second one, another vector.

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import torchs_adamw
 from tpfuse.backend import implementation
 from tpfuse.comm import collectives
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.zero_training import torchs_adamw
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import HostStore

@@ -5,14 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh, flat_group
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 

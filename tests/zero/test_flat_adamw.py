@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import torchs_adamw
 from tpfuse.backend import Kernels, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.zero_training import torchs_adamw
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 

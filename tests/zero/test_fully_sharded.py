@@ -13,16 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.comm.mesh import context_mesh
-from tpfuse.comm.settings import set_settings
-from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
-from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.zero_training import (
+from tests.support.forked_ranks import LIMIT, Rank, ranks
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import (
     ADAMW,
     BATCH,
     CASES,
@@ -38,6 +32,12 @@ from tpfuse.testing.zero_training import (
     train_step,
     whole,
 )
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.comm.mesh import context_mesh
+from tpfuse.comm.settings import set_settings
+from tpfuse.testing.patience import patient
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.sharded_adamw import ShardedAdamW

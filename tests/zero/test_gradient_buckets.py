@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_slices
 from tpfuse.comm.mesh import group_of
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.rank_order import HALF
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import Kind, plan_buckets
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets

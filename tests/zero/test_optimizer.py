@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
+from tests.support import zero_training
+from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.nodes import pretended_nodes
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import torchs_adamw
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.errors import Disagreement
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.parallel.whole import gather_whole
-from tpfuse.testing import zero_training
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
-from tpfuse.testing.nodes import pretended_nodes
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.zero_training import torchs_adamw
 from tpfuse.zero.compression import PowerSGDCompression
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets

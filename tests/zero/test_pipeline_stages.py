@@ -7,12 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tpfuse.comm import collectives
-from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.staged_model import (
+from tests.support.meshes import mesh_of
+from tests.support.staged_model import (
     FOUR,
     INTERLEAVED,
     TIED,
@@ -31,8 +27,12 @@ from tpfuse.testing.staged_model import (
     parts,
     run_step,
 )
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.zero_training import LR, optimizer_of
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import LR, optimizer_of
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 

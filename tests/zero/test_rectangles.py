@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import Slices
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.rectangles import StateKind, rectangles, state_rectangles
 
 SHAPES = [

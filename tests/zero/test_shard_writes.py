@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import torchs_adamw
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.testing.tiers import exhaustive
-from tpfuse.testing.zero_training import torchs_adamw
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.optimizer import ZeroOptimizer
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import group_of
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded

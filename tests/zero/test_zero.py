@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.nodes import pretended_nodes
+from tests.support.tiers import exhaustive, pairwise
+from tests.support.zero_training import CLIP, Layout, Result, check_same, engine_of, gpt, plain, run
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
-from tpfuse.testing.nodes import pretended_nodes
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
-from tpfuse.testing.zero_training import CLIP, Layout, Result, check_same, engine_of, gpt, plain, run
 from tpfuse.zero.bucket_layout import plan_buckets
 from tpfuse.zero.gradient_buckets import GradientBuckets
 

@@ -1,7 +1,7 @@
 """Symmetric memory: tensors that every rank of a group can address, and signals that order the writes to them.
 
 One interface has four backends: `cuda` (peer access over NVLink or PCIe), `shm` (shared by the CPU ranks of a host),
-`local` (one rank alone) and `simulated` (`tpfuse.testing.explore`: all ranks in one process, every access checked).
+`local` (one rank alone) and `simulated` (`tpfuse.explore`: all ranks in one process, every access checked).
 
     memory = connect(group, device)
     buffer = memory.buffer("halo", (1024,), torch.float32)    # the same call on every rank; the first one is collective

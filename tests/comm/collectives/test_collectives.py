@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective, direct
@@ -19,10 +21,8 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.mesh import group_of
 from tpfuse.comm.settings import set_settings
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "fused", "collective")

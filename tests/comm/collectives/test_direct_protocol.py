@@ -6,9 +6,9 @@ import torch
 from tpfuse.comm import channel
 from tpfuse.comm.collectives import direct
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.testing.explore import SimulatedMemory
+from tpfuse.explore import SimulatedMemory
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 SCATTER = direct.DirectCollectives._reduce_scatter
 

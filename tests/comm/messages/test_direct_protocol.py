@@ -1,9 +1,9 @@
 """Messages by torch operations, rank by rank in one process: every access is ordered, under many schedules."""
 
+from tests.support.message_rings import ring, send_both_ways, without_rank_0
 from tpfuse.comm.messages import direct, symmetric
-from tpfuse.testing.explore import SimulatedMemory
-from tpfuse.testing.message_rings import ring, send_both_ways, without_rank_0
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+from tpfuse.explore import SimulatedMemory
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 
 SYMMETRIC = symmetric.SymmetricMessages
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.forked_ranks import LIMIT, Rank, ranks
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.connect import connect
@@ -18,9 +20,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
-from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.patience import patient
-from tpfuse.testing.tiers import exhaustive
 
 CPU = torch.device("cpu")
 ROUTES = [Route("x", 0, 1, 2), Route("y", 1, 0, 2), Route("z", 2, 0, 1)]

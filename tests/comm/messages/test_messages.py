@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import decide
@@ -17,7 +18,6 @@ from tpfuse.comm.messages.direct import DirectMessages
 from tpfuse.comm.messages.fused import FusedMessages
 from tpfuse.comm.trace import Recorder, observed
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 
 CPU = torch.device("cpu")
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "fused", "collective")

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
 

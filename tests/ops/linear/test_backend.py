@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.cases import naming
+from tests.support.parallel_products import Case, gathering, scattering, summing
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm import measurement
 from tpfuse.comm.connect import connect
@@ -32,11 +35,8 @@ from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
 F32, BF16 = torch.float32, torch.bfloat16

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.cases import naming
+from tests.support.parallel_products import Case, gathering, scattering, summing
 from tpfuse.backend import Implementation, implementation
 from tpfuse.kernels import reference
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
@@ -21,9 +23,7 @@ from tpfuse.ops.linear.backend import parallel_linear
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

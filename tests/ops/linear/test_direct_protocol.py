@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tpfuse.comm import channel
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.explore import SimulatedMemory
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 from tpfuse.ops.linear import direct as direct_linear
-from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 K, N = 2, 3
 

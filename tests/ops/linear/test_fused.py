@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm.connect import connect
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.explore import RaceError, SimulatedMemory, explore
 from tpfuse.kernels import engine_gather as kernel_engine_gather
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels.launch import launch
@@ -21,10 +23,8 @@ from tpfuse.ops.linear import fused as fused_linear
 from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.engine_scatter import EngineScatter
 from tpfuse.ops.linear.fused import FusedLinear
-from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _memory() -> SymmetricMemory:

@@ -1,6 +1,6 @@
 """Every tensor-parallel product by every implementation: one suite, made from descriptions of the three products.
 
-`tpfuse.testing.parallel_products` has the checks, test_backend.py the tests of the order of ranks, and
+`tests.support.parallel_products` has the checks, test_backend.py the tests of the order of ranks, and
 test_all_gather_linear.py those of the features that only that product has.
 """
 
@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.cases import naming
+from tests.support.parallel_products import Case, Tensors, gathering, scattering, summing
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.kernels import reference
 from tpfuse.ops.activation import ACTIVATIONS
@@ -21,11 +24,8 @@ from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.parallel_products import Case, Tensors, gathering, scattering, summing
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 PRODUCTS = {
     "all_gather_linear": gathering(all_gather_linear, reference.linear),

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from tpfuse.comm import channel
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.explore import SimulatedMemory
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 from tpfuse.ops.ring_attention import direct as direct_ring
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
-from tpfuse.testing.explore import SimulatedMemory
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 D = 2
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.tiers import exhaustive
 
 LENGTHS = (8, 9, 15, 16, 17, 48, 63, 100)
 WORLDS = ((1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 3), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (6, 2))

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.measurement import measuring
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 DOCUMENTS = torch.tensor([0, 3, 16], dtype=torch.int32)
 SHAPE = (1, 4, 4, 16)

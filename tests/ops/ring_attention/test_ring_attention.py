@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.support.cases import naming
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, chosen_implementation, implementation
 from tpfuse.comm.measurement import measuring
 from tpfuse.ops.attention import attention
@@ -29,12 +32,9 @@ from tpfuse.ops.ring_attention import ring_attention as ring_module
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import choose_schedule, ring_attention
 from tpfuse.parallel.context import ContextParallel
-from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 HOST: tuple[Implementation, ...] = ("direct", "collective")

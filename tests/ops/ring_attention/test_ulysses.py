@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import channel
+from tpfuse.explore import PCT, SimulatedMemory, explore
+from tpfuse.explore.mutants import mutants_of, surviving
 from tpfuse.ops.ring_attention import ulysses
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ulysses import find_token_slices, to_heads, to_tokens
-from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import mutants_of, surviving
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive
 
 
 def _there_and_back(name: Implementation, balance: Balance) -> None:

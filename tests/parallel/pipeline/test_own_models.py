@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import copy_whole_, local_slices, local_tensor
 from tpfuse.comm.mesh import flat_group
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -15,9 +17,7 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.parallel.pipeline.parts import Parts
 from tpfuse.parallel.pipeline.pipeline import MicroBatch, Pipeline
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.optimizer import ZeroOptimizer

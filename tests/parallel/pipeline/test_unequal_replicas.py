@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import flat_group
 from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.optimizer import ZeroOptimizer

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import exhaustive
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.testing.explore import SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import surviving
+from tpfuse.explore import SimulatedMemory, explore
+from tpfuse.explore.mutants import surviving
+from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
-from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.reducer import direct as direct_module
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.meshes import tensor_mesh
+from tests.support.tiers import exhaustive, pairwise
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.mesh import group_of
-from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import surviving
-from tpfuse.testing.explore.planting import Fault, replace
+from tpfuse.explore import PCT, SimulatedMemory, explore
+from tpfuse.explore.mutants import surviving
+from tpfuse.explore.planting import Fault, replace
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.tiers import exhaustive, pairwise
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import DeviceStore

@@ -1,0 +1,203 @@
+"""Hooks into Triton's interpreter (3.6 to 3.9) that pass launches and memory operations of kernels to an explored run.
+
+Triton patches `triton.language` at each launch and restores it at the end, which would disturb other ranks in the
+middle of a launch: within `hooked()` it is patched once for all launches. Operations are still performed by the
+interpreter's own code; only the launch is ours, because programs have to be started one by one. Everything is restored
+at the end of the block.
+"""
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from numpy.typing import NDArray
+from triton._C.libtriton import ir
+from triton.language import core
+from triton.runtime import interpreter
+
+from tpfuse.explore.memory import Addresses, Semantics
+from tpfuse.explore.run import Run
+
+_BUILDER: Any = interpreter.interpreter_builder
+_PLAIN: Any = interpreter.InterpreterBuilder
+_ACQUIRES = (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_SCOPES = {ir.MEM_SYNC_SCOPE.CTA: 0, ir.MEM_SYNC_SCOPE.GPU: 1, ir.MEM_SYNC_SCOPE.SYSTEM: 2}
+
+
+def _semantics(sem: Any, scope: Any, **more: bool) -> Semantics:
+    return Semantics(acquires=sem in _ACQUIRES, releases=sem in _RELEASES, scope=_SCOPES[scope], **more)
+
+
+def _addresses(pointers: Any, mask: Any = None) -> Addresses:
+    addresses: Addresses = np.asarray(pointers.data).ravel()
+    return addresses if mask is None else addresses[_active(mask).ravel()]
+
+
+def _active(mask: Any) -> NDArray[np.bool_]:
+    """Return a mask as booleans: the interpreter holds the `&` of two masks as int8."""
+    return np.asarray(mask.data).astype(bool)
+
+
+def _values(pointers: Any, mask: Any = None) -> NDArray[Any]:
+    """Return the values in memory at the active lanes."""
+    dtype = interpreter._get_np_dtype(pointers.get_element_ty())
+    active = np.ones(pointers.data.shape, bool) if mask is None else _active(mask)
+    values = interpreter._interpreter.load(pointers.data, active, np.zeros(pointers.data.shape, dtype), dtype)
+    return np.asarray(values).ravel()[active.ravel()]
+
+
+class _Operations:
+    """The operations of the interpreter's builder that touch memory, for one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._memory, self._scheduler = run.memory, run.scheduler
+
+    def create_masked_load(self, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        size = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
+        parts = self._memory.touched(_addresses(ptrs, mask))
+        if not parts:
+            return _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
+        site = self._memory.access(parts, size, "load", write=False)
+        value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
+        if ptrs.data.size == 1:
+            self._memory.polled(parts, np.asarray(value.data).ravel(), site)
+        return value
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        size = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
+        parts = self._memory.touched(_addresses(ptrs, mask))
+        if parts:
+            self._memory.access(parts, size, "store", write=True)
+        result = _PLAIN.create_masked_store(_BUILDER, ptrs, value, mask, *args, **kwargs)
+        self._memory.written(parts)
+        return result
+
+    def create_barrier(self) -> None:
+        if self._scheduler.current.program is not None:
+            self._memory.clocks.debug_barrier(self._scheduler.current.chain)
+
+    def _atomic(
+        self,
+        name: str,
+        ptr: Any,
+        mask: Any,
+        semantics: Semantics,
+        perform: Callable[[], Any],
+        stored: Callable[[NDArray[Any]], NDArray[np.bool_]],
+    ) -> Any:
+        parts = self._memory.touched(_addresses(ptr, mask))
+        if not parts:
+            return perform()
+        if sum(part.size for _, part in parts) != _addresses(ptr, mask).size:
+            raise ValueError("an atomic operation accesses symmetric memory and other memory: expected one of them")
+
+        def watched() -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
+            old = _values(ptr, mask)
+            result = perform()
+            return result, old, _values(ptr, mask), stored(old)
+
+        return self._memory.atomic(name, parts, semantics, watched)
+
+    def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        perform = lambda: _PLAIN.create_atomic_rmw(_BUILDER, op, ptr, val, mask, sem, scope)  # noqa: E731
+        name = f"atomic_{op.name.lower().removeprefix('f').removeprefix('u')}"
+        return self._atomic(name, ptr, mask, _semantics(sem, scope), perform, lambda old: np.ones(old.shape, bool))
+
+    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        perform = lambda: _PLAIN.create_atomic_cas(_BUILDER, ptr, cmp, val, sem, scope)  # noqa: E731
+        expected = np.asarray(cmp.data).ravel()
+        return self._atomic("atomic_cas", ptr, None, _semantics(sem, scope), perform, lambda old: old == expected)
+
+    # Triton 3.9
+
+    def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        semantics = _semantics(sem, scope, modifies=False, writes=False)
+        perform = lambda: _PLAIN.create_masked_load(_BUILDER, ptr, mask, None, None, True)  # noqa: E731
+        return self._atomic("atomic_load", ptr, mask, semantics, perform, lambda old: np.zeros(old.shape, bool))
+
+    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        semantics = _semantics(sem, scope, modifies=False)
+        perform = lambda: _PLAIN.create_masked_store(_BUILDER, ptr, val, mask, None)  # noqa: E731
+        return self._atomic("atomic_store", ptr, mask, semantics, perform, lambda old: np.ones(old.shape, bool))
+
+    def create_atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
+        """Wait until each word has its value; a time-out ends the wait once all other ranks wait too."""
+        semantics, matched = _semantics(sem, scope, modifies=False, writes=False), np.zeros(ptr.data.shape, bool)
+        for lane in np.ndindex(ptr.data.shape):
+            word = interpreter.TensorHandle(np.atleast_1d(ptr.data[lane]), ptr.dtype)
+            wanted = np.broadcast_to(expected.data, ptr.data.shape)[lane]
+            self._scheduler.current.woken = False
+            if not self._memory.touched(_addresses(word)):
+                raise ValueError("tl.atomic_poll on other memory: the explorer supports it on symmetric memory only")
+            while not matched[lane] and not (timeout_ns is not None and self._scheduler.current.woken):
+                read = lambda word=word: _values(word)  # noqa: E731
+                value = self._atomic("atomic_poll", word, None, semantics, read, lambda old: np.zeros(old.shape, bool))
+                matched[lane] = value[0] == wanted
+        return interpreter.TensorHandle(matched, tl.int1)
+
+
+def _launch(run: Run, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for hook in executor.pre_run_hooks:
+        hook(*args, **kwargs)
+    named = _bind(executor.fn, args, kwargs)
+    named = {name: v if name in executor.constexprs else interpreter._implicit_cvt(v) for name, v in named.items()}
+    grid = executor.grid(named) if callable(executor.grid) else executor.grid
+    grid = (*grid, 1, 1)[:3]
+
+    def begin(index: tuple[int, ...]) -> None:
+        _BUILDER.set_grid_dim(*grid)
+        _BUILDER.set_grid_idx(*index)
+
+    run.launch(grid, begin, lambda: executor.fn(**named))
+
+
+_GRID = ("grid_dim", "grid_idx")
+
+
+def _save_grid() -> tuple[Any, ...]:
+    return tuple(vars(_BUILDER).get(name) for name in _GRID)
+
+
+def _restore_grid(saved: tuple[Any, ...]) -> None:
+    vars(_BUILDER).update(zip(_GRID, saved, strict=True))
+
+
+def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by name, without keywords that the function does not take (such as num_warps)."""
+    spec = inspect.getfullargspec(function)
+    known = {key: value for key, value in kwargs.items() if key in spec.args or key in spec.kwonlyargs}
+    return inspect.getcallargs(function, *args, **known)
+
+
+@contextlib.contextmanager
+def hooked() -> Iterator[Callable[[Run], None]]:
+    """Patch the interpreter within the block; yield a function that sets the run to which operations belong."""
+    names = [name for name in vars(_Operations) if name.startswith("create_") and hasattr(_PLAIN, name)]
+    before = dict(vars(_BUILDER))
+    patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    scope = patch(types.SimpleNamespace(__globals__={"tl": tl, "core": core}))
+    current: list[Run] = []
+
+    def enter(run: Run) -> None:
+        current[:] = [run]
+        operations = _Operations(run)
+        vars(_BUILDER).update({name: getattr(operations, name) for name in names})
+        run.scheduler.save, run.scheduler.restore = _save_grid, _restore_grid
+
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        _launch(current[0], executor, args, kwargs)
+
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    interpreter.GridExecutor.__call__ = launch
+    try:
+        yield enter
+    finally:
+        vars(_BUILDER).clear()
+        vars(_BUILDER).update(before)
+        interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, call
+        scope.restore()

@@ -1,0 +1,229 @@
+"""The symmetric memory of a run: before every operation the schedule may switch ranks, and then it is checked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpfuse.explore.clocks import Atomic, Clocks, Line, Word
+from tpfuse.explore.errors import ProtocolError, RaceError
+from tpfuse.explore.explanation import explain
+from tpfuse.explore.scheduler import Scheduler
+from tpfuse.explore.shadow import Indices, Region
+from tpfuse.explore.sites import Site, lines_here, text_of
+
+Addresses = NDArray[np.uint64]
+Parts = list[tuple[Region, Addresses]]
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """The memory order of an atomic operation. scope: 0 within a thread block, 1 within a GPU, 2 between GPUs."""
+
+    acquires: bool
+    releases: bool
+    scope: int
+    modifies: bool = True  # a read-modify-write
+    writes: bool = True  # False for a load
+    host: bool = False
+
+
+_SCOPES = ("cta", "gpu", "sys")
+HOST_SIGNAL = Semantics(acquires=False, releases=True, scope=2, modifies=False, host=True)
+HOST_WAIT = Semantics(acquires=True, releases=False, scope=2, modifies=False, writes=False, host=True)
+
+
+class CheckedMemory:
+    """The regions of one run, the clocks that order their accesses, and the source lines of these accesses.
+
+    roots: the functions by which ranks and programs are run; the frames that these call belong to the protocol.
+    """
+
+    def __init__(self, scheduler: Scheduler, barrier_rule: bool, roots: frozenset[CodeType]) -> None:
+        self._scheduler, self._roots = scheduler, roots
+        self.clocks = Clocks(barrier_rule)
+        self.regions: list[Region] = []
+        self._site_list: list[Site] = []
+        self._sites: dict[Site, int] = {}  # the number of each site
+        self._users: dict[Word, dict[tuple[int, int], tuple[int, int]]] = {}  # (chain, scope) -> last (time, site)
+        self._word_lines: dict[Word, tuple[set[int], set[Line]]] = {}  # the ranks and the lines that accessed a word
+
+    def site(self, operation: str) -> int:
+        """Return the number of the site where the current thread is."""
+        task = self._scheduler.current
+        site = Site(operation, task.rank, task.program, lines_here(self._roots))
+        if site not in self._sites:
+            self._sites[site] = len(self._site_list)
+            self._site_list.append(site)
+        return self._sites[site]
+
+    def line_of(self, site: int) -> str:
+        """Return "file:line: text" of the site with this number."""
+        return text_of(self._site_list[site].lines[0])
+
+    def touched(self, addresses: Addresses) -> Parts:
+        """Return the regions that these addresses are in, each with its addresses; red zones belong to regions."""
+        if not addresses.size:
+            return []
+        low, high = int(addresses.min()), int(addresses.max())
+        regions = [region for region in self.regions if region.low <= high and low < region.high]
+        return [
+            (region, part)
+            for region in regions
+            if (part := addresses[(addresses >= region.low) & (addresses < region.high)]).size
+        ]
+
+    def _inside(self, region: Region, part: Addresses, size: int, site: int) -> Indices:
+        index = region.elements(part, size)
+        if region.freed:
+            self._refuse(f"symmetric buffer {region.key!r} of rank {region.rank} was accessed after it was freed", site)
+        if len(outside := index[(index < 0) | (index >= region.count)]):
+            element = f"element {int(outside[0])} of symmetric buffer {region.key!r} of rank {region.rank}"
+            self._refuse(f"{element} was accessed, but the buffer has {region.count} elements", site)
+        return index
+
+    def _refuse(self, what: str, site: int) -> None:
+        self._scheduler.stop(ProtocolError(f"{what}:\n  {self._site_list[site]}"))
+
+    def access(self, parts: Parts, size: int, operation: str, *, write: bool) -> int:
+        """Let the schedule switch ranks before a plain load or store, then check it; return the number of its site."""
+        task = self._scheduler.current
+        site = self.site(operation)
+        scalar = len(parts) == 1 and parts[0][1].size == 1
+        self._scheduler.switch(task, site, _words(parts) if scalar and not write else ())
+        if write or not scalar:
+            task.polled.clear()
+        for region, part in parts:
+            index = self._inside(region, part, size, site)
+            if region.checked:
+                self._check(region, index, site, write=write, atomic=False)
+        return site
+
+    def written(self, parts: Parts) -> None:
+        """Report a finished store: ranks that poll a word which it changed look again."""
+        for _, part in parts:
+            self._scheduler.changed(int(part.min()), int(part.max()))
+
+    def polled(self, parts: Parts, values: NDArray[Any], site: int) -> None:
+        """Report words that were read and not changed."""
+        numbers = tuple(values.tolist())
+
+        def where() -> str:
+            names = [region.name(int(i)) for region, part in parts for i in region.elements(part, 1)]
+            words = ", ".join(f"{name} is {number}" for name, number in zip(names, numbers, strict=True))
+            return f"{self.line_of(site)}\n    {words}"
+
+        self._scheduler.poll(self._scheduler.current, _words(parts), numbers, where)
+
+    def _check(self, region: Region, index: Indices, site: int, *, write: bool, atomic: bool) -> None:
+        task = self._scheduler.current
+        conflict = region.access(self.clocks, index, task.chain, site, write=write, atomic=atomic)
+        if conflict is not None:
+            why = explain(self.clocks, conflict.component, conflict.time, task.chain)
+            self._race(region, conflict.element, conflict.site, site, why)
+
+    def _race(self, region: Region, element: int, earlier: int, later: int, why: str) -> None:
+        sites = f"\n  {self._site_list[earlier]}\n  {self._site_list[later]}"
+        self._scheduler.stop(
+            RaceError(f"race on {region.name(element)}: nothing orders these accesses{sites}\n  {why}")
+        )
+
+    def atomic(
+        self,
+        operation: str,
+        parts: Parts,
+        semantics: Semantics,
+        perform: Callable[[], tuple[Any, NDArray[Any], NDArray[Any], NDArray[np.bool_]]],
+    ) -> Any:
+        """Perform an atomic operation on the words `parts`, and return its result.
+
+        perform() returns the result, the old and the new values of the words, and whether it stored each of them.
+        """
+        task, site = self._scheduler.current, self.site(operation)
+        self._scheduler.switch(task, site, _words(parts))
+        words: list[tuple[Region, int]] = []
+        for region, part in parts:
+            index = self._inside(region, part, region.step, site)
+            words += [(region, int(element)) for element in index]
+            if region.checked:
+                self._check(region, index, site, write=semantics.writes, atomic=True)
+        for region, element in words:
+            if region.checked:
+                self._scope(region, element, semantics.scope, site)
+        result, old, new, stored = perform()
+        for (region, element), done in zip(words, stored.tolist(), strict=True):
+            if region.checked:
+                self._order(region, element, semantics, bool(done), site)
+        if (stored & (old != new)).any():
+            task.polled.clear()
+            for _, part in parts:
+                self._scheduler.changed(int(part.min()), int(part.max()))
+        else:
+            self.polled(parts, old, site)
+        return result
+
+    def _order(self, region: Region, element: int, semantics: Semantics, stored: bool, site: int) -> None:
+        word = self.regions.index(region), element
+        line = self._site_list[site].lines[0]
+        self.clocks.atomic(
+            Atomic(
+                self._scheduler.current.chain,
+                word,
+                line,
+                releases=semantics.releases,
+                acquires=semantics.acquires,
+                stores=stored and semantics.writes,
+                modifies=semantics.modifies,
+                host=semantics.host,
+            )
+        )
+
+    def _scope(self, region: Region, element: int, scope: int, site: int) -> None:
+        """Report a race if an earlier atomic operation on the word is unordered and a scope is too narrow.
+
+        Two operations on one word that are not otherwise ordered are atomic to each other, and order other accesses,
+        only if the scopes of both include the two programs.
+        """
+        task = self._scheduler.current
+        word = self.regions.index(region), element
+        users = self._users.setdefault(word, {})
+        ranks, lines = self._word_lines.setdefault(word, (set(), set()))
+        ranks.add(task.rank)
+        lines.add(self._site_list[site].lines[0])
+        known = self.clocks.knows[task.chain]
+        for (chain, other), (time, other_site) in users.items():
+            needed = 2 if self._site_list[other_site].rank != task.rank else 1
+            if chain != task.chain and min(scope, other) < needed and time > known[chain + 1]:
+                where = "two ranks" if needed == 2 else "two programs"
+                narrow = self.line_of(site if scope < needed else other_site)
+                why = (
+                    f'scope="{_SCOPES[min(scope, other)]}" spans no {where}: "{_SCOPES[needed]}" is needed at {narrow}'
+                )
+                self._race(region, element, other_site, site, why)
+        users[task.chain, scope] = self.clocks.time(task.chain + 1), site
+
+    def shared_lines(self) -> set[Line]:
+        """Return the lines of the atomic operations on words that two ranks have accessed."""
+        return {line for ranks, lines in self._word_lines.values() if len(ranks) > 1 for line in lines}
+
+    def host_word(self, operation: str, region: Region, index: int, value: int | None) -> int:
+        """Set a word (release) or, without a value, read it (acquire); return its old value."""
+
+        address = region.base + index * region.step
+        semantics = HOST_WAIT if value is None else HOST_SIGNAL
+
+        def perform() -> tuple[int, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
+            assert region.words is not None
+            old = region.words[index : index + 1].copy()
+            if value is not None:
+                region.words[index] = np.int64(value).astype(np.int32)
+            return int(old[0]), old, region.words[index : index + 1].copy(), np.array([value is not None])
+
+        return int(self.atomic(operation, [(region, np.array([address], np.uint64))], semantics, perform))
+
+
+def _words(parts: Parts) -> tuple[int, ...]:
+    return tuple(int(address) for _, part in parts for address in part)

@@ -1,0 +1,199 @@
+"""The run of a protocol under one schedule: the ranks are threads that take turns, and their memory is checked."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tpfuse.explore.errors import ProtocolError
+from tpfuse.explore.memory import CheckedMemory
+from tpfuse.explore.scheduler import GRID, PLACE, Scheduler, Task
+from tpfuse.explore.schedules import Schedule
+from tpfuse.explore.shadow import Region
+from tpfuse.explore.sites import actor, is_foreign, text_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run; see `explore`."""
+
+    resident: int = 1
+    timeouts: bool = False
+    patience: int = 20
+    barrier_rule: bool = True
+    max_steps: int = 200_000
+
+
+_MEANT = (ValueError, RuntimeError)  # errors that the memory raises on purpose: misuse and time-outs
+
+
+class Run:
+    """A run of `world` ranks under one schedule. Each rank runs body(run, rank)."""
+
+    def __init__(self, body: Callable[["Run", int], None], world: int, schedule: Schedule, options: Options) -> None:
+        self.world, self.options = world, options
+        self.scheduler = Scheduler(schedule, patience=options.patience, max_steps=options.max_steps)
+        roots = frozenset({Run._live.__code__, Run._program.__code__})
+        self.memory = CheckedMemory(self.scheduler, options.barrier_rule, roots)
+        self.aborts = [Region("abort", rank, torch.Size([1]), torch.int32, checked=False) for rank in range(world)]
+        self.memory.regions += self.aborts
+        self._body = body
+        self._chains: dict[tuple[int, int], int] = {}  # (stream, program) -> chain
+        self._arrived: dict[str, list[Task]] = {}
+        self._fault: tuple[Exception, tuple[int, ...]] | None = None  # the last error of a kernel, and its program
+        self._missing: dict[int, int] = {}  # rank -> the rank that was missing when its wait was ended
+        self._programs_left: dict[int, int] = {}  # rank -> programs of its grid that have not begun
+        self.scheduler.on_stall, self.scheduler.describe = self._time_out, self._unbegun
+        self.scheduler.wrap = self._failure
+
+    def execute(self) -> BaseException | None:
+        """Run all ranks until they end or one fails; return the first failure."""
+        for rank in range(self.world):
+            self.scheduler.spawn(rank, self.memory.clocks.new_chain(), self._live)
+        self.scheduler.run()
+        return self.scheduler.error
+
+    def _live(self, task: Task) -> None:
+        self._body(self, task.rank)
+
+    def _failure(self, task: Task, error: BaseException) -> BaseException:
+        error_outside = error
+        while error.__cause__ is not None and type(error).__name__ == "InterpreterError":
+            error = error.__cause__
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+        if frames and Path(frames[-1][0]).parent == Path(__file__).parent and not isinstance(error, _MEANT):
+            return error  # a fault of the explorer, not of the explored program
+        program = self._fault[1] if self._fault and error_outside is self._fault[0] else None
+        places = [text_of(line) for line in frames if not is_foreign(line[0])][-1:]
+        message = f"{actor(task.rank, program)} raised {type(error).__name__}: {error}"
+        wrapped = ProtocolError("\n  at ".join([message, *places]))
+        wrapped.__cause__ = error
+        return wrapped
+
+    def launch(
+        self, grid: Sequence[int], begin: Callable[[tuple[int, ...]], None], kernel: Callable[[], object]
+    ) -> None:
+        """Run a launch of the current rank. begin(index) makes a program the current one of the interpreter."""
+        task = self.scheduler.current
+        indices = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
+        chains = [self._chain_of(task.stream, number) for number in range(len(indices))]
+        self._programs_left[task.rank] = len(indices)
+        if self.options.resident == 1 or len(indices) <= 1:
+            try:
+                for chain, index in zip(chains, indices, strict=True):
+                    self._program(task, chain, index, begin, kernel)
+            finally:
+                task.chain, task.program = task.stream, None
+        else:
+            self._interleave(task, chains, indices, begin, kernel)
+        task.polled.clear()
+        self.memory.clocks.join(task.stream, chains)
+
+    def _chain_of(self, stream: int, number: int) -> int:
+        if (stream, number) not in self._chains:
+            self._chains[stream, number] = self.memory.clocks.new_chain()
+        return self._chains[stream, number]
+
+    def _program(
+        self,
+        task: Task,
+        chain: int,
+        index: tuple[int, ...],
+        begin: Callable[[tuple[int, ...]], None],
+        kernel: Callable[[], object],
+    ) -> None:
+        task.chain, task.program = chain, index
+        task.polled.clear()
+        self._programs_left[task.rank] -= 1
+        self.memory.clocks.fork(task.stream, chain)
+        begin(index)
+        try:
+            kernel()
+        except Exception as error:
+            self._fault = error, index
+            raise
+
+    def _interleave(
+        self,
+        parent: Task,
+        chains: list[int],
+        indices: list[tuple[int, int, int]],
+        begin: Callable[[tuple[int, ...]], None],
+        kernel: Callable[[], object],
+    ) -> None:
+        """Let up to `resident` programs take turns; they begin in the order of the grid."""
+        children: list[Task] = []
+
+        def live(task: Task, chain: int, index: tuple[int, ...]) -> None:
+            self._program(task, chain, index, begin, kernel)
+            for waiting in [child for child in children if child.held][:1]:
+                waiting.held = ""
+            if all(child.done or child is task for child in children):
+                parent.held = ""
+
+        for chain, index in zip(chains, indices, strict=True):
+            body = lambda task, chain=chain, index=index: live(task, chain, index)  # noqa: E731
+            children.append(self.scheduler.spawn(parent.rank, parent.stream, body))
+            children[-1].held = "" if len(children) <= self.options.resident else PLACE
+        parent.held = GRID
+        self.scheduler.dispatch(parent)
+
+    def _unbegun(self) -> str:
+        waiting = [f"{left} of rank {rank}" for rank, left in self._programs_left.items() if left]
+        if not waiting:
+            return ""
+        return (
+            f"\n  programs that have not begun: {', '.join(waiting)} (resident={self.options.resident}): "
+            "does a program wait for a later one of its own grid?"
+        )
+
+    def aborted(self, rank: int) -> bool:
+        """Return whether the waits of the rank were ended."""
+        words = self.aborts[rank].words
+        assert words is not None
+        return bool(words[0])
+
+    def end_abort(self, rank: int) -> None:
+        """Allow the rank to wait again."""
+        words = self.aborts[rank].words
+        assert words is not None
+        words[0] = 0
+
+    def meet(self, what: str, *, joins: bool) -> int | None:
+        """Wait until every rank has called it. joins: whether this orders the ranks.
+
+        Return None, or the number of a missing rank if the wait was ended.
+        """
+        task, arrived = self.scheduler.current, self._arrived.setdefault(what, [])
+        site = self.memory.site(what)
+        self.scheduler.switch(task, site)
+        arrived.append(task)
+        if len(arrived) == self.world:
+            if joins:
+                self.memory.clocks.barrier([other.chain for other in arrived])
+            for other in arrived:
+                other.held = ""
+            arrived.clear()
+            self.scheduler.progress()
+        else:
+            task.held = f"{self.memory.line_of(site)}\n    {what}"
+        self.scheduler.dispatch(task)
+        return self._missing.pop(task.rank, None)
+
+    def _time_out(self) -> bool:
+        """End all waits when all ranks wait; return whether there were waits to end and the options allow it."""
+
+        meeting = any(self._arrived.values())
+        if not self.options.timeouts or (not meeting and all(self.aborted(rank) for rank in range(self.world))):
+            return False
+        for region in self.aborts:
+            assert region.words is not None
+            region.words[0] = 1
+        for arrived in self._arrived.values():
+            present = {task.rank for task in arrived}
+            for task in arrived:
+                task.held, self._missing[task.rank] = "", min(set(range(self.world)) - present)
+            arrived.clear()
+        return True

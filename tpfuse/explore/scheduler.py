@@ -1,0 +1,192 @@
+"""Threads that take turns: exactly one thread runs at a time, and another one continues only when `switch` is called.
+
+A run is therefore a list of choices, and the same choices give the same run. A thread that reads a word twice and finds
+the same value waits until another thread changes a word that it has read. When all threads wait, they may look
+`patience` times more (so that a bounded wait can give up by itself). After that it is a deadlock, which is found
+without measuring time.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tpfuse.explore.errors import DeadlockError, ExploreError, Stopped
+from tpfuse.explore.schedules import Schedule
+from tpfuse.explore.sites import actor
+
+GRID, PLACE = "the end of its grid", "its turn to begin"  # reasons for which a task is held
+
+
+class Task:
+    """A thread that takes turns with the others: a rank, or a program of its grid.
+
+    held: the reason why it cannot continue by itself; empty if it can. watched: the words whose change it waits for;
+    None if it does not wait for any. where: the description of the line at which it waits.
+    """
+
+    def __init__(self, number: int, rank: int, stream: int) -> None:
+        self.number, self.rank, self.stream, self.chain = number, rank, stream, stream
+        self.program: tuple[int, ...] | None = None
+        self.gate, self.done = threading.Semaphore(0), False
+        self.held, self.where = "", ""
+        self.watched: frozenset[int] | None = None
+        self.polled: dict[tuple[int, ...], object] = {}
+        self.woken = False  # whether it looks again because all threads waited, and not because of a change
+        self.thread: threading.Thread | None = None
+
+
+class Scheduler:
+    """A run of several threads that take turns.
+
+    on_stall: called when no thread can continue; returns whether it has ended waits. describe: returns more text for
+    the message of a deadlock. save, restore: keep and put back state that belongs to the running thread. wrap: turns a
+    thread's exception into the run's error. error: the error with which the run ended, or None.
+    """
+
+    def __init__(self, schedule: Schedule, *, patience: int, max_steps: int) -> None:
+        self._pick = schedule.start()
+        self._patience, self._max_steps, self._stalls = patience, max_steps, 0
+        self.tasks: list[Task] = []
+        self.current: Task
+        self.error: BaseException | None = None
+        self.steps = 0
+        self.log: list[tuple[int, int]] = []  # (task, site) of each step
+        self._finished = threading.Event()
+        self._stopping = False
+        self.on_stall: Callable[[], bool] = lambda: False
+        self.describe: Callable[[], str] = lambda: ""
+        self.save: Callable[[], Any] = lambda: None
+        self.restore: Callable[[Any], None] = lambda saved: None
+        self.wrap: Callable[[Task, BaseException], BaseException] = lambda task, error: error
+
+    def spawn(self, rank: int, stream: int, body: Callable[[Task], None]) -> Task:
+        """Start a new thread, which waits for its first turn."""
+        task = Task(len(self.tasks), rank, stream)
+        self.tasks.append(task)
+        task.thread = threading.Thread(target=self._live, args=(task, body), daemon=True)
+        task.thread.start()
+        return task
+
+    def run(self) -> None:
+        """Let the threads run until all have ended or one fails; `error` is the failure."""
+        ready = self._ready()
+        self.current = self.tasks[self._pick(ready, -1, 0) if len(ready) > 1 else 0]
+        self.current.gate.release()
+        try:
+            self._finished.wait()
+        finally:
+            self._halt()
+            for task in self.tasks:
+                assert task.thread is not None
+                task.thread.join()
+
+    def _live(self, task: Task, body: Callable[[Task], None]) -> None:
+        task.gate.acquire()
+        try:
+            if self._stopping:
+                return
+            body(task)
+            task.done = True
+            if all(other.done for other in self.tasks):
+                self._finished.set()
+            else:
+                self.dispatch(task)
+        except Stopped:
+            pass
+        except BaseException as error:
+            if not self._stopping:
+                self._fail(self.wrap(task, error))
+
+    def _halt(self) -> None:
+        self._stopping = True
+        for task in self.tasks:
+            task.gate.release()
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        self._halt()
+        self._finished.set()
+
+    def stop(self, error: ExploreError) -> None:
+        """End the run with this error. It raises Stopped."""
+        if not self._stopping:
+            self._fail(error)
+        raise Stopped
+
+    def switch(self, task: Task, site: int, words: tuple[int, ...] = ()) -> None:
+        """Let the schedule choose the next thread, before each operation on symmetric memory.
+
+        words: the addresses that the operation may be polling.
+        """
+        if self._stopping:
+            raise Stopped
+        self.steps += 1
+        self.log.append((task.number, site))
+        if self.steps > self._max_steps:
+            self.stop(DeadlockError(f"still running after {self._max_steps} steps: {self._places()}"))
+        if task.watched is not None and not (words and task.watched.issuperset(words)):
+            task.watched = None
+        self.dispatch(task)
+
+    def _ready(self) -> list[int]:
+        return [t.number for t in self.tasks if not t.done and not t.held and t.watched is None]
+
+    def dispatch(self, task: Task) -> None:
+        """Let the schedule choose the next thread; return at the next turn of this thread."""
+        if self._stopping:
+            raise Stopped
+        ready = self._ready()
+        while not ready:
+            if not self._look_again():
+                self.stop(DeadlockError(f"deadlock: {self._places()}{self.describe()}"))
+            ready = self._ready()
+        number = ready[0] if len(ready) == 1 else self._pick(ready, task.number, self.steps)
+        if number == task.number:
+            return
+        saved = self.save()
+        self.current = self.tasks[number]
+        self.current.gate.release()
+        if not task.done:
+            task.gate.acquire()
+            if self._stopping:
+                raise Stopped
+            self.restore(saved)
+
+    def _look_again(self) -> bool:
+        waiting = [task for task in self.tasks if task.watched is not None]
+        if waiting and self._stalls < self._patience:
+            self._stalls += 1
+        elif self.on_stall():
+            self._stalls = 0
+        else:
+            return False
+        for task in waiting:
+            task.watched, task.woken = None, True
+        return True
+
+    def poll(self, task: Task, words: tuple[int, ...], values: object, where: Callable[[], str]) -> None:
+        """Record that words were read and not changed: reading the same values again counts as waiting for a change."""
+        if task.polled.get(words) == values:
+            task.watched, task.where = frozenset(address for group in task.polled for address in group), where()
+        task.polled[words] = values
+
+    def changed(self, low: int, high: int) -> None:
+        """Record that memory from `low` to `high` was written: threads that wait for a word there look again."""
+        self.progress()
+        for task in self.tasks:
+            if task.watched is not None and any(low <= address <= high for address in task.watched):
+                task.watched, task.woken = None, False
+                task.polled.clear()
+
+    def progress(self) -> None:
+        """Record an event for which other threads may have waited: none of them counts as stalled any more."""
+        self._stalls = 0
+
+    def _places(self) -> str:
+        places = []
+        for task in self.tasks:
+            if task.done and task.program is None:
+                places.append(f"{actor(task.rank, None)} has ended")
+            elif not task.done and task.held not in (GRID, PLACE):
+                places.append(f"{actor(task.rank, task.program)} waits at {task.held or task.where}")
+        return "".join(f"\n  {place}" for place in places)

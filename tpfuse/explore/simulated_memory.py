@@ -1,0 +1,115 @@
+"""Symmetric memory of ranks that take turns in one process, in which every access and every wait is checked."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
+from tpfuse.explore.run import Run
+from tpfuse.explore.shadow import Region
+
+
+class SharedBuffers:
+    """The parts of each buffer that the memories of all ranks share, by key and by how often the buffer was made."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.parts: dict[tuple[str, int], list[Region]] = {}
+
+
+class SimulatedMemory(SymmetricMemory):
+    """The symmetric memory of one rank of an explored program.
+
+    The host's `signal` and `wait_signal` order everything that the signalling rank has done before; `barrier` orders
+    everything that all ranks have done before. A wait ends by itself only under `explore(..., timeouts=True)` and only
+    if no rank can continue: then every rank's abort word is set, kernels return, and `wait_signal`, `barrier` and
+    `guard` raise PeerTimeout, until all ranks call `reset`.
+    """
+
+    backend = "simulated"
+
+    def __init__(self, shared: SharedBuffers, rank: int, timeout: float = 60.0) -> None:
+        super().__init__(rank, shared.run.world, torch.device("cpu"), timeout)
+        self._run, self._shared = shared.run, shared
+        self._made: dict[str, int] = {}
+        self._regions: dict[str, list[Region]] = {}
+
+    @property
+    def abort(self) -> Tensor:
+        return self._run.aborts[self.rank].tensor
+
+    def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
+        generation = self._made[key] = self._made.get(key, 0) + 1
+        parts = self._shared.parts.get((key, generation))
+        if parts is None:
+            parts = [Region(key, rank, shape, dtype) for rank in range(self.world)]
+            self._shared.parts[key, generation] = parts
+            self._run.memory.regions += parts
+        elif (parts[0].shape, parts[0].dtype) != (shape, dtype):
+            raise Disagreement(
+                f"symmetric buffer {key!r}: rank {self.rank} asks for {dtype} {tuple(shape)}, "
+                f"another rank for {parts[0].dtype} {tuple(parts[0].shape)}"
+            )
+        self._regions[key] = parts
+        self._meet(f"buffer {key!r}", joins=False)
+        addresses = torch.tensor([part.base for part in parts], dtype=torch.int64)
+        return SymmetricBuffer(key, [part.tensor for part in parts], self.rank, addresses)
+
+    def _release(self, buffer: SymmetricBuffer) -> None:
+        self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays, so that later accesses are reported
+
+    def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+        self._run.memory.host_word("signal", self._word(flags, owner, index), index, int(value))
+
+    def wait_signal(
+        self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
+    ) -> None:
+        region = self._word(flags, owner, index)
+        while True:
+            current = self._run.memory.host_word("wait_signal", region, index, None)
+            if wrapped(current - value) >= 0:
+                return
+            if self._run.aborted(self.rank):
+                raise self._timeout(op, owner if peer is None else peer)
+
+    def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> Region:
+        if flags.dtype != torch.int32 or not 0 <= index < flags.shape.numel():
+            shape = f"{flags.dtype} {tuple(flags.shape)}"
+            raise ValueError(f"word {index} of signals {flags.key!r}, {shape}: expected int32 and an index within them")
+        flags.local  # raises if the buffer was freed  # noqa: B018
+        return self._regions[flags.key][owner]
+
+    def barrier(self, op: str = "barrier") -> None:
+        self._check_abort(op)
+        self._meet(op, joins=True)
+
+    def _meet(self, what: str, *, joins: bool) -> None:
+        missing = self._run.meet(what if what == "barrier" else f"barrier {what!r}", joins=joins)
+        if missing is not None:
+            raise self._timeout(what, missing)
+
+    def _timeout(self, op: str, peer: int | None) -> PeerTimeout:
+        return PeerTimeout(op, step=self.step, rank=self.rank, peer=peer, waited=self.timeout, detail="simulated")
+
+    @contextlib.contextmanager
+    def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> Iterator[None]:
+        self._check_abort(op)
+        yield
+        self._check_abort(op)
+
+    def _check_abort(self, op: str) -> None:
+        if self._run.aborted(self.rank):
+            raise self._timeout(op, None)
+
+    def reset(self) -> None:
+        self._meet("reset", joins=True)
+        for key in self._signals & self._buffers.keys():
+            words = self._regions[key][self.rank].words
+            assert words is not None
+            words[:] = 0  # between two barriers of all ranks, so that no rank accesses them now
+        self._run.end_abort(self.rank)
+        self.generation += 1
+        self._meet("reset", joins=True)

@@ -1,0 +1,88 @@
+"""Torch operations on symmetric memory, which count as reads and writes of the rank's stream."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpfuse.explore.memory import Addresses, CheckedMemory
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class LeavingTorch(TorchFunctionMode):
+    """Reports the elements that `tolist` reads to a run; torch's dispatcher does not see them."""
+
+    def __init__(self, memory: CheckedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.tolist and (parts := self._memory.touched(_addresses(args[0]))):
+            self._memory.access(parts, args[0].element_size(), "tolist", write=False)
+        return func(*args, **(kwargs or {}))
+
+
+class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports the elements that the torch operations of one rank read and write to a run.
+
+    Accesses outside torch (`numpy`, `data_ptr`) are not seen.
+    """
+
+    def __init__(self, memory: CheckedMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace not in ("aten", "prim", "prims"):
+            with self:  # a custom operator: the operations inside it are reported
+                return func.redispatch(_CPU, *args, **kwargs)
+        written = []
+        for tensor, write in _operands(func, args, kwargs):
+            parts = self._memory.touched(_addresses(tensor))
+            if parts:
+                self._memory.access(parts, tensor.element_size(), func.__name__.partition(".")[0], write=write)
+                written += parts if write else []
+        result = func(*args, **kwargs)
+        self._memory.written(written)
+        return result
+
+
+def _operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the tensors whose elements the operation reads (False) or writes (True); reads come first."""
+    schema: Any = func._schema  # type: ignore[attr-defined]
+    name = schema.name.removeprefix("aten::")
+    views = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    shapes_only = name.startswith("new_") or name.endswith("_like")
+    if views or shapes_only or torch.Tag.inplace_view in func.tags:  # type: ignore[attr-defined]
+        return
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    writes = []
+    for argument in schema.arguments:
+        value = given.get(argument.name)
+        tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes += tensors
+        else:
+            yield from ((tensor, False) for tensor in tensors)
+    yield from ((tensor, True) for tensor in writes)
+
+
+def _addresses(tensor: Tensor) -> Addresses:
+    """Return the address of each element; an empty array for tensors that have no plain CPU storage."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return np.zeros(0, np.uint64)
+    offsets: Any = np.zeros((), np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = offsets[..., None] + np.arange(size) * stride
+    addresses: Addresses = (tensor.data_ptr() + offsets.ravel() * tensor.element_size()).astype(np.uint64)
+    return addresses
