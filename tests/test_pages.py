@@ -74,14 +74,13 @@ def _missing(page: Path) -> Iterator[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/(\w+\.md)", (ROOT / "README.md").read_text()))
-    assert linked == {page.name for page in DOCS} - {"index.md"}
-    listed = re.findall(r"^\w+$", (ROOT / "docs" / "index.md").read_text(), re.M)
-    assert {f"{name}.md" for name in listed} == linked
+def test_every_page_is_in_the_index() -> None:
+    index, pages = (ROOT / "docs" / "index.md").read_text(), {page.stem for page in DOCS} - {"index"}
+    assert set(re.findall(r"\]\((\w+)\.md\)", index)) == set(re.findall(r"^\w+$", index, re.M)) == pages
+    assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
 def test_the_reference_has_every_public_name() -> None:
