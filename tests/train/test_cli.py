@@ -60,8 +60,7 @@ def test_a_run_writes_its_files(trained: Path) -> None:
     rows = read_metrics(trained / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 3, 6, 9, 12]
     names = {"step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "seconds"}
-    names |= {"sent_bytes", "received_bytes", "mean_loss", "worked_seconds", "waited_seconds", "stragglers"}
-    names |= {"pipeline_idle", "predicted_idle"}
+    names |= {"sent_bytes", "received_bytes", "mean_loss", "pipeline_idle", "predicted_idle"}
     assert all(set(row) == names for row in rows)
     assert all(row["sent_bytes"] == row["received_bytes"] == 0 for row in rows[1:]), "one rank"
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [0, 6, 12]
@@ -419,10 +418,15 @@ def test_metrics_survive_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixtur
     reporter._file = file  # type: ignore[assignment]
     for step in range(1, 6):
         file.broken = step in (2, 3)
-        reporter.add(Row(step, 1.0, None, 0.1, 0.5, 100.0, 0.1, 1000, float(step)), None)
+        idle = [0.25, 0.5] if step == 5 else None
+        reporter.add(Row(step, 1.0, None, 0.1, 0.5, 100.0, 0.1, 1000, float(step), pipeline_idle=idle), None)
     reporter.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     assert capfd.readouterr().err.count("cannot write metrics of step 2: No space left on device") == 1
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    curves = {tag: board.Scalars(tag)[0].value for tag in board.Tags()["scalars"] if "idle" in tag}
+    assert curves == {"pipeline_idle/0": 0.25, "pipeline_idle/1": 0.5}, "a curve for each rank"
 
 
 def test_loss_png_shows_both_losses_and_the_unigram_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,6 @@ def test_a_pipeline_trains_resumes_and_is_used_as_a_run_of_one_rank(
     for row in rows[1:]:
         for shares in (row["pipeline_idle"], row["predicted_idle"]):
             assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
-        assert row["stragglers"] == []
     validated = [
         [row["val_loss"] for row in read_metrics(run / "metrics.jsonl") if row["val_loss"]] for run in (one, piped)
     ]

@@ -22,7 +22,6 @@ from tpfuse.train.metrics import read_metrics
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline
 from tpfuse.train.watch import PICTURE, open_server
 
-OF_RANKS = ("Work of each rank in a step, ms", "Waiting of each rank for others in a step, ms")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -150,24 +149,3 @@ def test_a_browser_draws_the_charts(address: str, tmp_path: Path) -> None:
     captions = _captions(shown)
     assert list(captions)[:2] == ["Loss, nats per token", "Tokens per second"] and len(captions) >= 6
     assert sum(captions.values()) == len(captions) + 1, "two lines of losses"
-    assert not captions.keys() & set(OF_RANKS) and '<p id="stragglers"></p>' in shown, "it was a single rank"
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize(("ranks", "lines"), [(2, 2), (16, 16), (17, 3)])
-def test_a_browser_draws_the_work_and_the_waits_of_ranks(
-    address: str, copied: Path, tmp_path: Path, ranks: int, lines: int
-) -> None:
-    path = copied / "metrics.jsonl"
-    first, *rows = read_metrics(path)
-    work = [*[0.08] * (ranks - 1), 0.12]
-    new = {"worked_seconds": work, "waited_seconds": work[::-1], "stragglers": [ranks - 1]}
-    path.write_text("".join(json.dumps(row) + "\n" for row in (first, *(row | new for row in rows))))
-    shown = _shown(address, tmp_path)
-    told = f"The others wait for rank {ranks - 1}: it works for 120 ms in a step, and the median rank for 80 ms."
-    assert f'<p id="stragglers">{told}</p>' in shown
-    captions = _captions(shown)
-    assert [captions[caption] for caption in OF_RANKS] == [lines, lines]
-    labels = re.findall(r"<span[^>]*>((?:rank|longest|median|shortest)[^<]*)<", shown)[:lines]
-    assert labels[0] == ("longest 120" if ranks > 16 else "rank 0: 80") and len(set(labels)) == lines

@@ -432,7 +432,7 @@ class ControlBlock:
         store_release(self.local.addresses[field : field + 1], np.array([value], np.int64))
         backoff = Backoff()
         for rank, state in enumerate(self.states):
-            with trace.waiting(op, self.ranks[rank]):
+            with trace.span("wait", op, peer=self.ranks[rank]):
                 while True:
                     if heed_abort and self.local.abort[0]:
                         raise self.fail(op, rank, backoff.waited)

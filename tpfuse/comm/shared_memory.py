@@ -92,7 +92,8 @@ class SharedMemory(HostCoordinatedMemory):
         view, address = self._word(flags, owner, index)
         peer = owner if peer is None else peer
         if self.control.aborted or wrapped(int(view[0]) - value) < 0:
-            with trace.waiting(op, self.control.ranks[peer], self._flow(flags, owner, index, value)):
+            flow = self._flow(flags, owner, index, value)
+            with trace.span("wait", op, peer=self.control.ranks[peer], flow=flow):
                 self._wait(view, address, value, peer, op)
         elif trace.is_observed():  # the signal has come before the wait
             with trace.span("wait", op, "", self.control.ranks[peer], self._flow(flags, owner, index, value)):

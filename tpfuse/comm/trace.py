@@ -181,46 +181,6 @@ def operator(name: str, implementation: str) -> Callable[[_Method], _Method]:
     return decorated
 
 
-class _Waiting:
-    """A wait of the host for other ranks: counted always, and marked as a span if an observer watches."""
-
-    __slots__ = ("_span", "_started")
-
-    def __init__(self, kind: Kind, name: str, peer: int | None, flow: str) -> None:
-        self._span = span(kind, name, "", peer, flow)
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter_ns()
-        self._span.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        global _waited
-        self._span.__exit__(kind, error, trace)
-        _waited += time.perf_counter_ns() - self._started
-
-
-_waited = 0
-
-
-def waiting(name: str, peer: int | None, flow: str = "", kind: Kind = "wait") -> _Waiting:
-    """Returns a context manager for a wait of the host, which `waited_seconds` counts.
-
-    kind: "communication" if the wait cannot be told from the communication itself, as in a collective of Gloo.
-    """
-    return _Waiting(kind, name, peer, flow)
-
-
-def waited_seconds() -> float:
-    """Returns the seconds for which this process has waited for other ranks so far.
-
-    On CPUs they contain collectives of Gloo. On GPUs the waits of kernels, and NCCL's, are not in them: there the host
-    does not wait.
-    """
-    return _waited / 1e9
-
-
 class _CudaMarks:
     """Marks on CUDA's current stream. `nanoseconds` is for after a synchronisation."""
 

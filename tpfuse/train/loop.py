@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
-from socket import gethostname
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -20,7 +19,7 @@ import tpfuse
 from tpfuse.backend import resolved_kernels, set_implementation, set_kernels
 from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
-from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.measurement import measuring
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
@@ -63,7 +62,6 @@ from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
 from tpfuse.train.stop import StopRequest
-from tpfuse.train.stragglers import STEPS, Stragglers
 from tpfuse.train.tokenizer import document_start
 from tpfuse.train.trainer import StepResult, Trainer
 
@@ -169,7 +167,6 @@ class TrainingLoop:
         self.profile = StepProfile(
             run.options.profile, self.trainer.model, self.trainer.layout, world, device, options.compile
         )
-        self.stragglers = Stragglers(options.straggler_share, run.options.parallel.pp)
         self.prediction = prediction(run.options, run.config, *name_and_memory(device), info.local_world)
         self.predicted: Timeline | None = None  # the step of a pipeline
         self.predicted_idle: list[float] | None = None  # of each rank
@@ -180,9 +177,6 @@ class TrainingLoop:
                 self.predicted = predicted_timeline(run.options, run.config)
             size = info.world // run.options.parallel.pp  # ranks with the same stages follow each other
             self.predicted_idle = [self.predicted.idle_share(rank // size) for rank in range(info.world)]
-        self.hosts: list[str] = []  # the host of each rank, if the ranks' times are measured
-        if self.trainer.clock.measures and world is not None:
-            self.hosts = gather_objects(gethostname(), world, op="gathering names of hosts")
         self.held_before = held  # bytes that Python and torch themselves hold
         self.decisions: dict[str, Decision] = {}  # the implementations by which the ranks compute their products
         if run.checkpoint is not None:
@@ -407,8 +401,6 @@ class TrainingLoop:
             if result.skipped and self.first:
                 warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
             results.append(result)
-            if self.first and result.worked:
-                self._name_stragglers(result.worked)
             due = step % options.log_every == 0 or last or result.stop
             evaluated = bool(options.eval_every) and (step % options.eval_every == 0 or last)
             if due or evaluated:
@@ -427,14 +419,6 @@ class TrainingLoop:
             if result.stop and not last:
                 return True
         return False
-
-    def _name_stragglers(self, worked: Sequence[float]) -> None:
-        """Warns of each rank that has become a straggler. worked: each rank's seconds of work in a step."""
-        for straggler in self.stragglers.add(worked):
-            warn(
-                f"{named(straggler.rank)} on {self.hosts[straggler.rank]} has worked {straggler.excess:.0%} longer than"
-                f" the median rank in the last {STEPS} steps: the others wait for it"
-            )
 
     def _first_step(self) -> StepResult:
         """Runs a step in which the ranks measure which implementations are the fastest here.
@@ -480,9 +464,6 @@ class TrainingLoop:
             result.sent,
             result.received,
             fmean(each.loss for each in results),
-            _means([each.worked for each in results if each.worked]),
-            _means([each.waited for each in results if each.waited]),
-            sorted(self.stragglers.present) if any(each.worked for each in results) else None,
             _means([each.idle for each in results if each.idle]),
             self.predicted_idle,
         )

@@ -33,13 +33,10 @@ class Row:
     previous row. mfu: in [0, 1], on CPU relative to the best rate so far. memory_bytes: the most bytes that torch has
     allocated on a GPU, or that the process has held on CPU. seconds: since this start of the run. sent_bytes,
     received_bytes: the bytes of gradients and parameters that the first rank exchanged with data-parallel ranks in this
-    step. worked_seconds, waited_seconds: for each rank the mean seconds of a step for which it worked, and waited for
-    other ranks; a step's seconds are known one step later, so these are means of the steps from the previous row's to
-    the one before this row's. stragglers: the ranks that were stragglers then (see `tpfuse.train.stragglers`). These
-    three are None on GPUs and for a single rank. pipeline_idle: for each rank the mean share of the pipeline's time, in
-    the steps since the previous row, in which it did not compute; predicted_idle: that share as it was predicted for
-    the GPU, or, where the GPU is not known, if passes took time by their operations alone; both are None without a
-    pipeline, and the first also on GPUs. The other values are None in a row that has only a val_loss.
+    step. pipeline_idle: for each rank the mean share of the pipeline's time, in the steps since the previous row, in
+    which it did not compute; predicted_idle: that share as it was predicted for the GPU, or, where the GPU is not
+    known, if passes took time by their operations alone; both are None without a pipeline, and the first also on GPUs.
+    The other values are None in a row that has only a val_loss.
     """
 
     step: int
@@ -54,9 +51,6 @@ class Row:
     sent_bytes: int | None = None
     received_bytes: int | None = None
     mean_loss: float | None = None
-    worked_seconds: list[float] | None = None
-    waited_seconds: list[float] | None = None
-    stragglers: list[int] | None = None
     pipeline_idle: list[float] | None = None
     predicted_idle: list[float] | None = None
 
@@ -116,8 +110,8 @@ def _scalars(values: dict[str, Any]) -> dict[str, float]:
     """Returns the values of a row that are numbers; of a list there is one for each rank, NAME/RANK."""
     scalars: dict[str, float] = {}
     for name, value in values.items():
-        if isinstance(value, list) and name.endswith(("_seconds", "_idle")):
-            scalars |= {f"{name}/{rank}": seconds for rank, seconds in enumerate(value)}
+        if isinstance(value, list):
+            scalars |= {f"{name}/{rank}": share for rank, share in enumerate(value)}
         elif isinstance(value, int | float):
             scalars[name] = value
     return scalars

@@ -144,9 +144,6 @@ class TrainOptions:
     """Keep this number of newest checkpoints and delete older ones. 0: keep all."""
     log_every: Keeps[int] = 10
     """Report loss and speed each time this number of steps has passed."""
-    straggler_share: Keeps[float] = 0.2
-    """Warn of a rank that works longer than the median rank by more than this share in 30 successive steps, on CPUs.
-    0: never."""
     expandable_segments: Keeps[bool] = True
     """Let torch's CUDA allocator grow its segments, which loses less memory to fragmentation."""
 

@@ -95,8 +95,7 @@ def check_numbers(options: TrainCommand) -> None:
         "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 0),
         "train.eval-every": (train.eval_every, 0), "train.eval-batches": (train.eval_batches, 1),
         "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0),
-        "train.log-every": (train.log_every, 1), "train.straggler-share": (train.straggler_share, 0),
-        "comm.timeout": (options.comm.timeout, 1),
+        "train.log-every": (train.log_every, 1), "comm.timeout": (options.comm.timeout, 1),
         "optim.clip": (optim.clip, 0), "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0),
         "optim.min-lr": (optim.min_lr, 0), "parallel.measure-seconds": (options.parallel.measure_seconds, -1),
     }  # fmt: skip

@@ -4,7 +4,6 @@ The loss is the sum over all labels of the batch divided by their number, in eve
 different sequences, context-parallel ranks have different tokens of the same sequences, and gradients are summed over
 both. At the end of each backward pass, the ranks sum one small vector: the squared norm of the gradient, the loss, the
 number of labels, and whether a rank was asked to stop. So all ranks see the same numbers and take the same decision.
-The same sum tells all ranks how long each of them worked and waited in the previous step.
 """
 
 from collections import Counter
@@ -26,7 +25,7 @@ from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
 from tpfuse.ops.cross_entropy import is_ignored
 from tpfuse.parallel.pipeline.runner import Runner
-from tpfuse.parallel.pipeline.timeline import Timeline
+from tpfuse.parallel.pipeline.timeline import Interval, Timeline
 from tpfuse.train.batches import MicroBatch, Windows
 from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiler_errors
@@ -36,7 +35,6 @@ from tpfuse.train.language_model import ModelConfig, blocks_of, language_model, 
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages
 from tpfuse.train.schedule import learning_rate
-from tpfuse.train.stragglers import StepClock
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -56,10 +54,9 @@ class StepResult:
 
     loss: in nats per token. grad_norm: the norm of the gradient before clipping. lr: the learning rate. stop: whether
     any rank was asked to stop. sent, received: the bytes of gradients and parameters that this rank exchanged with
-    ranks that have the same parameters. skipped: whether float16 overflowed, so that no update was made. worked,
-    waited: for each rank of the world the seconds for which it worked, and waited for other ranks, in the previous
-    step; empty if they are not known (see `tpfuse.train.stragglers.StepClock`). idle: for each rank of the world the
-    share of the pipeline's time in which it did not compute in this step; empty without a pipeline and on GPUs.
+    ranks that have the same parameters. skipped: whether float16 overflowed, so that no update was made. idle: for
+    each rank of the world the share of the pipeline's time in which it did not compute in this step; empty without a
+    pipeline and on GPUs.
     """
 
     loss: float
@@ -69,8 +66,6 @@ class StepResult:
     sent: int = 0
     received: int = 0
     skipped: bool = False
-    worked: tuple[float, ...] = ()
-    waited: tuple[float, ...] = ()
     idle: tuple[float, ...] = ()
 
 
@@ -105,7 +100,6 @@ class Trainer:
         self.tp_rank, self.tp = rank_and_size(self.model_group)
         _, self.replicas = rank_and_size(self.replica_group)
         self.rank, self.world = rank_and_size(self.world_group)
-        self.clock = StepClock(device, self.world)
         self.language_model = language_model(config, options, mesh, device, self.dtype)
         self.model, self.context = self.language_model.module, self.language_model.context
         groups = self.model_group, self.replica_group, self.stage_group, self.pipeline_group, self.world_group
@@ -203,13 +197,18 @@ class Trainer:
         modules = {index: model.modules_of(stage) for index, stage in stages.items()}
         return Runner(pipeline_order(self.options), compute, modules, group, self.device)
 
+    @property
+    def _intervals(self) -> list[Interval]:
+        """Returns what this rank computed in the last step of a pipeline, in s; on GPUs the host does not know that."""
+        return self.runner.intervals if self.runner is not None and self.device.type == "cpu" else []
+
     def measured_timeline(self) -> Timeline | None:
         """Returns what the ranks of this rank's pipeline computed in the last step, in s since the first one began.
 
         None without a pipeline, before a first step, and on GPUs, where the host does not wait for computations.
         Collective. Ranks of several hosts are compared by the hosts' clocks.
         """
-        if self.runner is None or self.pipeline_group is None or not self.clock.measures or not self.runner.intervals:
+        if self.runner is None or self.pipeline_group is None or not self._intervals:
             return None
         own = self.runner.began, self.runner.intervals
         rows = gather_objects(own, self.pipeline_group, op="times of a pipeline's step")
@@ -280,10 +279,6 @@ class Trainer:
         Raises RunError, which names the step and the layer, before the update if the loss or the gradient is not finite
         on any rank.
         """
-        with self.clock:
-            return self._train_step(windows, stop_wanted)
-
-    def _train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
         options = self.options
         tokens = self.tokens_per_step
         at = (options.train.seed, self.step)
@@ -310,7 +305,7 @@ class Trainer:
                     total += loss / weight
         with span("phase", "gradients"):
             self.engine.finish()
-            squared, whole, labels, stop, worked, waited, idle = self._agree(total, _labels(batches), stop_wanted())
+            squared, whole, labels, stop, idle = self._agree(total, _labels(batches), stop_wanted())
         for memory in connected():
             memory.check()
         if not labels:
@@ -318,7 +313,7 @@ class Trainer:
         share = tokens / labels  # `weight` is that of a batch in which every token has a label
         norm = squared**0.5 / self.loss_scale * share
         lr = learning_rate(options.optim, self.step, options.train.steps, tokens, self.ahead)
-        result = StepResult(whole / labels, norm, lr, stop, worked=worked, waited=waited, idle=idle)
+        result = StepResult(whole / labels, norm, lr, stop, idle=idle)
         if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
         factor = share / self.loss_scale
@@ -337,29 +332,23 @@ class Trainer:
     ) -> list[MicroBatch]:
         return [MicroBatch(ids, targets, weight, at, sequences) for ids, targets, sequences in batches]
 
-    def _agree(
-        self, total: Tensor, labels: Tensor, stop: bool
-    ) -> tuple[float, float, float, bool, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    def _agree(self, total: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
         """Returns the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
-        any rank must stop, and what `StepResult` has of each rank: worked, waited, idle.
+        any rank must stop, and `StepResult.idle`.
         """
-        times = 4 * self.world if self.clock.measures else 0
-        vector = torch.zeros(4 + times, dtype=torch.float64, device=self.device)
+        measures = self.runner is not None and self.device.type == "cpu"  # the same on all ranks
+        vector = torch.zeros(4 + 2 * self.world * measures, dtype=torch.float64, device=self.device)
         vector[0] = self.engine.squared_norm()
         if self.tp_rank == 0:
             vector[1] = total
         vector[2], vector[3] = labels, float(stop)
-        if times:  # each rank fills in its own entries, and the sum has those of all ranks
-            intervals = [] if self.runner is None else self.runner.intervals
+        if intervals := self._intervals:  # each rank fills in its own entries, and the sum has those of all ranks
             busy = sum(interval.end - interval.start for interval in intervals)
-            own = (*(self.clock.last or (0.0, 0.0)), busy, intervals[-1].end if intervals else 0.0)
-            vector[4 + self.rank :: self.world] = torch.tensor(own, dtype=torch.float64)
+            vector[4 + self.rank :: self.world] = torch.tensor((busy, intervals[-1].end), dtype=torch.float64)
         squared, loss, counted, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
-        worked, waited, busy_s, ended = (tuple(seconds[i * self.world : (i + 1) * self.world]) for i in range(4))
-        if self.clock.last is None:
-            worked = waited = ()
+        busy_s, ended = seconds[: self.world], seconds[self.world :]
         idle = tuple(1.0 - busy / max(ended) for busy in busy_s) if any(ended) else ()
-        return squared, loss, counted * self.dp / self.world, stopping > 0, worked, waited, idle
+        return squared, loss, counted * self.dp / self.world, stopping > 0, idle
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         """Halves the loss scale and makes no update in float16. Raises RunError if that cannot help."""

@@ -65,7 +65,7 @@ class CollectiveHandle:
         if self._work is None:
             return
         flow = self._flow() if trace.is_observed() else ""
-        with self.name_missing_rank(), trace.waiting(self._op, None, flow, "communication"):
+        with self.name_missing_rank(), trace.span("communication", self._op, flow=flow):
             self._work.wait(*self._deadline)
 
     def _flow(self) -> str:

@@ -44,7 +44,7 @@ class _Transfer:
         """Blocks the caller (on CUDA the current stream) until the transfer has ended. Raises PeerTimeout."""
         ranks, started = dist.get_process_group_ranks(self._group), time.monotonic()
         try:
-            with trace.waiting(self._op, ranks[self._peer], self._flow, "communication"):
+            with trace.span("communication", self._op, peer=ranks[self._peer], flow=self._flow):
                 self._work.wait(*self._deadline)
         except RuntimeError as error:
             if not is_lost_peer(error):
