@@ -9,7 +9,6 @@ whole sequences. tpfuse runs with sequence parallelism and without it. Losses mu
 have one thread each; the single process has as many threads as there are ranks. The candidates take turns.
 """
 
-import argparse
 import os
 import tempfile
 from typing import Any
@@ -23,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tpfuse
 from benchmarks.bench_tensor_parallel import of_others, set_threads
-from benchmarks.harness import keep, percentiles
+from benchmarks.harness import Parser, percentiles, write_row
 from benchmarks.timing import seconds_per_call
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.hardware import keep_freed_memory
@@ -92,7 +91,7 @@ def make_folder(folder: str, width: int) -> None:
 
 def main() -> None:
     """Print a line for each candidate and keep a row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -123,7 +122,8 @@ def main() -> None:
         print(f"{name:<26}{figure['median']:>10.2f} ms{figure['median'] / figures[OURS]['median']:>8.2f} x tpfuse")
     print(f"other programs took {others:.0%} of the cores")
     sizes = {"tokens": arguments.tokens, "width": arguments.width, "layers": _LAYERS, "ranks": arguments.ranks}
-    keep("existing_models", sizes | {"others": round(others, 3)} | {f"{name}_ms": x for name, x in figures.items()})
+    row = sizes | {"others": round(others, 3)} | {f"{name}_ms": x for name, x in figures.items()}
+    write_row("existing_models", row, arguments.keep)
     for pool in (ranks, alone):
         pool.close()
 

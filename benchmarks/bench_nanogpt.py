@@ -11,7 +11,6 @@ step times. Each program's own clock measures them, with everything in the loop 
 step. Loss: both programs train 2000 steps and evaluate 200 batches.
 """
 
-import argparse
 import json
 import pickle
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import keep, percentiles
+from benchmarks.harness import Parser, percentiles, write_row
 
 TOKENS = 12 * 64
 PEER = (
@@ -79,7 +78,7 @@ def run_ours(text: Path, out: Path, steps: int, evaluate: bool) -> tuple[list[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--nanogpt", type=Path, required=True, help="folder with a checkout of nanoGPT")
     parser.add_argument("--text", type=Path, required=True, help="file with tiny Shakespeare or another text")
     parser.add_argument("--rounds", type=int, default=4, help="number of turns of each program for the speed")
@@ -111,7 +110,7 @@ def main() -> None:
             ours_loss = run_ours(arguments.text, folder / "whole", arguments.steps, evaluate=True)[1]
             figures["tpfuse_val_loss"] = round(ours_loss, 4)
             print(f"validation loss: nanoGPT {figures['nanogpt_val_loss']}, tpfuse {figures['tpfuse_val_loss']}")
-    print(f"kept in {keep('nanogpt', figures)}")
+    print(f"kept in {write_row('nanogpt', figures, arguments.keep)}")
 
 
 if __name__ == "__main__":

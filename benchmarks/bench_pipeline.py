@@ -14,7 +14,6 @@ Gloo in relation to a step in which no rank waits for a message that was sent: t
 its passes, as measured over shared memory with their sends, and the time outside of the pipeline is added.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import replace
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from benchmarks.bench_tensor_parallel import preset
-from benchmarks.harness import Row, keep, percentiles
+from benchmarks.harness import Parser, Row, percentiles, write_row
 from benchmarks.timing import seconds_per_call
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.mesh import build_mesh
@@ -111,8 +110,8 @@ def idle_shares(schedule: PipelineSchedule, stages: int, micro_batches: int) -> 
     return busy, runner.intervals[-1].end, runner.most_in_flight
 
 
-def bubbles() -> None:
-    """Measure the idle shares, print a line for each case, and keep a row for each."""
+def bubbles(keep: bool) -> None:
+    """Measure the idle shares, print a line for each case, and write a row for each."""
     line = "{:<18}{:>3}{:>3}{:>3}{:>10}{:>10}{:>9}{:>11}"
     print(line.format("schedule", "p", "v", "m", "formula", "measured", "off by", "in flight"))
     for ranks in (2, 4):
@@ -133,11 +132,12 @@ def bubbles() -> None:
                         f"{most}" if known is None else f"{most} of {known}",
                     )
                 )  # fmt: skip
-                keep(
+                write_row(
                     "pipeline",
                     {"subject": "bubbles", "schedule": schedule, "ranks": ranks, "stages": stages}
                     | {"micro_batches": micro_batches, "formula": round(expected, 4), "measured": round(measured, 4)}
                     | {"in_flight": most, "in_flight_formula": known},
+                    keep,
                 )
         pool.close()
 
@@ -189,8 +189,8 @@ def without_messages(played: Order, turns: list[Turn]) -> float:
     return timeline(played, passes.__getitem__).length + min(outside for _, outside, _ in turns)
 
 
-def step(rounds: int, schedule: PipelineSchedule, micro_batch: int) -> None:
-    """Measure both ways of sending, print a line for each, and keep a row."""
+def step(rounds: int, schedule: PipelineSchedule, micro_batch: int, keep: bool) -> None:
+    """Measure both ways of sending, print a line for each, and write a row."""
     pool = RankPool(2, timeout=600.0)
     direct, collective = pool.run(prepare, schedule, micro_batch)[0]
     assert direct == collective, (direct, collective)
@@ -215,20 +215,20 @@ def step(rounds: int, schedule: PipelineSchedule, micro_batch: int) -> None:
     )
     row: Row = {"subject": "step of gpt tiny, pp 2", "schedule": schedule, "micro_batch": micro_batch, "rounds": rounds}
     row |= {"asked": 1.2, "ratio": round(ratio, 3), "limit": round(limit, 3)}
-    keep("pipeline", row | {f"{name}_ms": figures[name] for name in figures})
+    write_row("pipeline", row | {f"{name}_ms": figures[name] for name in figures}, keep)
 
 
 def main() -> None:
     """Run the subjects of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("subjects", nargs="*", choices=("bubbles", "step", []), help="what to time; default: both")
     parser.add_argument("--rounds", type=int, default=15, help="number of rounds of step")
     arguments = parser.parse_args()
     if "bubbles" in (arguments.subjects or ["bubbles"]):
-        bubbles()
+        bubbles(arguments.keep)
     if "step" in (arguments.subjects or ["step"]):
         for schedule, micro_batch in STEPS:
-            step(arguments.rounds, schedule, micro_batch)
+            step(arguments.rounds, schedule, micro_batch, arguments.keep)
 
 
 if __name__ == "__main__":

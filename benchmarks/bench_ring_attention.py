@@ -20,7 +20,6 @@ Candidates take turns, and each round begins with another one. A turn is as long
 programs took is measured.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
 from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
-from benchmarks.harness import OURS, Row, aligned, keep, percentiles
+from benchmarks.harness import OURS, Parser, Row, aligned, percentiles, write_row
 from benchmarks.timing import seconds_per_call
 from tpfuse.backend import Implementation, implementation
 from tpfuse.ops.ring_attention.layout import SequenceLayout
@@ -273,7 +272,7 @@ def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: 
 
 def main() -> None:
     """Print a table, and keep it unless it is a quick one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, help="number of ranks (default: 4, or 2 with --ideal)")
     parser.add_argument("--threads", type=int, default=2, help="number of threads of the single process")
     parser.add_argument("--tokens", type=int, default=Subject.tokens, help="length of the sequence in tokens")
@@ -296,7 +295,7 @@ def main() -> None:
     rounds, seconds = (2, 0.03) if arguments.quick else (arguments.rounds, 0.3)
     row = report(subject, world, *measure(subject, ranks, alone, rounds, ideal=arguments.ideal, seconds=seconds))
     if not arguments.quick:
-        keep("ring_attention", row)
+        write_row("ring_attention", row, arguments.keep)
     for pool in (ranks, alone):
         pool.close()
 

@@ -17,7 +17,6 @@ turn begins a moment after the previous turn, when OpenMP's threads have stopped
 the cores that other programs took meanwhile (on Linux): where it is more than a few per cent, the times are unreliable.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from benchmarks.harness import OURS, keep, percentiles
+from benchmarks.harness import OURS, Parser, Row, percentiles, write_row
 from benchmarks.timing import seconds_per_call
 from benchmarks.torch_gpt import TorchGPT, parallelize
 from tpfuse.comm.mesh import build_mesh
@@ -260,8 +259,8 @@ SUBJECTS = (
 )
 
 
-def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> None:
-    """Print a line and keep a row."""
+def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
+    """Print a line and return a row."""
     figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
     median = {name: figures[name]["median"] for name in figures}
     over_torch, over_one = (round(median[name] / median[OURS], 2) for name in (TORCH, ALONE))
@@ -270,12 +269,12 @@ def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: 
     print(_LINE.format(*cells, over_torch, subject.asked, over_one, f"{others:.0%}"), flush=True)
     row = {"subject": subject.name, "sizes": subject.sizes, "ranks": ranks, "asked": subject.asked}
     row |= {"speedup": over_torch, "speedup_over_one_process": over_one, "others": round(others, 3)}
-    keep("tensor_parallel", row | {f"{name}_ms": figures[name] for name in figures})
+    return row | {f"{name}_ms": figures[name] for name in figures}
 
 
 def main() -> None:
     """Print a line for each subject."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("subjects", nargs="*", metavar="mlp|gpt", help="measure only these subjects (default: both)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
     parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
@@ -286,7 +285,8 @@ def main() -> None:
     print(_LINE.format(f"{arguments.ranks} ranks", "tpfuse", "torch", "one process", *names))
     for subject in SUBJECTS:
         if not arguments.subjects or subject.name in arguments.subjects:
-            report(subject, arguments.ranks, *measure(subject, ranks, alone, arguments.rounds))
+            row = report(subject, arguments.ranks, *measure(subject, ranks, alone, arguments.rounds))
+            write_row("tensor_parallel", row, arguments.keep)
     for pool in (ranks, alone):
         pool.close()
 

@@ -22,7 +22,6 @@ Candidates take turns, and each round begins with another one; a turn is as long
 programs took is measured.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ import torch
 
 from benchmarks.bench_tensor_parallel import of_others
 from benchmarks.figures import Target, cost, figures_table, speedup
-from benchmarks.harness import OURS, Row, aligned, keep, percentiles
+from benchmarks.harness import OURS, Parser, Row, aligned, percentiles, write_row
 from benchmarks.timing import seconds_per_call
 from benchmarks.zero_training import ALONE, SHARD, STAGES, ZERO, Call, Training
 from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
@@ -119,7 +118,7 @@ def report(mode: str, subject: Training | Update, ranks: int, times: dict[str, l
 
 def main() -> None:
     """Print tables, keep them unless they are quick ones, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "subjects", nargs="*", metavar="training|update", help="measure only these subjects (default: both)"
     )
@@ -141,7 +140,7 @@ def main() -> None:
             row = report(mode, subject, world, times, others)
             measured += rows(mode, world, times)
             if not arguments.quick:
-                keep("zero", row)
+                write_row("zero", row, arguments.keep)
     print(figures_table([figure.outcome(measured, 0.0) for figure in FIGURES]))
 
 

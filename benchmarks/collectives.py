@@ -14,7 +14,6 @@ thread each. A round times several calls of one candidate after a barrier, on ra
 bound is the copy: no collective of these sizes can read and write less than the copy does.
 """
 
-import argparse
 import os
 import socket
 import sys
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import keep, percentiles
+from benchmarks.harness import Parser, Row, percentiles, write_row
 from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.connect import connect
@@ -211,8 +210,8 @@ def _join() -> bool:
     return True
 
 
-def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> None:
-    """Print the line of a collective, and keep its row."""
+def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> Row:
+    """Print the line of a collective, and return its row."""
     figures = {name: {k: v * 1e6 for k, v in percentiles(taken).items()} for name, taken in times.items()}
     cells, row = [], {"op": op, "bytes": nbytes, "ranks": world}
     for name, figure in figures.items():
@@ -228,12 +227,12 @@ def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> 
         row["speedup"] = round(figures[peer]["median"] / figures["tpfuse"]["median"], 2)
         cells.append(f"{row['speedup']} times faster than {peer}")
     print(f"{world:>3} ranks {op:<15} {nbytes:>9} bytes   " + "   ".join(cells), flush=True)
-    keep("collectives", row)
+    return row
 
 
 def main() -> None:
     """Print a line per collective, size and number of ranks, and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of CPU ranks to measure")
     parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
     arguments = parser.parse_args()
@@ -244,7 +243,7 @@ def main() -> None:
             times = measure(op, nbytes, arguments.rounds)
             if dist.get_rank() == 0:
                 print(head if index == 0 else "", end="\n" if index == 0 else "")
-                _report(dist.get_world_size(), op, nbytes, times)
+                write_row("collectives", _report(dist.get_world_size(), op, nbytes, times), arguments.keep)
         dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(0)  # Gloo's threads must not change the status while the libraries unload
@@ -252,7 +251,8 @@ def main() -> None:
     for world in arguments.ranks:
         ranks = RankPool(world, timeout=600.0)
         for op, nbytes in cases:
-            _report(world, op, nbytes, ranks.run(measure, op, nbytes, arguments.rounds)[0])
+            row = _report(world, op, nbytes, ranks.run(measure, op, nbytes, arguments.rounds)[0])
+            write_row("collectives", row, arguments.keep)
         ranks.close()
 
 

@@ -1,7 +1,7 @@
 """Time every operator and every parallel layer on the CPU beside its peers: one JSON file and one table per machine.
 
     python -m benchmarks.cpu                                   every benchmark, within 10 minutes on two idle cores
-    python -m benchmarks.cpu --only zero collectives --out FOLDER
+    python -m benchmarks.cpu --only zero collectives
     python -m benchmarks.cpu --quick                           one round of each, to check that the benchmarks work
 
 The cases, checks and candidates are those of the benchmarks `bench_NAME` and `collectives`, in float32 and at sizes
@@ -10,13 +10,12 @@ shows what tpfuse adds to torch's own operator. Everything else runs on two rank
 process beside them has two threads.
 
 Each benchmark is a process of its own with a deadline (`benchmarks.apart`), and both files are written again after
-each row: a run that is killed keeps its rows. The files are benchmarks/results/cpu-MACHINE.json and cpu-MACHINE.md. A
-run with --only or --quick is not a whole run, so its files are written only into a folder that --out names. A benchmark
-that fails has a row with its error, and the exit status is 1. Rows contain the share of the cores that other programs
-took ("others"): where it is more than a few per cent, the times are unreliable.
+each row: a run that is killed keeps its rows. The files are cpu-MACHINE.json and cpu-MACHINE.md in build/results, or
+with --keep in benchmarks/results, if the run is a whole one. A benchmark that fails has a row with its error, and the
+exit status is 1. Rows contain the share of the cores that other programs took ("others"): where it is more than a few
+per cent, the times are unreliable.
 """
 
-import argparse
 import contextlib
 import importlib
 import math
@@ -39,15 +38,16 @@ from benchmarks.contact_steps import time_case
 from benchmarks.documents import document_of, slug, table_lines
 from benchmarks.harness import (
     OURS,
-    RESULTS,
     Bench,
     Case,
+    Parser,
     Row,
     cores,
     cpu_machine,
     new_cpu_bench,
     percentiles,
     provenance,
+    results,
 )
 from benchmarks.zero_training import Training
 from benchmarks.zero_update import Update
@@ -66,9 +66,7 @@ LEFT_OUT = {
     "carried_attention": "a kernel of GPUs: on the CPU it would be interpreted",
     "overlapped_gemm": "a kernel of GPUs: on the CPU it would be interpreted",
     "sharded_adamw": "a kernel of GPUs: on the CPU it would be interpreted; zero's rows have the update by CPU ranks",
-    "compile": "torch.compile alone takes minutes: `python -m benchmarks.bench_compile`",
     "existing_models": "needs transformers: `python -m benchmarks.bench_existing_models`",
-    "trace": "no peer: what the marks of traces cost: `python -m benchmarks.bench_trace`",
     "pipeline": "its own table, since a step needs several ranks: `python -m benchmarks.bench_pipeline`",
     "nanogpt": "needs a checkout of nanoGPT and a text: `python -m benchmarks.bench_nanogpt`",
 }
@@ -258,9 +256,9 @@ def page_of(head: Row, rows: Sequence[Row]) -> str:
 
 
 class Files:
-    """The two files of a run, which are written again after each row; folder: None where nothing is kept."""
+    """The two files of a run, which are written again after each row."""
 
-    def __init__(self, folder: Path | None, quick: bool) -> None:
+    def __init__(self, folder: Path, quick: bool) -> None:
         self.folder, self.rows = folder, list[Row]()
         self.head: Row = {"what": WHAT} | provenance() | {"machine": cpu_machine(), "triton": triton.__version__}
         self.head |= {"quick": quick, "left_out": LEFT_OUT}
@@ -269,9 +267,8 @@ class Files:
     def add(self, rows: Sequence[Row]) -> None:
         """Keep rows, and write the files."""
         self.rows += rows
-        if self.folder is not None:
-            replace_file(self.folder / f"{self.stem}.json", document_of(self.head, self.rows))
-            replace_file(self.folder / f"{self.stem}.md", page_of(self.head, self.rows))
+        replace_file(self.folder / f"{self.stem}.json", document_of(self.head, self.rows))
+        replace_file(self.folder / f"{self.stem}.md", page_of(self.head, self.rows))
 
 
 def run_benchmarks(names: Sequence[str], run: Run, files: Files, minutes: float = MINUTES) -> int:
@@ -295,26 +292,17 @@ def run_benchmarks(names: Sequence[str], run: Run, files: Files, minutes: float 
 
 def main() -> int:
     """Run the benchmarks, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, "python -m benchmarks.cpu")
     parser.add_argument(
         "--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=f"run only these of {', '.join(BENCHMARKS)}"
     )
     parser.add_argument("--quick", action="store_true", help="take one round of each benchmark, to check that it works")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write the files into this folder (default: benchmarks/results)"
-    )
     arguments = parser.parse_args()
-    whole = not arguments.only and not arguments.quick
-    files = Files(arguments.out or (RESULTS if whole else None), arguments.quick)
-    try:
-        files.add([])
-    except OSError as error:
-        print(f"benchmarks.cpu: error: --out {arguments.out}: {error.strerror}", file=sys.stderr)
-        return 2
+    if arguments.keep and (arguments.only or arguments.quick):
+        parser.error("--keep replaces the files of a whole run: leave out --only and --quick")
+    files = Files(results(arguments.keep), arguments.quick)
     status = run_benchmarks(arguments.only or list(BENCHMARKS), Run(arguments.quick), files)
-    print(f"kept in {files.folder / files.stem}.json" if files.folder else "nothing is kept without --out")
+    print(f"kept in {files.folder / files.stem}.json")
     return status
 
 

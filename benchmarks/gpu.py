@@ -2,12 +2,13 @@
 
     python -m benchmarks.gpu --out runs/h100 --minutes 25       on a machine with GPUs
     python -m benchmarks.gpu --out runs/h100 --only gemm nodes
-    python -m benchmarks.gpu --plan                              the table alone, on any machine
+    python -m benchmarks.gpu --plan --keep                       the table alone, on any machine
 
 On a new machine run `benchmarks.first_contact` first: it checks every result, tunes, and times. This program takes
 only the steps of it that time: every operator in bfloat16 beside cuBLAS, torch's attention, Liger-Kernel where it is
 installed and torch.compile, and between several GPUs (`nodes`) the fused products and the collectives beside NCCL. It
-continues in the folder of `benchmarks.first_contact` if that is given. Then it writes into benchmarks/results:
+continues in the folder of `benchmarks.first_contact` if that is given. Then it writes into build/results, or with
+--keep into benchmarks/results:
 
     gpu-MACHINE.json    the rows of operators, with the machine, versions, commit and command
     gpu-MACHINE.md      the table of these rows
@@ -16,7 +17,6 @@ continues in the folder of `benchmarks.first_contact` if that is given. Then it 
                         training.jsonl. What has no row is "not measured yet", beside the command that measures it.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
 from benchmarks.documents import document_of, slug, table_lines
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import line, measurements
-from benchmarks.harness import OURS, RESULTS, Row, unable
+from benchmarks.harness import OURS, Parser, Row, results, unable
 from benchmarks.node import BY_HAND, SYMMETRIC
 from tpfuse.comm.host import replace_file
 from tpfuse.kernels.configurations import TABLE, read_table
@@ -337,15 +337,13 @@ def keep(folder: Path, results: Path) -> None:
 
 def main() -> int:
     """Measure and keep; return 1 where something has failed, and 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, "python -m benchmarks.gpu")
     names = (*TIMED, NODES)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--out", type=Path, metavar="FOLDER", help="store rows in this folder, and continue from those that it has"
     )
-    what.add_argument("--plan", action="store_true", help="write benchmarks/results/gpu.md and measure nothing")
+    what.add_argument("--plan", action="store_true", help="write gpu.md and measure nothing")
     parser.add_argument(
         "--minutes", type=float, default=25.0, help="end this call after this number of minutes; another call continues"
     )
@@ -354,17 +352,18 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.plan:
-        replace_file(RESULTS / "gpu.md", plan_of(measured_in(RESULTS)))
+        folder = results(arguments.keep)
+        replace_file(folder / "gpu.md", plan_of(measured_in(folder)))
         return 0
     error = unable("benchmarks.gpu", interpreted=False)
     if error:
         print(error, file=sys.stderr)
         return 2
-    return measure(arguments.out.resolve(), arguments.only or names, arguments.minutes)
+    return measure(arguments.out.resolve(), arguments.only or names, arguments.minutes, results(arguments.keep))
 
 
-def measure(folder: Path, names: Sequence[str], minutes: float) -> int:
-    """Run the steps of these names, keep their rows, and return the exit status."""
+def measure(folder: Path, names: Sequence[str], minutes: float, results: Path) -> int:
+    """Run the steps of these names, write their rows into `results`, and return the exit status."""
     deadline = monotonic() + 60 * minutes
     plan = Plan(folder, False, int(torch.seed() % 2**31), tuple(name for name in names if name != NODES))
     groups = [group for group in GROUPS if group != NODES or NODES in names]
@@ -373,10 +372,10 @@ def measure(folder: Path, names: Sequence[str], minutes: float) -> int:
 
     def say(row: Row) -> None:
         print(line(row), flush=True)
-        keep(folder, RESULTS)
+        keep(folder, results)
 
     left = run_steps(selected, folder, deadline, say)
-    keep(folder, RESULTS)
+    keep(folder, results)
     print(f"left for another call: {', '.join(left)}" if left else "nothing is left")
     known = {step.name for step in selected}
     return int(any("error" in row or row.get("passed") is False for row in read(folder) if row["step"] in known))

@@ -24,7 +24,8 @@ from tpfuse.backend import Kernels, kernels
 from tpfuse.comm.host import processor
 from tpfuse.tools.operator import Draw
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"  # git tracks it
+SCRATCH = Path(__file__).parents[1] / "build" / "results"
 OURS = "tpfuse"
 # cpu: what torch computes on two CPU cores in a second; tiny: for the interpreter, to check that a benchmark works
 Scale = Literal["all", "quick", "cpu", "tiny"]
@@ -92,10 +93,25 @@ def provenance() -> Row:
     return row
 
 
-def keep(name: str, figures: Row) -> Path:
-    """Append a row to benchmarks/results/NAME.jsonl with the machine, versions, commit and command."""
-    path = RESULTS / f"{name}.jsonl"
-    RESULTS.mkdir(exist_ok=True)
+class Parser(argparse.ArgumentParser):
+    """The options of a benchmark: --keep, and those that the benchmark adds. description: its module's docstring."""
+
+    def __init__(self, description: str | None, prog: str | None = None) -> None:
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        where = "write to benchmarks/results, which git tracks (default: build/results)"
+        self.add_argument("--keep", action="store_true", help=where)
+
+
+def results(keep: bool) -> Path:
+    """Return the folder of results, which exists: that of rows to commit, or that of all others."""
+    folder = RESULTS if keep else SCRATCH
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_row(name: str, figures: Row, keep: bool) -> Path:
+    """Append a row to NAME.jsonl in `results(keep)` with the machine, versions, commit and command."""
+    path = results(keep) / f"{name}.jsonl"
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(provenance() | figures) + "\n")
     return path

@@ -17,7 +17,6 @@ the slowest rank counts, and candidates take turns. Rows are kept in benchmarks/
 runs on CPU ranks, to check that the benchmark works, and keeps nothing.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import Row, aligned, keep, percentiles
+from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
 from benchmarks.shapes import Model, layers, model
 from benchmarks.timing import one_line
 from tpfuse.backend import Implementation, implementation
@@ -262,8 +261,8 @@ def _line(product: Product, row: Row, names: list[str]) -> list[str]:
     return cells
 
 
-def run(scale: str, minutes: float, node: Node) -> int:
-    """Measure, print and keep, and return the exit status: 1 where a candidate of tpfuse is wrong.
+def run(scale: str, minutes: float, node: Node, keep: bool) -> int:
+    """Measure, print and write rows, and return the exit status: 1 where a candidate of tpfuse is wrong.
 
     Every rank must call it.
     """
@@ -284,7 +283,7 @@ def run(scale: str, minutes: float, node: Node) -> int:
         lines.append(_line(product, row, names))
         wrong += [f"{product}: {name}: {verdict}" for name, verdict in row["wrong"].items()]
         if first and scale != "tiny":
-            keep("node", row)
+            write_row("node", row, keep)
     if first:
         print(aligned(lines))
         print("\n".join([*wrong, *([f"no time left for {skipped} products"] if skipped else [])]) or "all are right")
@@ -293,7 +292,7 @@ def run(scale: str, minutes: float, node: Node) -> int:
 
 def main() -> int:
     """Run under torchrun; end the process."""
-    parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m benchmarks.node")
+    parser = Parser(__doc__, "torchrun --nproc-per-node N -m benchmarks.node")
     parser.add_argument(
         "--scale", choices=["all", "quick", "tiny"], default="all", help="shapes to measure; quick: only 8192 tokens"
     )
@@ -318,7 +317,7 @@ def main() -> int:
     group = dist.group.WORLD
     assert group is not None
     rounds, repeats = (15, 10) if cuda else (2, 1)
-    status = run(arguments.scale, arguments.minutes, Node(group, device, rounds, repeats))
+    status = run(arguments.scale, arguments.minutes, Node(group, device, rounds, repeats), arguments.keep)
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,7 +10,6 @@ only the kernel's cache holds do not. Freed memory is kept, as `tpfuse train` do
 is refused before anything is created.
 """
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Row, aligned, keep
+from benchmarks.harness import Parser, Row, aligned, write_row
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.train.config import PRESETS, load_preset
@@ -118,7 +117,7 @@ def report(config: GPTConfig, phases: list[Phase], losses: list[float], limit: f
 
 def main() -> int:
     """Run the benchmark; return 1 where the goal is missed, and 2 where it cannot be tried."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--preset", default="gpt2-1558m", choices=PRESETS, help="model to train")
     parser.add_argument(
         "--folder", type=Path, default=Path(), help="folder on a local disk (default: the working folder)"
@@ -136,7 +135,7 @@ def main() -> int:
         return 2
     met, row = report(config, phases, losses, arguments.limit)
     if arguments.preset == parser.get_default("preset"):
-        keep("offload", {"preset": arguments.preset, "tokens": arguments.tokens} | row)
+        write_row("offload", {"preset": arguments.preset, "tokens": arguments.tokens} | row, arguments.keep)
     return 0 if met else 1
 
 

@@ -292,11 +292,11 @@ def main() -> int:
     print("fitted to all rows:", ", ".join(f"{name} {value:.3g}" for name, value in parameters._asdict().items()))
     print(fitted_link(folder, "a100"))
     figures = {"subject": "vtrain", "runs": len(rows), "table": table, "parameters": parameters._asdict()}
-    harness.keep("plan", figures)
+    harness.write_row("plan", figures, keep=True)
     draw(rows, predicted, DATA.parents[1] / "docs" / "images" / "plan.png")
     for published in (plan_b200, plan_published):
         print()
-        harness.keep("plan", published.main())
+        harness.write_row("plan", published.main(), keep=True)
     print(f"\n{plan_page.table(plan_page.newest())}")
     return 0
 

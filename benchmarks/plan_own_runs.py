@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import RESULTS, cores, keep
+from benchmarks.harness import RESULTS, cores, write_row
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.cost.hardware import Cluster, load_gpu, load_link
 from tpfuse.cost.layout import Layout
@@ -166,7 +166,7 @@ def measure(name: str, ranks: int, missing: bool) -> None:
         print(f"{name:<9}{described(layout):<48}{seconds * 1e3:>9.1f} ms, {others:.0%} others", flush=True)
         row = {"subject": name, "ranks": ranks, **asdict(layout)}
         row |= {"ms": [round(x * 1e3, 2) for x, _ in found], "others": [round(x, 3) for _, x in found]}
-        keep("plan_own_runs", row)
+        write_row("plan_own_runs", row, keep=True)
     pool.close()
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.training_speed --model.preset gpt2-124m
     python -m benchmarks.training_speed --model.preset gpt2-1558m --parallel.tp 8 --parallel.impl fused
 
-All options are those of `tpfuse train`, which runs 40 steps without evaluations in a folder that is removed afterwards.
-The first 20 steps do not count: in them kernels are compiled and implementations are measured. The row is kept in
-benchmarks/results/training.jsonl.
+All options but --keep are those of `tpfuse train`, which runs 40 steps without evaluations in a folder that is removed
+afterwards. The first 20 steps do not count: in them kernels are compiled and implementations are measured. The row is
+appended to build/results/training.jsonl, or with --keep to benchmarks/results/training.jsonl, which git tracks.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Row, keep, percentiles
+from benchmarks.harness import Row, percentiles, write_row
 from tpfuse.train.metrics import read_metrics
 
 STEPS, FIRST = 40, 20  # all steps, and those that do not count
@@ -33,7 +33,7 @@ def speed(rows: Sequence[Row]) -> Row:
 
 def main() -> int:
     """Train, keep the row, and return the exit status of `tpfuse train`."""
-    options = sys.argv[1:]
+    options = [x for x in sys.argv[1:] if x != "--keep"]
     if {"-h", "--help"} & set(options):
         print(__doc__)
         return 0
@@ -47,7 +47,8 @@ def main() -> int:
         figures = speed(read_metrics(run / "metrics.jsonl"))
     tokens, mfu = (figures[key]["median"] for key in ("tokens_per_second", "mfu"))
     print(f"{tokens:.0f} tokens/s, MFU {mfu:.1%}, {figures['memory_bytes'] / 2**20:.0f} MiB")
-    print(f"kept in {keep('training', {'options': options, 'gpus': torch.cuda.device_count(), **figures})}")
+    row: Row = {"options": options, "gpus": torch.cuda.device_count()} | figures
+    print(f"kept in {write_row('training', row, '--keep' in sys.argv)}")
     return 0
 
 

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.harness import provenance
-from benchmarks.timing import Candidate, DeviceClock, peak_bytes
+from benchmarks.timing import Candidate, DeviceClock
 
 CPU = torch.device("cpu")
 
@@ -56,20 +55,3 @@ def test_warm_up_waits_before_and_after_each_call(stream: list[str]) -> None:
     candidate = Candidate("ours", lambda _: stream.append("run"), prepare=lambda: stream.append("prepare"))
     assert 0 <= _clock(stream).warm_up(candidate) < 1
     assert stream == ["prepare", "wait", "run", "wait"] * 3
-
-
-def test_the_peak_excludes_the_inputs(stream: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1700)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: stream.append("reset"))
-    candidate = Candidate("ours", lambda _: stream.append("run"))
-    assert peak_bytes(candidate, torch.device("cuda")) == 700
-    assert stream == ["wait", "reset", "run", "wait"]
-    assert peak_bytes(candidate, CPU) is None
-
-
-def test_rows_of_a_gpu_name_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy GPU")
-    row = provenance()
-    assert row["machine"] == "Toy GPU" and {"driver", "cuda"} <= row.keys()

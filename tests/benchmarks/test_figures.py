@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import FIGURES, Target, cost, figures_table, memory, of_copy, speedup
+from benchmarks.figures import Target, cost, speedup
 from benchmarks.harness import OURS, Row
 
 FASTER = Target("toy / peer", "toy", "forward", 1.1, "peer", speedup)
@@ -53,23 +53,3 @@ def test_the_slowest_of_several_peers_counts() -> None:
         assert (figure.outcome(rows, 1.0)["got"], figure.outcome(rows, 1.0)["verdict"]) == (1.05, "pass")
     for rows in ([ours, peer, absent], [ours, absent, peer]):
         assert figure.outcome(rows, 1.0)["verdict"] == "not measured yet"
-
-
-@pytest.mark.parametrize(("peak", "verdict"), [(20, "pass"), (26, "miss"), (None, "not measured yet")])
-def test_memory_is_at_most_a_part_of_the_peers(peak: int | None, verdict: str) -> None:
-    figure = Target("memory", "toy", "forward", 0.25, "peer", memory, at_most=True)
-    rows = [_row(OURS, median=1.0, peak_bytes=peak), _row("peer", median=1.0, peak_bytes=100)]
-    assert figure.outcome(rows, 1.0)["verdict"] == verdict
-
-
-def test_part_of_the_copy_bandwidth() -> None:
-    figure = Target("bandwidth", "toy", "forward", 0.85, None, of_copy)
-    outcome = figure.outcome([_row(OURS, median=1000.0, bytes=2.7e9)], copy=3e12)
-    assert outcome["got"] == pytest.approx(0.9) and outcome["verdict"] == "pass"
-
-
-def test_the_table_has_a_line_for_every_figure() -> None:
-    text = figures_table([figure.outcome([], 1.0) for figure in FIGURES])
-    assert len(text.splitlines()) == len(FIGURES) + 1
-    assert text.count("not measured yet") == len(FIGURES)
-    assert "<= 0.25" in text and ">= 1.10" in text

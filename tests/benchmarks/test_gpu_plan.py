@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contact_steps, gpu
-from benchmarks.apart import Row, Step, append
-from benchmarks.contact_steps import TIMED, Plan, steps
-from benchmarks.figures import FIGURES
-from benchmarks.gpu import GROUPS, LIMITS, UNKNOWN, figures, keep, measured_in, plan_of
+from benchmarks import contact_steps, gpu, harness
+from benchmarks.apart import Row, append
+from benchmarks.contact_steps import TIMED, Plan
+from benchmarks.gpu import LIMITS, UNKNOWN, figures, keep, measured_in, plan_of
 from benchmarks.harness import OURS, RESULTS
-from tpfuse.tools import operators
 from tpfuse.train.config import parse_train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,19 +24,7 @@ PLACE = "(NVIDIA H100, 2026-12-01)"
 
 
 def test_the_committed_table_is_current() -> None:
-    assert (RESULTS / "gpu.md").read_text() == plan_of(measured_in(RESULTS)), "python -m benchmarks.gpu --plan"
-
-
-def test_the_table_names_every_figure() -> None:
-    text = (RESULTS / "gpu.md").read_text()
-    missing = [figure.name for figure in FIGURES if f"| {figure.name} |" not in text]
-    missing += [operator for operator in TIMED if f" --only {operator}`" not in text]
-    missing += [
-        op for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if f"| {op}, speed" not in text
-    ]
-    reports = [path.name for path in RESULTS.glob("*.md") if UNKNOWN in path.read_text() and path.name != "gpu.md"]
-    missing += [name for name in reports if name not in text]
-    assert reports and not missing
+    assert (RESULTS / "gpu.md").read_text() == plan_of(measured_in(RESULTS)), "python -m benchmarks.gpu --plan --keep"
 
 
 def test_every_limit_that_is_not_measured_has_a_command() -> None:
@@ -73,11 +59,6 @@ def _lines(folder: Path) -> dict[str, str]:
 
 def _write(folder: Path, name: str, rows: list[Row]) -> None:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_nothing_is_measured_without_rows(tmp_path: Path) -> None:
-    lines = _lines(tmp_path)
-    assert len(lines) == len(list(figures())) and set(lines.values()) == {UNKNOWN}
 
 
 def _timed(operator: str, candidate: str, median: float, **more: Any) -> Row:
@@ -167,46 +148,22 @@ def test_rows_between_gpus_fill_their_figures(tmp_path: Path) -> None:
     assert lines["all_gather, speed / NCCL"] == UNKNOWN
 
 
-def test_the_newest_training_run_of_a_machine_is_shown(tmp_path: Path) -> None:
-    def row(tokens: float, gpus: int = 8, options: str = "--model.preset gpt2-124m") -> Row:
+def test_the_newest_training_run_of_a_machine_is_shown_and_compared(tmp_path: Path) -> None:
+    def row(tokens: float, options: str, gpus: int = 8) -> Row:
         figures = {"tokens_per_second": {"median": tokens}, "mfu": {"median": 0.41}}
         return {**CUDA, "gpus": gpus, "options": options.split(), **figures}
 
-    _write(tmp_path, "training", [row(1.0), row(2e6), row(3e5, 1), row(9.0, 0), row(8.0, options="--train.batch 1")])
+    small, staged = "--model.preset gpt2-124m", "--model.preset gpt2-1558m --parallel.pp 8 --parallel.impl"
+    rows = [row(1.0, small), row(2e6, small), row(3e5, small, 1), row(9.0, small, 0), row(8.0, "--train.batch 1")]
+    rows += [row(1.0, f"{staged} fused"), row(3.0, f"{staged} fused"), row(2.0, f"{staged} collective", gpus=4)]
+    _write(tmp_path, "training", rows)
     lines = _lines(tmp_path)
     first, second = (f"{x} x NVIDIA H100, 2026-12-01" for x in (8, 1))
-    expected = f"2000000, 41% ({first}); 300000, 41% ({second})"
-    assert lines["tokens per second, MFU: --model.preset gpt2-124m"] == expected
-    assert sum(text != UNKNOWN for text in lines.values()) == 1
-
-
-def test_fused_messages_are_compared_with_those_of_nccl(tmp_path: Path) -> None:
-    def row(tokens: float, kind: str, gpus: int = 8) -> Row:
-        options = f"--model.preset gpt2-1558m --parallel.pp 8 --parallel.impl {kind}".split()
-        return {
-            **CUDA,
-            "gpus": gpus,
-            "options": options,
-            "tokens_per_second": {"median": tokens},
-            "mfu": {"median": 0.1},
-        }
-
+    assert lines[f"tokens per second, MFU: {small}"] == f"2000000, 41% ({first}); 300000, 41% ({second})"
     figure = "messages between stages, fused, training speed / NCCL"
-    _write(tmp_path, "training", [row(1.0, "fused"), row(3.0, "fused"), row(2.0, "collective", gpus=4)])
-    assert _lines(tmp_path)[figure] == UNKNOWN
-    _write(tmp_path, "training", [row(1.0, "fused"), row(3.0, "fused"), row(2.0, "collective")])
+    assert lines[figure] == UNKNOWN
+    _write(tmp_path, "training", [*rows, row(2.0, f"{staged} collective")])
     assert _lines(tmp_path)[figure] == "1.50 (8 x NVIDIA H100, 2026-12-01)"
-
-
-def test_only_tuned_families_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    table = tmp_path / "table.toml"
-    row = '{families = ["%s"], bits = [16], blocks = {}, num_warps = 4, num_stages = 1, measured = "%s"}'
-    rows = [("sm_80", "H100"), ("sm_90", "H100"), ("sm_90", f"{UNKNOWN}: small")]
-    table.write_text(f"gemm = [{', '.join(row % values for values in rows)}]\n")
-    monkeypatch.setattr(gpu, "TABLE", table)
-    lines = _lines(tmp_path)
-    assert lines["kernels/configurations.toml, sm_80"] != UNKNOWN
-    assert lines["kernels/configurations.toml, sm_90"] == UNKNOWN
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -218,51 +175,12 @@ def test_without_a_gpu_there_is_one_line_and_status_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(harness, "SCRATCH", tmp_path / "results")
     assert _main(monkeypatch, "--out", str(tmp_path / "run")) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("benchmarks.gpu: error: there is no CUDA GPU") and error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
     assert _main(monkeypatch, "--plan") == 0
     assert (tmp_path / "results" / "gpu.md").read_text() == plan_of(measured_in(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("names", "groups"),
-    [
-        (["gemm"], {"device", "ceilings", "timings: gemm", "torch.compile: gemm", "more timings: gemm"}),
-        (["nodes"], {"device", "ceilings", "nodes"}),
-    ],
-)
-def test_the_steps_of_a_name_run(
-    names: list[str], groups: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-
-    def run_steps(selected: list[Step], folder: Path, *rest: object) -> list[str]:
-        ran.extend(step.name for step in selected)
-        _run(folder)
-        return []
-
-    monkeypatch.setattr(gpu, "run_steps", run_steps)
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
-    (tmp_path / "run").mkdir()
-    monkeypatch.setattr(gpu, "unable", lambda *_, **__: None)
-    status = _main(monkeypatch, "--out", str(tmp_path / "run"), "--only", *names)
-    assert set(ran) == groups and len(ran) == len(groups)
-    assert status == 0, "the failure of adamw is of another step"
-    assert (tmp_path / "results" / "gpu-nvidia-h100.json").is_file()
-
-
-def test_a_failure_gives_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "run_steps", lambda selected, folder, *rest: _run(folder) or [])  # type: ignore[func-returns-value]
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    assert gpu.measure(tmp_path, ["adamw"], 1.0) == 1
-
-
-def test_groups_are_steps_of_the_first_contact(tmp_path: Path) -> None:
-    everything = steps(Plan(tmp_path, False, 0, tuple(dict.fromkeys([*operators.names(), *TIMED]))))
-    assert set(GROUPS) < everything.keys()
 
 
 def test_programs_between_gpus_run_on_all_of_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

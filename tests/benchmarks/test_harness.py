@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import bench_adamw, first_contact, harness, node, offload_step
+from benchmarks import bench_adamw, first_contact, node, offload_step
 from benchmarks.candidates import Candidates, absent, compiled
-from benchmarks.harness import OURS, Bench, Case, Measurement, Row, aligned, command, measure, new_bench, table, unable
+from benchmarks.harness import OURS, Bench, Case, Measurement, Row, command, measure, new_bench, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
 
@@ -135,26 +135,6 @@ def test_a_part_of_the_result_may_be_compared() -> None:
     for rows, verdict in ((32, True), (64, False)):
         candidates = Candidates({"x": x}, grad, lambda x: x * 2, broken, {}, narrow=lambda _, t, rows=rows: t[:rows])
         assert (candidates.check() == {OURS: ""}) == verdict
-
-
-def test_the_table() -> None:
-    times = {"median_us": 12.34, "p20_us": 12.0, "p80_us": 13.0, "times_bound": 1.5}
-    common: Row = {"operator": "gemm", "case": "7b", "mode": "forward", "candidate": OURS}
-    text = table([common | times | {"peak_bytes": 3 * 2**20}, common | {"error": "ValueError: no"}, common])
-    assert text.splitlines() == [
-        "operator  case  mode     candidate  median us  p20   p80   x bound  peak MiB",
-        "gemm      7b    forward  tpfuse     12.3       12.0  13.0  1.50     3",
-        "gemm      7b    forward  tpfuse     ValueError: no",
-        "gemm      7b    forward  tpfuse     not measured yet",
-    ]
-    assert aligned([("a", "b"), ("longer", "c")]) == "a       b\nlonger  c"
-
-
-def test_rows_contain_versions_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/somewhere/bench_gemm.py", "--out", "/elsewhere/results"])
-    row = harness.kernel_provenance()
-    assert {"date", "machine", "python", "torch", "triton", "commit", "sources", "command"} <= row.keys()
-    assert row["command"] == "python -m benchmarks.bench_gemm --out results"
 
 
 def _bench_adamw() -> int:

@@ -25,7 +25,7 @@ def test_both_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         (checkout / name).write_text("")
     (checkout / "train.py").write_text(PEER)
     text.write_text("abcdefghij" * 100)
-    monkeypatch.setattr(bench_nanogpt, "keep", kept.__setitem__)
+    monkeypatch.setattr(bench_nanogpt, "write_row", lambda name, row, keep: kept.update({name: row}))
     small = {"--train.eval-batches": "1", "--model.n-layer": "1", "--model.n-embd": "16"}
     pairs = zip(["", *bench_nanogpt.OURS], bench_nanogpt.OURS, strict=False)
     monkeypatch.setattr(bench_nanogpt, "OURS", [small.get(flag, value) for flag, value in pairs])

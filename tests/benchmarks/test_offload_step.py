@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import offload_step
-from benchmarks.offload_step import Phase, bytes_on_disk, gpt2, report
-from tpfuse.models.gpt import GPT
 from tpfuse.zero import offload
 
 
@@ -33,17 +31,3 @@ def test_a_step_of_the_tiny_model(run: Callable[..., int], tmp_path: Path, capsy
     assert goal.startswith("goal met: ")
     assert run("--folder", str(tmp_path), "--limit", "0.01") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_state_is_counted_without_the_model() -> None:
-    config = gpt2("gpt2-1558m")
-    parameters = sum(p.numel() for p in GPT(config, device="meta").parameters())
-    assert parameters == 1_557_611_200  # https://huggingface.co/openai-community/gpt2-xl
-    assert 12 * parameters <= bytes_on_disk(config) < 12 * parameters * 1.0001
-
-
-@pytest.mark.parametrize(("peak", "met"), [(9, True), (11, False)])
-def test_a_missed_goal_is_reported(peak: int, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    reached, row = report(gpt2("tiny"), [Phase("step 1, update", 1.0, peak * 2**30)], [5.0], 10.0)
-    assert reached == met and row["peak_bytes"] == peak * 2**30
-    assert capsys.readouterr().out.splitlines()[-1].startswith("goal met: 9.00" if met else "goal MISSED: 11.00")

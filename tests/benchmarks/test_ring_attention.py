@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_ring_attention as bench
-from benchmarks.bench_ring_attention import ALONE, IDEAL, PLAIN, TEMPLATES, PlainRing, Subject, measure, report
+from benchmarks.bench_ring_attention import ALONE, PLAIN, TEMPLATES, PlainRing, Subject, measure, report
 from tests.support.tiers import exhaustive
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.inputs import normal
@@ -33,14 +33,6 @@ def test_candidates_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"x {ALONE}" in capsys.readouterr().out
     pool(4).run(_settings)
     pool(1).run(_settings)
-
-
-def test_the_ideal_is_computed_without_other_ranks() -> None:
-    times, others = measure(Subject(64, 4, 16), pool(2), pool(1), rounds=1, ideal=True, seconds=0.01)
-    assert times.keys() == {f"tpfuse {schedule} direct" for schedule in SCHEDULES[:3]} | {IDEAL}
-    row = report(Subject(64, 4, 16), 2, times, others)
-    assert row["baseline"] == IDEAL and row["asked"] == 1.05
-    pool(2).run(_settings)
 
 
 def _wrong_ring() -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import zero_training, zero_update
-from benchmarks.bench_zero import FIGURES, SUBJECTS, measure, report, rows
+from benchmarks.bench_zero import FIGURES, measure, report, rows
 from benchmarks.zero_training import ALONE, CANDIDATES, STAGES, Training
 from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
 from tests.support.tiers import exhaustive
@@ -21,6 +21,7 @@ def _settings() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+@pytest.mark.exhaustive
 def test_candidates_of_training_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     """Every candidate is compared with plain AdamW; `measure` raises where one differs."""
     times, others = measure(TRAINING, pool(2), rounds=2, seconds=0.01)
@@ -46,19 +47,6 @@ def test_candidates_of_the_update_take_turns(world: int) -> None:
 def _figures_of(mode: str, rows_of_mode: list[dict[str, object]]) -> None:
     outcomes = [figure.outcome(rows_of_mode, 0.0) for figure in FIGURES if figure.mode == mode]
     assert outcomes and all(outcome["got"] is not None and not outcome["missing"] for outcome in outcomes)
-
-
-def test_thresholds_and_sizes() -> None:
-    asked = {(figure.mode, figure.threshold, figure.at_most) for figure in FIGURES}
-    assert asked == {
-        ("training", 1.0, True),
-        ("training", 1.2, False),
-        ("training", 1.5, False),
-        ("update", 2.0, False),
-    }
-    full = SUBJECTS["training"][0].model()
-    assert sum(p.numel() for p in full.parameters()) // 10**6 == 42
-    assert SUBJECTS["update"][0] == Update() and Update().matrices * Update().size ** 2 == 50_331_648
 
 
 def _error_of(name: str, changed: str = "") -> str:
