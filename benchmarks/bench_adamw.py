@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
 from benchmarks.timing import Candidate, one_line
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.compare import check_error
@@ -87,10 +87,10 @@ def _build(shape: AdamW, bench: Bench) -> Built:
         return Candidate(name, lambda _: step())
 
     moved = shape.costs()["step"].moved
-    return check, [Measurement("step", 0.0, moved, tuple(candidate(name) for name in CANDIDATES))]
+    return check, [TimedMode("step", 0.0, moved, tuple(candidate(name) for name in CANDIDATES))]
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return all parameters of GPT-2 124M in both forms, and a shard of a larger model."""
     sizes = {"124m": 124_439_808} if scale == "quick" else {"124m": 124_439_808, "7b, a shard of 16": 421_163_008}
     if scale == "tiny":
@@ -101,7 +101,7 @@ def cases(scale: Scale) -> list[Case]:
     for name, n in sizes.items():
         for half in (False,) if scale == "cpu" else (True, False):
             kind = "bf16 with float32 master" if half else "float32"
-            case = Case(
+            case = BenchCase(
                 "adamw", f"{name}, {n}, {kind}", partial(_build, AdamW(name, n, half)), name != "7b, a shard of 16"
             )
             chosen_cases.append(case)

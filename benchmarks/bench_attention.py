@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.candidates import Function, described
-from benchmarks.harness import Bench, Built, Case, Scale, command
+from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from tpfuse.tools.operators.attention import Attention
 
 BACKENDS = {
@@ -51,13 +51,13 @@ def _build(shape: Attention, bench: Bench) -> Built:
     return described(shape, bench, ("forward", "backward"), peers, narrow=one_group)
 
 
-def _case(shape: Attention, asked: bool = False) -> Case:
+def _case(shape: Attention, asked: bool = False) -> BenchCase:
     kind = "causal" if shape.causal else "full"
     name = f"{shape.name}, B {shape.B}, H {shape.H}/{shape.Hk}, T {shape.T}, D {shape.D}, {kind}"
-    return Case("attention", name, partial(_build, shape), asked)
+    return BenchCase("attention", name, partial(_build, shape), asked)
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return causal cases of head sizes 64 and 128 at 4k and 16k positions, 16k tokens each; then the models' own."""
     if scale == "tiny":
         sizes = [Attention("tiny", 1, 2, 1, 40, 16), Attention("tiny", 1, 2, 2, 40, 16, causal=False)]

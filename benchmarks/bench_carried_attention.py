@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
 from benchmarks.timing import Candidate, one_line
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
@@ -33,7 +33,7 @@ from tpfuse.tools.operators.ring_attention import RingAttention
 PLAIN = "attention"
 
 
-class _Rank:
+class _LastRank:
     """The last rank's queries, and all keys, both in blocks and concatenated."""
 
     def __init__(self, shape: RingAttention, bench: Bench) -> None:
@@ -93,23 +93,23 @@ class _Rank:
 
 
 def _build(shape: RingAttention, bench: Bench) -> Built:
-    rank = _Rank(shape, bench)
+    rank = _LastRank(shape, bench)
     forward = Candidate(OURS, lambda _: rank.forward()), Candidate(PLAIN, lambda _: rank.plain_forward())
     backward = (
         Candidate(OURS, lambda state: rank.backward(*state), rank.forward),
         Candidate(PLAIN, lambda state: rank.plain_backward(*state), rank.plain_forward),
     )
     costs, candidates = shape.costs(), {"forward": forward, "backward": backward}
-    works = [Measurement(mode, costs[mode].flops, costs[mode].moved, x) for mode, x in candidates.items()]
+    works = [TimedMode(mode, costs[mode].flops, costs[mode].moved, x) for mode, x in candidates.items()]
     return lambda: {OURS: rank.verdict()}, works
 
 
-def _case(shape: RingAttention, asked: bool) -> Case:
+def _case(shape: RingAttention, asked: bool) -> BenchCase:
     sizes = f"H {shape.H}/{shape.Hk}, {shape.n} tokens each, D {shape.D}, {'causal' if shape.causal else 'full'}"
-    return Case("carried_attention", f"{shape.name}, {sizes}", partial(_build, shape), asked)
+    return BenchCase("carried_attention", f"{shape.name}, {sizes}", partial(_build, shape), asked)
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of 16k tokens on 8 ranks, and one of 64k tokens on 4 ranks."""
     if scale == "tiny":
         tiny = RingAttention("2 ranks", 2, 20, 2, 1, 16), RingAttention("3 ranks", 3, 20, 2, 2, 16, causal=False)

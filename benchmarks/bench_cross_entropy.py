@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import Function, absent, compiled, described, fresh_compiler, installed
-from benchmarks.harness import Bench, Built, Case, Scale, command
+from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from benchmarks.shapes import TOKENS, model
 from tpfuse.ops.cross_entropy import as_torch
 from tpfuse.tools.operator import Draw, Tensors
@@ -61,12 +61,12 @@ def _build(shape: CrossEntropy, bench: Bench) -> Built:
     return described(shape, bench, ("forward", "both"), peers, narrow=first, memory=("both",))
 
 
-def _case(name: str, rows: int, width: int, asked: bool = False) -> Case:
+def _case(name: str, rows: int, width: int, asked: bool = False) -> BenchCase:
     shape = _ForPeers(name, rows, width)
-    return Case("cross_entropy", f"{name}, {rows} x {width}", partial(_build, shape), asked)
+    return BenchCase("cross_entropy", f"{name}, {rows} x {width}", partial(_build, shape), asked)
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of whole vocabularies, and of one rank's slice of them."""
     if scale == "tiny":
         return [_case("tiny", 24, 50, True)]

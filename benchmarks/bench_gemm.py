@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import Function, compiled, described, fresh_compiler
-from benchmarks.harness import Bench, Built, Case, Scale, command
-from benchmarks.shapes import Product, products
+from benchmarks.harness import Bench, BenchCase, Built, Scale, command
+from benchmarks.shapes import LayerProduct, products
 from tpfuse.tools.operators.gemm import Gemm
 
 EAGER, ADDMM, COMPILED, CUBLAS = "F.linear + activation", "_addmm_activation", "torch.compile max-autotune", "F.linear"
@@ -49,20 +49,20 @@ def _fused(shape: Gemm, compile_for: str, bench: Bench) -> Built:
     return described(shape, bench, ("inference", "forward", "backward"), peers, forward_only=forward_only)
 
 
-def _case(product: Product, activation: str | None, compile_for: str, asked: bool) -> Case:
+def _case(product: LayerProduct, activation: str | None, compile_for: str, asked: bool) -> BenchCase:
     sizes = product.names[0], product.M, product.N, product.K, activation
     if activation is None:
-        return Case("gemm", f"{product}, plain", partial(_plain, Gemm(*sizes, terms=())), asked)
-    return Case("gemm", f"{product}, bias, {activation}", partial(_fused, Gemm(*sizes), compile_for), asked)
+        return BenchCase("gemm", f"{product}, plain", partial(_plain, Gemm(*sizes, terms=())), asked)
+    return BenchCase("gemm", f"{product}, bias, {activation}", partial(_fused, Gemm(*sizes), compile_for), asked)
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return the cases of the figures, then each product once with its layer's activation."""
     if scale == "tiny":
-        tiny = Product(("tiny",), 48, 64, 32, None)
+        tiny = LayerProduct(("tiny",), 48, 64, 32, None)
         return [_case(tiny, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]
     if scale == "cpu":
-        up = Product(("124m tp1 up",), 1024, 3072, 768, None)
+        up = LayerProduct(("124m tp1 up",), 1024, 3072, 768, None)
         return [_case(up, activation, "", False) for activation in (None, "gelu_tanh")]
     all_products = products()
     asked = [replace(x, names=(name,)) for name in ASKED for x in all_products if name in x.names]

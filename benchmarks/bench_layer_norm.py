@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import absent, installed
-from benchmarks.harness import Case, Scale, command
+from benchmarks.harness import BenchCase, Scale, command
 from benchmarks.norms import GPT2, LLAMA, norm_cases
 from tpfuse.tools.operators.layer_norm import EPS, LayerNorm
 
@@ -28,7 +28,7 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of GPT-2's largest width and of the larger models' widths."""
     return norm_cases("layer_norm", scale, (*GPT2[-1:], *LLAMA), partial(LayerNorm, terms=("bias",)), _plain, _liger)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import Function, absent, described, installed
-from benchmarks.harness import Bench, Built, Case, Scale, command
+from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from benchmarks.shapes import TOKENS, model
 from tpfuse.tools.operators.linear_cross_entropy import LinearCrossEntropy
 
@@ -50,12 +50,12 @@ def _build(shape: LinearCrossEntropy, bench: Bench) -> Built:
     return check, works
 
 
-def _case(name: str, rows: int, vocabulary: int, width: int, asked: bool) -> Case:
+def _case(name: str, rows: int, vocabulary: int, width: int, asked: bool) -> BenchCase:
     shape = LinearCrossEntropy(name, rows, vocabulary, width, mean=True)
-    return Case("linear_cross_entropy", f"{name}, {rows} x {vocabulary} x {width}", partial(_build, shape), asked)
+    return BenchCase("linear_cross_entropy", f"{name}, {rows} x {vocabulary} x {width}", partial(_build, shape), asked)
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return 32k tokens with GPT-2's vocabulary; the larger models, and one rank's slice of their vocabulary."""
     if scale == "tiny":
         return [_case("tiny", 40, 50, 32, True)]

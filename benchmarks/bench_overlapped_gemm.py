@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
 from benchmarks.shapes import layers, model
 from benchmarks.timing import Candidate, one_line
 from tpfuse.comm.collectives.fused import open_channel
@@ -93,9 +93,9 @@ def _verdict(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activa
     return ""
 
 
-def _measurement(mode: str, shape: AllGatherGemm | GemmReduceScatter, *candidates: Candidate) -> Measurement:
+def _measurement(mode: str, shape: AllGatherGemm | GemmReduceScatter, *candidates: Candidate) -> TimedMode:
     cost = shape.costs()["forward"]
-    return Measurement(mode, cost.flops, cost.moved, candidates)
+    return TimedMode(mode, cost.flops, cost.moved, candidates)
 
 
 def _gathering(shape: AllGatherGemm, bench: Bench) -> Built:
@@ -205,7 +205,7 @@ def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
 
 def _case(
     kind: str, name: str, world: int, M: int, N: int, K: int, activation: str | None = None, asked: bool = True
-) -> Case:
+) -> BenchCase:
     """Return a case of `KINDS`: the rows of all ranks [M, K] times the weight [N, K] of one rank."""
     title = f"{kind} {name}, {world} ranks, {M} x {N} x {K}{f', {activation}' if activation else ''}"
     if kind == "scatter":
@@ -213,10 +213,10 @@ def _case(
     else:
         shape = AllGatherGemm(name, world, M // world, N, K, activation, bias=kind == "gather")
         build = partial(_gathering if kind == "gather" else _over_link, shape)
-    return Case("overlapped_gemm", title, build, asked)
+    return BenchCase("overlapped_gemm", title, build, asked)
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return three widths of a product over the link, then the layers of Llama models by the number of tokens."""
     if scale == "tiny":
         chosen_cases = [_case(kind, "tiny", 4, 64, 48, 32) for kind in KINDS]

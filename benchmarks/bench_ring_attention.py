@@ -51,7 +51,7 @@ _calls: dict[str, Callable[[], list[Tensor]]] = {}  # the calls of this rank tha
 
 
 @dataclass(frozen=True)
-class Subject:
+class CpSubject:
     """Causal attention of `tokens` tokens and `heads` heads of size `size`, batch 1."""
 
     tokens: int = 4096
@@ -153,7 +153,7 @@ def _ours(
         return ring_attention(q, k, v, group=group, schedule=schedule, length=length)
 
 
-def _candidates(subject: Subject) -> dict[str, Attention]:
+def _candidates(subject: CpSubject) -> dict[str, Attention]:
     """Return the candidates that take part in the ring, on every rank."""
     world, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
@@ -179,7 +179,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _inputs(subject: Subject, heads: int) -> list[Tensor]:
+def _inputs(subject: CpSubject, heads: int) -> list[Tensor]:
     """Return q, k, v, and the gradient of the output."""
     generator = torch.Generator().manual_seed(subject.tokens)
     return [torch.randn(1, heads, subject.tokens, subject.size, generator=generator) for _ in range(4)]
@@ -200,7 +200,7 @@ def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callabl
     return call
 
 
-def prepare(subject: Subject, alone: bool, ideal: bool) -> list[str]:
+def prepare(subject: CpSubject, alone: bool, ideal: bool) -> list[str]:
     """Fill `_calls` with checked candidates and return their names. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     _calls.clear()
@@ -237,7 +237,13 @@ def turn(name: str, repeats: int) -> float:
 
 
 def measure(
-    subject: Subject, ranks: RankPool, alone: RankPool, rounds: int, *, ideal: bool = False, seconds: float = 0.3
+    subject: CpSubject,
+    ranks: RankPool,
+    alone: RankPool,
+    rounds: int,
+    *,
+    ideal: bool = False,
+    seconds: float = 0.3,
 ) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took.
 
@@ -256,7 +262,7 @@ def measure(
     return times, (of_others(ranks, alone) - before) / capacity
 
 
-def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
+def report(subject: CpSubject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
     """Print a table, and return the row to keep."""
     figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
     baseline, asked = (ALONE, 1.03) if ALONE in figures else (IDEAL, 1.05)
@@ -275,7 +281,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, help="number of ranks (default: 4, or 2 with --ideal)")
     parser.add_argument("--threads", type=int, default=2, help="number of threads of the single process")
-    parser.add_argument("--tokens", type=int, default=Subject.tokens, help="length of the sequence in tokens")
+    parser.add_argument("--tokens", type=int, default=CpSubject.tokens, help="length of the sequence in tokens")
     parser.add_argument("--rounds", type=int, default=9, help="number of rounds")
     parser.add_argument(
         "--ideal", action="store_true", help="compare with 1 / ranks of the work, done without waiting for other ranks"
@@ -287,7 +293,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     world = arguments.ranks or (2 if arguments.ideal else 4)
-    subject = Subject(256, 4, 16) if arguments.quick else Subject(arguments.tokens)
+    subject = CpSubject(256, 4, 16) if arguments.quick else CpSubject(arguments.tokens)
     ranks, alone = RankPool(world, timeout=600.0), RankPool(1, timeout=600.0)
     alone.run(set_threads, arguments.threads)
     if arguments.ideal:

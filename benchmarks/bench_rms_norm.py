@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import absent, installed
-from benchmarks.harness import Case, Scale, command
+from benchmarks.harness import BenchCase, Scale, command
 from benchmarks.norms import LLAMA, norm_cases
 from tpfuse.tools.operators.layer_norm import EPS
 from tpfuse.tools.operators.rms_norm import RmsNorm
@@ -28,7 +28,7 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of the widths of the models that have this norm."""
     return norm_cases("rms_norm", scale, LLAMA, RmsNorm, _plain, _liger)
 

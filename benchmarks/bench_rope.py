@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.candidates import Candidates, compiled, fresh_compiler
-from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
 from benchmarks.timing import Candidate
 from tpfuse.kernels import reference
 from tpfuse.ops.rope import rope
@@ -56,7 +56,7 @@ def _build(shape: Rope, bench: Bench) -> Built:
     ).check
     per_pair = [_candidates(pair, name, *inputs.values(), (grad_q, grad_k)) for name, pair in pairs.items()]
     costs, candidates = shape.costs(), zip(*per_pair, strict=True)
-    return check, [Measurement(mode, 0.0, costs[mode].moved, x) for mode, x in zip(costs, candidates, strict=True)]
+    return check, [TimedMode(mode, 0.0, costs[mode].moved, x) for mode, x in zip(costs, candidates, strict=True)]
 
 
 def _joined(pair: Pair) -> Callable[..., Tensor]:
@@ -68,15 +68,15 @@ def _joined(pair: Pair) -> Callable[..., Tensor]:
     return run
 
 
-def _case(shape: Rope) -> Case:
+def _case(shape: Rope) -> BenchCase:
     sizes = f"B {shape.B}, T {shape.T}, H {shape.H}/{shape.Hk}, D {shape.D}"
-    return Case("rope", f"{shape.name}, {sizes}", partial(_build, shape))
+    return BenchCase("rope", f"{shape.name}, {sizes}", partial(_build, shape))
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of the models that have rotary embeddings."""
     if scale == "tiny":
-        return [Case("rope", "tiny", partial(_build, Rope("tiny", 1, 12, 2, 1, 16)), True)]
+        return [BenchCase("rope", "tiny", partial(_build, Rope("tiny", 1, 12, 2, 1, 16)), True)]
     if scale == "cpu":
         return [_case(Rope("7b tp4", 1, 1024, 8, 8, 128))]
     sizes = {"7b tp1": (32, 32)}

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
 from benchmarks.timing import Candidate, one_line
 from tpfuse.kernels import reference
 from tpfuse.kernels.endpoint import Endpoint
@@ -105,11 +105,11 @@ class Ranks:
 def _build(shape: ShardedAdamW, bench: Bench) -> Built:
     ranks, compared = Ranks(shape, bench), replace(shape, m=min(shape.m, _COMPARED))
     candidate = Candidate(OURS, ranks.update, ranks.signalled)
-    works = [Measurement("step", 0.0, shape.costs()["step"].moved, (candidate,))]
+    works = [TimedMode("step", 0.0, shape.costs()["step"].moved, (candidate,))]
     return lambda: {OURS: Ranks(compared, bench).verdict()}, works
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of eight ranks and of two, with gradients in bf16 and in float32."""
     n = 124_439_808 if scale != "tiny" else 608
     chosen_cases = []
@@ -118,7 +118,7 @@ def cases(scale: Scale) -> list[Case]:
         for sent in (torch.bfloat16, torch.float32):
             name = f"124m, a shard of {world}, gradients {str(sent).removeprefix('torch.')}"
             shape = ShardedAdamW(name, world, m, sent)
-            chosen_cases.append(Case("sharded_adamw", name, partial(_build, shape), True))
+            chosen_cases.append(BenchCase("sharded_adamw", name, partial(_build, shape), True))
     return chosen_cases if scale == "all" else chosen_cases[:2]
 
 

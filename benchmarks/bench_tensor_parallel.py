@@ -58,7 +58,7 @@ _calls: dict[str, Call] = {}  # the calls of this rank that take turns
 
 
 @dataclass(frozen=True)
-class Subject:
+class TpSubject:
     """A compared computation. asked: the required speed, in multiples of that of torch's tensor parallelism."""
 
     name: str
@@ -234,7 +234,7 @@ def turn(name: str, repeats: int) -> float:
     return seconds_per_call(_calls[name], repeats)
 
 
-def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> tuple[dict[str, list[float]], float]:
+def measure(subject: TpSubject, ranks: RankPool, alone: RankPool, rounds: int) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took."""
     where = {OURS: ranks, TORCH: ranks, ALONE: alone}
     for pool in (ranks, alone):
@@ -253,13 +253,13 @@ def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> 
 
 
 SUBJECTS = (
-    Subject("mlp", prepare_mlp, (768, 128), 2.5),
-    Subject("mlp", prepare_mlp, (1024, 768), 1.15),
-    Subject("gpt", prepare_gpt),
+    TpSubject("mlp", prepare_mlp, (768, 128), 2.5),
+    TpSubject("mlp", prepare_mlp, (1024, 768), 1.15),
+    TpSubject("gpt", prepare_gpt),
 )
 
 
-def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
+def report(subject: TpSubject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
     """Print a line and return a row."""
     figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
     median = {name: figures[name]["median"] for name in figures}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, Built, Measurement
+from benchmarks.harness import OURS, Bench, Built, TimedMode
 from benchmarks.timing import Candidate, one_line
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.tools.operator import DifferentiableShape
@@ -69,7 +69,7 @@ class Candidates:
         out.backward(self.grad.to(out.dtype))  # type: ignore[no-untyped-call]
         return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x.is_floating_point()}
 
-    def works(self) -> list[Measurement]:
+    def works(self) -> list[TimedMode]:
         """Return a measurement of each mode of `costs`: "inference" (no graph), "forward" (with one), "backward",
         "both".
         """
@@ -83,7 +83,7 @@ class Candidates:
         for mode, cost in self.costs.items():
             names = [name for name in self.functions if mode == "inference" or name not in self.forward_only]
             candidates = tuple(modes[mode](name, self.functions[name]) for name in names)
-            works.append(Measurement(mode, *cost, candidates, mode in self.memory))
+            works.append(TimedMode(mode, *cost, candidates, mode in self.memory))
         return works
 
     def _inference(self, name: str, function: Function) -> Candidate:

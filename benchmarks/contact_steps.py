@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.apart import Later, Row, Rows, Step, read
 from benchmarks.candidates import LeftOut
-from benchmarks.harness import OURS, Bench, Case, Scale, kernel_provenance, measure, new_bench
+from benchmarks.harness import OURS, Bench, BenchCase, Scale, kernel_provenance, measure, new_bench
 from benchmarks.timing import Ceilings
 from tpfuse.comm.probe import probe
 from tpfuse.kernels import configurations, launch
@@ -283,14 +283,14 @@ def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
     bench.seconds /= 3 if group == "more timings" else 1
     scale: Scale = "tiny" if plan.rehearse else "all"
     left_out = {row["row"] for row in earlier if row["step"] == f"timings: {operator}" and row.get("left out")}
-    all_cases: list[Case] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)
+    all_cases: list[BenchCase] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)
     for case in all_cases:
         if case.asked != (group != "more timings") or (group == "torch.compile" and case.name not in left_out):
             continue
         rows.each(case.name, partial(time_case, case, bench))
 
 
-def time_case(case: Case, bench: Bench) -> Row:
+def time_case(case: BenchCase, bench: Bench) -> Row:
     """Return the rows of a case's candidates as "measurements", and an error where one of tpfuse's has none.
 
     "left out" says whether candidates are left to another turn.

@@ -39,7 +39,7 @@ from benchmarks.documents import document_of, slug, table_lines
 from benchmarks.harness import (
     OURS,
     Bench,
-    Case,
+    BenchCase,
     Parser,
     Row,
     cores,
@@ -74,7 +74,7 @@ _PATIENCE = 600.0  # the seconds after which a row counts as a hang
 
 
 @dataclass(frozen=True)
-class Run:
+class CpuRun:
     """The settings of a run. quick: one round of each candidate, of small subjects where there are some."""
 
     quick: bool = False
@@ -126,14 +126,14 @@ class _Others:
         return taken / ((monotonic() - self._started) * (os.cpu_count() or 1))
 
 
-def time_operator(name: str, run: Run, rows: Rows) -> None:
+def time_operator(name: str, run: CpuRun, rows: Rows) -> None:
     """Time the cases of `benchmarks.bench_NAME` at their sizes for CPUs."""
     bench = new_cpu_bench(seed=1, seconds=0.0 if run.quick else 0.6)
     for case in importlib.import_module(f"benchmarks.bench_{name}").cases("cpu"):
         rows.each(case.name, partial(_time_operator, case, bench))
 
 
-def _time_operator(case: Case, bench: Bench) -> Row:
+def _time_operator(case: BenchCase, bench: Bench) -> Row:
     others = _Others()
     found = time_case(case, bench)
     share, kept = _rounded(others.share()), []
@@ -149,10 +149,10 @@ def _time_operator(case: Case, bench: Bench) -> Row:
     return {"measurements": kept} if kept else found
 
 
-def time_tensor_parallel(run: Run, rows: Rows) -> None:
+def time_tensor_parallel(run: CpuRun, rows: Rows) -> None:
     """Time the sequence-parallel MLP and the training step of `benchmarks.bench_tensor_parallel`."""
 
-    def work(case: str, subject: bench_tensor_parallel.Subject) -> Row:
+    def work(case: str, subject: bench_tensor_parallel.TpSubject) -> Row:
         mode = "training step" if subject.name == "gpt" else "forward and backward"
         times, others = bench_tensor_parallel.measure(subject, ranks, alone, run.rounds(9))
         return {"measurements": measurements(case, mode, times, others)}
@@ -163,9 +163,9 @@ def time_tensor_parallel(run: Run, rows: Rows) -> None:
             rows.each(case, partial(work, case, subject))
 
 
-def time_ring_attention(run: Run, rows: Rows) -> None:
+def time_ring_attention(run: CpuRun, rows: Rows) -> None:
     """Time the causal attention of `benchmarks.bench_ring_attention` on 2048 tokens."""
-    subject = bench_ring_attention.Subject(256, 4, 16) if run.quick else bench_ring_attention.Subject(2048)
+    subject = bench_ring_attention.CpSubject(256, 4, 16) if run.quick else bench_ring_attention.CpSubject(2048)
     case = f"{subject.tokens} tokens, {subject.heads} heads of {subject.size}"
 
     def work() -> Row:
@@ -177,7 +177,7 @@ def time_ring_attention(run: Run, rows: Rows) -> None:
         rows.each(case, work)
 
 
-def time_zero(run: Run, rows: Rows) -> None:
+def time_zero(run: CpuRun, rows: Rows) -> None:
     """Time the training step and the update of `benchmarks.bench_zero`."""
 
     def work(case: str, mode: str, subject: Training | Update, ranks: RankPool) -> Row:
@@ -195,7 +195,7 @@ def time_zero(run: Run, rows: Rows) -> None:
         ranks.close()  # this frees the memory of its candidates
 
 
-def time_collectives(run: Run, rows: Rows) -> None:
+def time_collectives(run: CpuRun, rows: Rows) -> None:
     """Time the operations and sizes of `benchmarks.collectives`, with their bus bandwidths."""
 
     def work(op: str) -> Row:
@@ -215,7 +215,7 @@ def time_collectives(run: Run, rows: Rows) -> None:
             rows.each(op, partial(work, op))
 
 
-BENCHMARKS: dict[str, Callable[[Run, Rows], None]] = {
+BENCHMARKS: dict[str, Callable[[CpuRun, Rows], None]] = {
     **{name: partial(time_operator, name) for name in OPERATORS},
     "tensor_parallel": time_tensor_parallel,
     "ring_attention": time_ring_attention,
@@ -271,7 +271,7 @@ class Files:
         replace_file(self.folder / f"{self.stem}.md", page_of(self.head, self.rows))
 
 
-def run_benchmarks(names: Sequence[str], run: Run, files: Files, minutes: float = MINUTES) -> int:
+def run_benchmarks(names: Sequence[str], run: CpuRun, files: Files, minutes: float = MINUTES) -> int:
     """Run benchmarks, print a line for each case, and return the exit status: 1 where one has failed."""
 
     def say(kept: Row) -> None:
@@ -301,7 +301,7 @@ def main() -> int:
     if arguments.keep and (arguments.only or arguments.quick):
         parser.error("--keep replaces the files of a whole run: leave out --only and --quick")
     files = Files(results(arguments.keep), arguments.quick)
-    status = run_benchmarks(arguments.only or list(BENCHMARKS), Run(arguments.quick), files)
+    status = run_benchmarks(arguments.only or list(BENCHMARKS), CpuRun(arguments.quick), files)
     print(f"kept in {files.folder / files.stem}.json")
     return status
 

@@ -67,7 +67,7 @@ TRAINED = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class GpuResults:
     """The contents of the folder of results, oldest first.
 
     documents: those that were measured on GPUs; the other fields: the rows of GPUs in the files of these names.
@@ -87,10 +87,10 @@ class Figure:
     name: str
     asked: str
     command: str
-    measured: Callable[[Measured], list[str]] = lambda _: []
+    measured: Callable[[GpuResults], list[str]] = lambda _: []
 
 
-def measured_in(folder: Path) -> Measured:
+def measured_in(folder: Path) -> GpuResults:
     """Return what a folder of results has."""
 
     def rows(name: str) -> list[Row]:
@@ -99,7 +99,7 @@ def measured_in(folder: Path) -> Measured:
 
     documents = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-*.json"))]
     collectives = [row for row in rows("collectives") if "nccl_us" in row]
-    return Measured(documents, rows("node"), collectives, [row for row in rows("training") if row["gpus"]])
+    return GpuResults(documents, rows("node"), collectives, [row for row in rows("training") if row["gpus"]])
 
 
 def figures() -> Iterator[Figure]:
@@ -127,7 +127,7 @@ def figures() -> Iterator[Figure]:
     for op in OPERATIONS:
         if op not in ("broadcast", "reduce"):  # tpfuse has no kernels for these
             name = f"{op}, speed / NCCL"
-            yield Figure("between GPUs", name, "", f"{_TORCHRUN} benchmarks.collectives", _Collective(op))
+            yield Figure("between GPUs", name, "", f"{_TORCHRUN} benchmarks.collectives", _CollectiveSpeed(op))
     command = f"python -m benchmarks.training_speed {_STAGES} fused"
     yield Figure("between GPUs", "messages between stages, fused, training speed / NCCL", "", command, _messages)
     for options in TRAINED:
@@ -158,7 +158,7 @@ class _Outcome:
 
     name: str
 
-    def __call__(self, measured: Measured) -> list[str]:
+    def __call__(self, measured: GpuResults) -> list[str]:
         return [
             f"{outcome['got']:.2f}, {outcome['verdict']} ({_place(document)})"
             for document in measured.documents
@@ -174,7 +174,7 @@ class _Speed:
     operator: str
     mode: str = ""
 
-    def __call__(self, measured: Measured) -> list[str]:
+    def __call__(self, measured: GpuResults) -> list[str]:
         texts = []
         for document in measured.documents:
             times: dict[tuple[str, str], dict[str, float]] = {}
@@ -190,7 +190,7 @@ class _Speed:
         return texts
 
 
-def _host_time(measured: Measured) -> list[str]:
+def _host_time(measured: GpuResults) -> list[str]:
     """Return the range over all operators of tpfuse."""
     texts = []
     for document in measured.documents:
@@ -206,7 +206,7 @@ class _Fused:
     layers: tuple[str, ...]
     peer: str
 
-    def __call__(self, measured: Measured) -> list[str]:
+    def __call__(self, measured: GpuResults) -> list[str]:
         newest = {}
         for row in measured.node:
             times = row["us"]
@@ -221,12 +221,12 @@ def _median(row: Row, name: str) -> float:
 
 
 @dataclass(frozen=True)
-class _Collective:
+class _CollectiveSpeed:
     """NCCL's time divided by tpfuse's, over the sizes of each machine's newest rows."""
 
     op: str
 
-    def __call__(self, measured: Measured) -> list[str]:
+    def __call__(self, measured: GpuResults) -> list[str]:
         rows = [row for row in measured.collectives if row["op"] == self.op and "tpfuse_us" in row]
         newest = {(row["machine"], row["ranks"], row["bytes"]): row for row in rows}
         ratios = [row | {"ratio": row["nccl_us"]["median"] / row["tpfuse_us"]["median"]} for row in newest.values()]
@@ -249,7 +249,7 @@ class _Training:
 
     options: str
 
-    def __call__(self, measured: Measured) -> list[str]:
+    def __call__(self, measured: GpuResults) -> list[str]:
         rows = [row for row in measured.training if " ".join(row["options"]) == self.options]
         return [
             f"{row['tokens_per_second']['median']:.0f}, {row['mfu']['median']:.0%} ({row['gpus']} x {_place(row)})"
@@ -257,7 +257,7 @@ class _Training:
         ]
 
 
-def _messages(measured: Measured) -> list[str]:
+def _messages(measured: GpuResults) -> list[str]:
     """Return the speed of each machine's newest training run with fused messages, divided by that with NCCL's."""
     newest = {(row["machine"], row["gpus"], " ".join(row["options"])): row for row in measured.training}
     ratios = []
@@ -275,12 +275,12 @@ class _Tuned:
 
     family: str
 
-    def __call__(self, _: Measured) -> list[str]:
+    def __call__(self, _: GpuResults) -> list[str]:
         rows = [row for row in read_table(TABLE) if row.family == self.family]
         return [] if any(row.measured.startswith(UNKNOWN) for row in rows) else ["measured, the table says where"]
 
 
-def plan_of(measured: Measured) -> str:
+def plan_of(measured: GpuResults) -> str:
     """Return the text of gpu.md."""
     lines = [
         "# The figures that need a GPU",

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from benchmarks import timing
-from benchmarks.timing import Candidate, Ceilings, Clock, DeviceClock, HostClock, Timing
+from benchmarks.timing import CallClock, Candidate, Ceilings, DeviceClock, HostClock, Timing
 from tpfuse.backend import Kernels, kernels
 from tpfuse.comm.host import processor
 from tpfuse.tools.operator import Draw
@@ -127,9 +127,9 @@ class Bench(Draw):
     """The device that cases run on, and the source of their inputs."""
 
     interpreted: bool
-    clock: Clock
+    clock: CallClock
     ceilings: Ceilings
-    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `Measurement`; 0: one round
+    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `TimedMode`; 0: one round
     compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
     kernels: Kernels = "triton"  # of tpfuse's candidates
 
@@ -139,7 +139,7 @@ def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
     device = torch.device("cpu" if interpreted else "cuda")
     if interpreted:
         torch.set_num_threads(1)  # the tensors are tiny
-    clock: Clock = HostClock() if interpreted else DeviceClock(device)
+    clock: CallClock = HostClock() if interpreted else DeviceClock(device)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
     generator = torch.Generator(device).manual_seed(seed)
     return Bench(
@@ -175,7 +175,7 @@ def new_cpu_bench(seed: int, seconds: float) -> Bench:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class TimedMode:
     """Candidates that are timed by turns. mode: "forward", "backward", ….
 
     flops, moved: the least operations and bytes of device memory that it takes, for the bound. memory: whether the peak
@@ -189,11 +189,11 @@ class Measurement:
     memory: bool = False
 
 
-Built = tuple[Callable[[], dict[str, str]], list[Measurement]]
+Built = tuple[Callable[[], dict[str, str]], list[TimedMode]]
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """An operator at a shape. asked: whether a figure to be reached is computed from it, so that it comes first.
 
     build: draws inputs and returns the check (verdict by candidate, "" where it is right) and the measurements.
@@ -205,7 +205,7 @@ class Case:
     asked: bool = False
 
 
-def measure(case: Case, bench: Bench) -> Iterator[Row]:
+def measure(case: BenchCase, bench: Bench) -> Iterator[Row]:
     """Yield a row per mode and candidate. tpfuse is not timed where it is wrong; a failure's row has the error."""
     identity: Row = {"operator": case.operator, "case": case.name, "asked": case.asked}
     try:
@@ -222,7 +222,7 @@ def measure(case: Case, bench: Bench) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-def _rows(work: Measurement, verdicts: dict[str, str], bench: Bench) -> Iterator[Row]:
+def _rows(work: TimedMode, verdicts: dict[str, str], bench: Bench) -> Iterator[Row]:
     rounds = {} if bench.seconds else {"least": 1, "most": 1}
     fit = [x for x in work.candidates if x.name not in verdicts or _may_run(x.name, verdicts[x.name])]
     timings = timing.alternate(fit, bench.clock, bench.seconds, **rounds)
@@ -270,7 +270,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def command(operator: str, cases: Callable[[Scale], list[Case]]) -> int:
+def command(operator: str, cases: Callable[[Scale], list[BenchCase]]) -> int:
     """Run `python -m benchmarks.bench_OPERATOR` and return the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.bench_{operator}")
     parser.add_argument("--quick", action="store_true", help="measure only the most important shapes")

@@ -37,7 +37,7 @@ ROWS, COLUMNS, K = 8, 1024, 512  # sizes of one rank: they are small, because th
 
 
 @dataclass
-class Case:
+class HostCase:
     """A case. call: of the operator. torch: torch's own part of it. budget: µs over that; None where there is none."""
 
     name: str
@@ -54,7 +54,7 @@ class Case:
         return min(self.times) - min(self.torch_times)
 
 
-def cases(rank: LoneRank) -> list[Case]:
+def cases(rank: LoneRank) -> list[HostCase]:
     """Return the forward operators, without and with autograd where it is a part of them."""
     dtype = torch.bfloat16
     x, tall = torch.empty(ROWS, K, dtype=dtype), torch.empty(WORLD * ROWS, K, dtype=dtype)
@@ -83,34 +83,34 @@ def cases(rank: LoneRank) -> list[Case]:
             word.copy_(words[0])
 
     return [
-        Case(
+        HostCase(
             "gemm_forward", lambda: product(tall, weight, bias, "gelu_tanh", False),
             lambda: empties((WORLD * ROWS, COLUMNS)), 15,
         ),
-        Case(
+        HostCase(
             "gemm, which registers it with torch", lambda: gemm(tall, weight, bias, activation="gelu_tanh"),
             lambda: _registered(tall, weight, bias, None, "gelu_tanh", False), None,
         ),
-        Case(
+        HostCase(
             "gemm, which registers it, with autograd", lambda: gemm(tall, trained, bias, activation="gelu_tanh"),
             lambda: _registered(tall, trained, bias, None, "gelu_tanh", True), None,
         ),
-        Case(
+        HostCase(
             f"all_gather_gemm, {WORLD} ranks, copiers",
             lambda: copiers.all_gather(x, [weight], [bias], "gelu_tanh", False),
             lambda: empties((WORLD, ROWS, K), (WORLD * ROWS, COLUMNS)), 100,
         ),
-        Case(
+        HostCase(
             f"all_gather_gemm, {WORLD} ranks, copy engines",
             lambda: engines.all_gather(x, [weight], [bias], "gelu_tanh", False),
             copied, 100,
         ),
-        Case(
+        HostCase(
             f"gemm_reduce_scatter, {WORLD} ranks",
             lambda: copiers.reduce_scatter(tall, weight, bias, None),
             lambda: empties((ROWS, COLUMNS)), 40,
         ),
-        Case(
+        HostCase(
             f"gemm_reduce_scatter, {WORLD} ranks, copy engines",
             lambda: engines.reduce_scatter(tall, weight, bias, None),
             scattered, None,
@@ -157,7 +157,7 @@ def _low(call: Callable[[], object], calls: int, between: Callable[[], object]) 
     return float(np.percentile(times, 20)) / 1000
 
 
-def measure(rank: LoneRank, driver: DriverStandIn, rounds: int, calls: int) -> tuple[list[Case], float]:
+def measure(rank: LoneRank, driver: DriverStandIn, rounds: int, calls: int) -> tuple[list[HostCase], float]:
     """Return all cases, and the µs of the loop of Python."""
     measured_cases = cases(rank)
     for case in measured_cases:  # this compiles, and meets the other ranks where memory is new
@@ -178,7 +178,7 @@ def measure(rank: LoneRank, driver: DriverStandIn, rounds: int, calls: int) -> t
     return measured_cases, min(loops)
 
 
-def table(measured_cases: Sequence[Case]) -> list[tuple[str, ...]]:
+def table(measured_cases: Sequence[HostCase]) -> list[tuple[str, ...]]:
     """Return lines of cells, of which the first has the headings."""
     lines: list[tuple[str, ...]] = [("operator", "launches", "µs", "torch's own", "over it", "budget", "met")]
     for case in measured_cases:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
-from benchmarks.shapes import Model, layers, model
+from benchmarks.shapes import ModelSizes, layers, model
 from benchmarks.timing import one_line
 from tpfuse.backend import Implementation, implementation
 from tpfuse.kernels.launch import INTERPRETED
@@ -38,7 +38,7 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.testing.compare import check_error
 
-MODELS = (Model("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
+MODELS = (ModelSizes("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 BY_HAND = "by hand"  # torch's product, and the library's collective before or after it
 SYMMETRIC = "torch.ops.symm_mem"
@@ -52,7 +52,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True)
-class Product:
+class NodeProduct:
     """A product and its collective. N and K are one rank's.
 
     gathers: x [M / world, K] of each rank is gathered, and multiplied with [N, K]; otherwise x [M, K] is multiplied
@@ -70,7 +70,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRanks:
     """This rank and its group, which is the world."""
 
     group: dist.ProcessGroup
@@ -84,19 +84,19 @@ class Node:
         return self.device.type == "cuda"
 
 
-def products(scale: str, world: int) -> Iterator[Product]:
+def products(scale: str, world: int) -> Iterator[NodeProduct]:
     """Yield the products that figures are computed from first: many tokens, the larger model."""
     if scale == "tiny":
-        yield Product("tiny qkv", True, 12 * world, 24, 16)
-        yield Product("tiny o", False, 12 * world, 16, 24)
+        yield NodeProduct("tiny qkv", True, 12 * world, 24, 16)
+        yield NodeProduct("tiny o", False, 12 * world, 16, 24)
         return
     for tokens in (8192,) if scale == "quick" else sorted(TOKENS, reverse=True):
         for each in reversed(MODELS):
             for layer, n, k, _ in layers(each, world):
-                yield Product(f"{each.name} tp{world} {layer}", layer in ("qkv", "up"), tokens, n, k)
+                yield NodeProduct(f"{each.name} tp{world} {layer}", layer in ("qkv", "up"), tokens, n, k)
 
 
-def _inputs(product: Product, node: Node) -> tuple[Tensor, Tensor]:
+def _inputs(product: NodeProduct, node: NodeRanks) -> tuple[Tensor, Tensor]:
     """Return this rank's x and weight, bf16."""
     world, rank = node.group.size(), node.group.rank()
     generator = torch.Generator(node.device).manual_seed(product.M + product.N + rank)
@@ -106,7 +106,7 @@ def _inputs(product: Product, node: Node) -> tuple[Tensor, Tensor]:
     return x.bfloat16(), weight.mul_(product.K**-0.5).bfloat16()
 
 
-def _by_hand(product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
+def _by_hand(product: NodeProduct, x: Tensor, weight: Tensor, node: NodeRanks) -> Call:
     world = node.group.size()
     if product.gathers:
         gathered = x.new_empty(product.M, product.K)
@@ -125,7 +125,7 @@ def _by_hand(product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
     return scatter
 
 
-def _symmetric(product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
+def _symmetric(product: NodeProduct, x: Tensor, weight: Tensor, node: NodeRanks) -> Call:
     from torch.distributed import _symmetric_memory  # noqa: F401 - registers the operators
 
     name = node.group.group_name
@@ -134,7 +134,7 @@ def _symmetric(product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
     return partial(torch.ops.symm_mem.fused_matmul_reduce_scatter, x, weight.T, "sum", 0, name)
 
 
-def _ours(name: Implementation, product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
+def _ours(name: Implementation, product: NodeProduct, x: Tensor, weight: Tensor, node: NodeRanks) -> Call:
     operator = all_gather_linear if product.gathers else linear_reduce_scatter
 
     def call() -> Tensor:
@@ -144,7 +144,7 @@ def _ours(name: Implementation, product: Product, x: Tensor, weight: Tensor, nod
     return call
 
 
-def left_out(node: Node) -> list[str]:
+def left_out(node: NodeRanks) -> list[str]:
     """Return a line for each candidate that cannot run here."""
     if node.cuda:
         return []
@@ -154,7 +154,7 @@ def left_out(node: Node) -> list[str]:
     return lines
 
 
-def candidates(product: Product, node: Node) -> dict[str, Call]:
+def candidates(product: NodeProduct, node: NodeRanks) -> dict[str, Call]:
     """Return the candidates by name; the names of tpfuse's begin with tpfuse."""
     x, weight = _inputs(product, node)
     calls = {BY_HAND: _by_hand(product, x, weight, node)}
@@ -165,7 +165,7 @@ def candidates(product: Product, node: Node) -> dict[str, Call]:
     return calls | ({SYMMETRIC: _symmetric(product, x, weight, node)} if node.cuda else {})
 
 
-def truth_of(product: Product, node: Node) -> Tensor:
+def truth_of(product: NodeProduct, node: NodeRanks) -> Tensor:
     """Return the first columns of this rank's result in float64."""
     x, weight = _inputs(product, node)
     narrow = weight[:_COLUMNS].double()
@@ -178,7 +178,7 @@ def truth_of(product: Product, node: Node) -> Tensor:
     return total.chunk(node.group.size())[node.group.rank()]
 
 
-def check(calls: dict[str, Call], truth: Tensor, node: Node) -> dict[str, str]:
+def check(calls: dict[str, Call], truth: Tensor, node: NodeRanks) -> dict[str, str]:
     """Return the verdict by candidate, the same on all ranks: "" where every rank has the right result."""
     plain = calls[BY_HAND]()[:, :_COLUMNS].clone()
     scale = truth.abs().max().item()
@@ -201,7 +201,7 @@ def _may_run(name: str, verdict: str) -> bool:
     return not verdict or (not name.startswith("tpfuse") and "AssertionError" in verdict)
 
 
-def _seconds(call: Call, node: Node, host: float) -> float:
+def _seconds(call: Call, node: NodeRanks, host: float) -> float:
     """Return the seconds of one call, of some calls one after another, on the slowest rank.
 
     host: the seconds that the host takes to launch one call.
@@ -225,7 +225,7 @@ def _seconds(call: Call, node: Node, host: float) -> float:
     return slowest.item()
 
 
-def _host_seconds(call: Call, node: Node) -> float:
+def _host_seconds(call: Call, node: NodeRanks) -> float:
     call()
     if node.cuda:
         torch.cuda.synchronize(node.device)
@@ -234,7 +234,7 @@ def _host_seconds(call: Call, node: Node) -> float:
     return time.perf_counter() - started
 
 
-def measure(product: Product, node: Node) -> Row:
+def measure(product: NodeProduct, node: NodeRanks) -> Row:
     """Return a row: microseconds by candidate, and the errors of wrong ones. Every rank must call it."""
     calls = candidates(product, node)
     verdicts = check(calls, truth_of(product, node), node)
@@ -251,7 +251,7 @@ def measure(product: Product, node: Node) -> Row:
     return row | {"wrong": {name: verdict for name, verdict in verdicts.items() if verdict}}
 
 
-def _line(product: Product, row: Row, names: list[str]) -> list[str]:
+def _line(product: NodeProduct, row: Row, names: list[str]) -> list[str]:
     """Return the medians, each with the time by hand divided by it."""
     base = row["us"].get(BY_HAND, {}).get("median", float("nan"))
     cells = [str(product)]
@@ -261,7 +261,7 @@ def _line(product: Product, row: Row, names: list[str]) -> list[str]:
     return cells
 
 
-def run(scale: str, minutes: float, node: Node, keep: bool) -> int:
+def run(scale: str, minutes: float, node: NodeRanks, keep: bool) -> int:
     """Measure, print and write rows, and return the exit status: 1 where a candidate of tpfuse is wrong.
 
     Every rank must call it.
@@ -317,7 +317,7 @@ def main() -> int:
     group = dist.group.WORLD
     assert group is not None
     rounds, repeats = (15, 10) if cuda else (2, 1)
-    status = run(arguments.scale, arguments.minutes, Node(group, device, rounds, repeats), arguments.keep)
+    status = run(arguments.scale, arguments.minutes, NodeRanks(group, device, rounds, repeats), arguments.keep)
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

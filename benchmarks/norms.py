@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.candidates import Function, compiled, described, fresh_compiler
-from benchmarks.harness import Bench, Built, Case, Scale
-from benchmarks.shapes import MODELS, TOKENS, Model
+from benchmarks.harness import Bench, BenchCase, Built, Scale
+from benchmarks.shapes import MODELS, TOKENS, ModelSizes
 from tpfuse.tools.operators.layer_norm import Norm
 
 LARGE = 1 << 27  # elements
@@ -27,15 +27,15 @@ def _build(shape: Norm, plain: Function, liger: Function, bench: Bench) -> Built
 def norm_cases(
     operator: str,
     scale: Scale,
-    models: tuple[Model, ...],
+    models: tuple[ModelSizes, ...],
     shape: Callable[[str, int, int], Norm],
     plain: Function,
     liger: Function,
-) -> list[Case]:
+) -> list[BenchCase]:
     """Return the cases of a norm over the widths of `models`. shape: a function of a name, rows and width."""
 
-    def case(name: str, rows: int, width: int, asked: bool) -> Case:
-        return Case(
+    def case(name: str, rows: int, width: int, asked: bool) -> BenchCase:
+        return BenchCase(
             operator, f"{name}, {rows} x {width}", partial(_build, shape(name, rows, width), plain, liger), asked
         )
 

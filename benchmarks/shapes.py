@@ -27,7 +27,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSizes:
     """The sizes that determine the shapes."""
 
     name: str
@@ -45,17 +45,17 @@ class Model:
 
 
 MODELS = (
-    Model("124m", 768, 12, 12, 4 * 768, False, 50257),
-    Model("350m", 1024, 16, 16, 4 * 1024, False, 50257),
-    Model("774m", 1280, 20, 20, 4 * 1280, False, 50257),
-    Model("1558m", 1600, 25, 25, 4 * 1600, False, 50257),
-    Model("7b", 4096, 32, 32, 11008, True, 32000),
-    Model("70b", 8192, 64, 8, 28672, True, 32000),
+    ModelSizes("124m", 768, 12, 12, 4 * 768, False, 50257),
+    ModelSizes("350m", 1024, 16, 16, 4 * 1024, False, 50257),
+    ModelSizes("774m", 1280, 20, 20, 4 * 1280, False, 50257),
+    ModelSizes("1558m", 1600, 25, 25, 4 * 1600, False, 50257),
+    ModelSizes("7b", 4096, 32, 32, 11008, True, 32000),
+    ModelSizes("70b", 8192, 64, 8, 28672, True, 32000),
 )
 
 
 @dataclass(frozen=True)
-class Product:
+class LayerProduct:
     """x [M, K] times weight [N, K]. names: the layers that have this product ("7b tp4 up")."""
 
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class Product:
         return f"{self.names[0]}, {self.M} x {self.N} x {self.K}"
 
 
-def layers(model: Model, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
+def layers(model: ModelSizes, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
     """Yield (layer, N, K, activation) of one rank; nothing where tp does not divide the heads."""
     if model.heads % tp or model.kv_heads % tp or model.mlp % tp:
         return
@@ -79,16 +79,16 @@ def layers(model: Model, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
     yield "down", model.width, model.mlp // tp, None
 
 
-def products(tokens: int = TOKENS) -> list[Product]:
+def products(tokens: int = TOKENS) -> list[LayerProduct]:
     """Return every distinct product of all models and tensor-parallel sizes, in the order of the tables above."""
     names_of: dict[tuple[int, int, str | None], list[str]] = {}
     for model in MODELS:
         for tp in TENSOR_PARALLEL:
             for layer, n, k, activation in layers(model, tp):
                 names_of.setdefault((n, k, activation), []).append(f"{model.name} tp{tp} {layer}")
-    return [Product(tuple(names), tokens, n, k, activation) for (n, k, activation), names in names_of.items()]
+    return [LayerProduct(tuple(names), tokens, n, k, activation) for (n, k, activation), names in names_of.items()]
 
 
-def model(name: str) -> Model:
+def model(name: str) -> ModelSizes:
     """Return the model of this name."""
     return next(model for model in MODELS if model.name == name)

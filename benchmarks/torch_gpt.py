@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tpfuse.models.gpt import GPTConfig
 
 
-class Block(nn.Module):
+class TorchBlock(nn.Module):
     """Attention and MLP, each after a LayerNorm and with a residual path."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -54,7 +54,7 @@ class TorchGPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.ModuleList(TorchBlock(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight

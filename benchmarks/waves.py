@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.shapes import TENSOR_PARALLEL, Model, layers, model
+from benchmarks.shapes import TENSOR_PARALLEL, ModelSizes, layers, model
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import multiprocessors, recording
 
@@ -20,13 +20,13 @@ TOKENS = (2048, 4096, 8192, 16384)
 # The GPT-2 models and Llama 2 70B, whose products Llama 3 70B shares; Llama 3 8B: arXiv:2407.21783, table 3.
 MODELS = (
     *(model(name) for name in ("124m", "350m", "774m", "1558m")),
-    Model("8b", 4096, 32, 8, 14336, True, 128256),
+    ModelSizes("8b", 4096, 32, 8, 14336, True, 128256),
     model("70b"),
 )
 
 
 @dataclass(frozen=True)
-class Product:
+class WaveProduct:
     """A product of one of `ranks` ranks: x [tokens, K] and weight [N, K], or [2 N, K] for a gated pair."""
 
     operator: str  # an operator of configurations.toml
@@ -52,17 +52,17 @@ class Product:
         return 1 - row.idle(sizes) / 100
 
 
-def products(shapes: Model, ranks: int, tokens: int) -> list[Product]:
+def products(shapes: ModelSizes, ranks: int, tokens: int) -> list[WaveProduct]:
     """Return the products of a layer forward, with sequence parallelism, in the order of `shapes.layers`."""
     result = []
     for layer, n, k, activation in layers(shapes, ranks):
         gated = activation == "swiglu"
         parallel = "all_gather_gemm" if layer in ("qkv", "up") else "gemm_reduce_scatter"
-        result.append(Product("gemm" if ranks == 1 else parallel, tokens, n // (1 + gated), k, gated, ranks))
+        result.append(WaveProduct("gemm" if ranks == 1 else parallel, tokens, n // (1 + gated), k, gated, ranks))
     return result
 
 
-def shares() -> Iterator[tuple[Model, int, int, list[float], float]]:
+def shares() -> Iterator[tuple[ModelSizes, int, int, list[float], float]]:
     """Yield (model, ranks, tokens, the share of each product, their mean weighted by time).
 
     Only numbers of ranks that divide the heads are included.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks import bench_adamw, first_contact, node, offload_step
 from benchmarks.candidates import Candidates, absent, compiled
-from benchmarks.harness import OURS, Bench, Case, Measurement, Row, command, measure, new_bench, unable
+from benchmarks.harness import OURS, Bench, BenchCase, Row, TimedMode, command, measure, new_bench, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
 
@@ -53,7 +53,7 @@ def _unwritten(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tensor]) -> dict[tuple[str, str], Row]:
-    def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
+    def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[TimedMode]]:
         candidates = Candidates(
             inputs={"x": normal(0, 5, 7), "weight": normal(1, 7, 3)},
             grad=normal(2, 5, 3),
@@ -64,7 +64,7 @@ def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tens
         )
         return candidates.check, candidates.works()
 
-    rows = list(measure(Case("toy", "5 x 3 x 7", build), bench))
+    rows = list(measure(BenchCase("toy", "5 x 3 x 7", build), bench))
     return {(row["mode"], row["candidate"]): row for row in rows}
 
 
@@ -120,11 +120,11 @@ def test_candidates_cannot_change_inputs_of_others(bench: Bench) -> None:
 
 
 def test_a_case_that_cannot_be_built_has_a_row() -> None:
-    def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
+    def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[TimedMode]]:
         raise RuntimeError("out of\nmemory")
 
     bench = new_bench(0, interpreted=True, ceilings=Ceilings(1.0, 1.0))
-    (row,) = measure(Case("toy", "huge", build, asked=True), bench)
+    (row,) = measure(BenchCase("toy", "huge", build, asked=True), bench)
     assert (row["operator"], row["case"], row["mode"], row["candidate"]) == ("toy", "huge", "", OURS)
     assert row["asked"] is True and row["error"] == "RuntimeError: out of memory"
 

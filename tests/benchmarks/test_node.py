@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import node
-from benchmarks.node import BY_HAND, Node, Product, candidates, check, run, truth_of
+from benchmarks.node import BY_HAND, NodeProduct, NodeRanks, candidates, check, run, truth_of
 from tests.support.tiers import exhaustive
 from tpfuse.testing.ranks import pool
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {BY_HAND, "tpfuse collective", "tpfuse fused", "tpfuse direct"}
 # The first product has more columns than are checked.
-PRODUCTS = [Product("in", True, 8, 200, 8), Product("out", False, 8, 8, 16)]
+PRODUCTS = [NodeProduct("in", True, 8, 200, 8), NodeProduct("out", False, 8, 8, 16)]
 
 
-def here() -> Node:
+def here() -> NodeRanks:
     group = dist.group.WORLD
     assert group is not None
-    return Node(group, torch.device("cpu"), rounds=2, repeats=1)
+    return NodeRanks(group, torch.device("cpu"), rounds=2, repeats=1)
 
 
 @pytest.mark.processes
@@ -46,7 +46,7 @@ def test_the_command() -> None:
     assert set((ROOT / "benchmarks" / "results").iterdir()) == before
 
 
-def verdicts(product: Product, broken: str, rank: int) -> dict[str, str]:
+def verdicts(product: NodeProduct, broken: str, rank: int) -> dict[str, str]:
     """Return the verdicts where one element of one candidate's result is wrong, on one rank."""
     calls, one = candidates(product, here()), here().group.rank() == rank
     right = calls[broken]
@@ -62,7 +62,7 @@ def verdicts(product: Product, broken: str, rank: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("product", "broken"), [(PRODUCTS[1], "tpfuse collective"), *exhaustive((PRODUCTS[0], "tpfuse fused"))]
 )
-def test_all_ranks_report_what_is_wrong_on_one(product: Product, broken: str) -> None:
+def test_all_ranks_report_what_is_wrong_on_one(product: NodeProduct, broken: str) -> None:
     for verdicts_of_rank in pool(2).run(verdicts, product, broken, 1):
         assert {name for name, verdict in verdicts_of_rank.items() if verdict} == {broken}
         assert verdicts_of_rank[broken].startswith("rank 1: AssertionError: out[")

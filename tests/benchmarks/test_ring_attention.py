@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_ring_attention as bench
-from benchmarks.bench_ring_attention import ALONE, PLAIN, TEMPLATES, PlainRing, Subject, measure, report
+from benchmarks.bench_ring_attention import ALONE, PLAIN, TEMPLATES, CpSubject, PlainRing, measure, report
 from tests.support.tiers import exhaustive
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.inputs import normal
@@ -23,12 +23,12 @@ def _settings() -> None:
 @pytest.mark.exhaustive
 def test_candidates_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     """Every candidate is compared with the whole sequence on one rank; `measure` raises where one differs."""
-    times, others = measure(Subject(64, 4, 16), pool(4), pool(1), rounds=2, seconds=0.01)
+    times, others = measure(CpSubject(64, 4, 16), pool(4), pool(1), rounds=2, seconds=0.01)
     expected = {f"tpfuse {schedule} {name}" for schedule in SCHEDULES for name in ("direct", "collective")}
     assert times.keys() == expected | {ALONE, TEMPLATES, PLAIN}
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
     assert math.isnan(others) or -0.5 < others < 1.5  # the kernel counts in hundredths of a second
-    row = report(Subject(64, 4, 16), 4, times, others)
+    row = report(CpSubject(64, 4, 16), 4, times, others)
     assert row["baseline"] == ALONE and row["asked"] == 1.03 and row["ratios"][ALONE] == 1.0
     assert f"x {ALONE}" in capsys.readouterr().out
     pool(4).run(_settings)
@@ -40,7 +40,7 @@ def _wrong_ring() -> str:
     PlainRing.forward = staticmethod(lambda *args: before(*args) * 1.001)
     try:
         with pytest.raises(AssertionError) as caught:
-            bench.prepare(Subject(64, 4, 16), False, False)
+            bench.prepare(CpSubject(64, 4, 16), False, False)
     finally:
         PlainRing.forward = staticmethod(before)
         _settings()

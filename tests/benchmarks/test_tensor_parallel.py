@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from benchmarks.bench_tensor_parallel import ALONE, TORCH, Subject, measure, prepare_mlp
+from benchmarks.bench_tensor_parallel import ALONE, TORCH, TpSubject, measure, prepare_mlp
 from benchmarks.harness import OURS
 from benchmarks.torch_gpt import TorchGPT, parallelize
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -17,7 +17,7 @@ from tpfuse.testing.ranks import pool
 
 def test_candidates_take_turns() -> None:
     """Every candidate is compared with float64 first; `measure` raises where one differs."""
-    times, others = measure(Subject("mlp", prepare_mlp, (4, 8)), pool(2), pool(1), rounds=2)
+    times, others = measure(TpSubject("mlp", prepare_mlp, (4, 8)), pool(2), pool(1), rounds=2)
     assert times.keys() == {OURS, TORCH, ALONE}
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
     assert math.isnan(others) or -0.5 < others < 1.5  # the kernel counts in hundredths of a second
