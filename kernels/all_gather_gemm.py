@@ -266,7 +266,7 @@ def all_gather_gemm_forward(
     return out, preactivation
 
 
-class _Plan(NamedTuple):
+class _GatherPlan(NamedTuple):
     """The sizes and the launch of a call. rows, width: of the result; columns: of the product, gate and up."""
 
     rows: int
@@ -287,7 +287,7 @@ def _plan(
     keep_own: bool,
     copied: bool,
     other_tiles: bool,
-) -> _Plan:
+) -> _GatherPlan:
     operator = "all_gather_gemm"
     m, k, n = _check(operator, x, weight, bias, gathered, ready, endpoint, activation)
     if copied and keep_own:
@@ -321,7 +321,7 @@ def _plan(
     }
     grid = (_programs(operator, endpoint, tiles, copiers),)
     product = Launch(all_gather_gemm_forward_kernel, grid, arguments, row.num_warps, row.num_stages)
-    return _Plan(endpoint.world * m, width, n, product)
+    return _GatherPlan(endpoint.world * m, width, n, product)
 
 
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:

@@ -132,7 +132,7 @@ def gemm_forward(
     return out, preactivation
 
 
-class _Plan(NamedTuple):
+class _GemmPlan(NamedTuple):
     """The sizes and launches of a call of `gemm_forward`.
 
     rows, width: of the result; columns: of the product, gate and up.
@@ -146,7 +146,7 @@ class _Plan(NamedTuple):
 
 
 @planned
-def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> _Plan:
+def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> _GemmPlan:
     m, k, n = _check_forward("gemm_forward", x, weight, bias, residual, activation)
     width = n // 2 if activation in GATED else n
     gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
@@ -177,7 +177,7 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
         **options,
     }
     grid = (min(tiles * splits, programs),)
-    return _Plan(m, width, n, splits, Launch(gemm_forward_kernel, grid, arguments, num_warps, num_stages))
+    return _GemmPlan(m, width, n, splits, Launch(gemm_forward_kernel, grid, arguments, num_warps, num_stages))
 
 
 def _check_forward(

@@ -241,7 +241,7 @@ def gemm_for_copies(
     plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=None, residual_ptr=None, out_ptr=None, stored_ptr=stored)
 
 
-class _Plan(NamedTuple):
+class _ScatterPlan(NamedTuple):
     """The sizes and the launch of a call. rows, columns: of the result."""
 
     rows: int
@@ -258,7 +258,7 @@ def _plan(
     residual: Tensor | None,
     other_tiles: bool,
     copied: bool,
-) -> _Plan:
+) -> _ScatterPlan:
     """Checks a call and plans its launch.
 
     copied: copy engines copy the tiles; then each of the channel's programs signals, with a tile or without.
@@ -292,7 +292,7 @@ def _plan(
     }
     # A program without a tile also signals and waits, and advances the epoch.
     grid = (endpoint.programs if copied else max(1, programs),)
-    return _Plan(rows, n, Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages))
+    return _ScatterPlan(rows, n, Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages))
 
 
 def _configuration(

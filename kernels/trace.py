@@ -114,7 +114,7 @@ def record_wait(trace_ptr, peer, since):
             record(trace_ptr, WAITING, peer, since)
 
 
-class Event(NamedTuple):
+class KernelEvent(NamedTuple):
     """An event says what a program did from begin_ns to end_ns.
 
     kind: one of KINDS. peer: a rank of the kernel's group, or -1.
@@ -139,7 +139,7 @@ class TracedLaunch:
     rank: int | None
     world: int | None
     programs: int
-    events: list[Event]
+    events: list[KernelEvent]
     lost: int
 
 
@@ -194,5 +194,5 @@ def _read(kernel: str, rank: int | None, world: int | None, rows: Tensor) -> Tra
         lost += words[0] - count
         for first in range(1, 1 + 4 * count, 4):
             kind, peer, begin, end = words[first : first + 4]
-            events.append(Event(program, KINDS[kind], peer, begin, end))
+            events.append(KernelEvent(program, KINDS[kind], peer, begin, end))
     return TracedLaunch(kernel, rank, world, len(rows), events, lost)

@@ -35,7 +35,7 @@ from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.kernels.signal_wait import signal_wait
 from tpfuse.kernels.signals import wait_signal
-from tpfuse.kernels.trace import COMPUTING, EVENTS, Event, KernelTrace, TracedLaunch, now, record
+from tpfuse.kernels.trace import COMPUTING, EVENTS, KernelEvent, KernelTrace, TracedLaunch, now, record
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.patience import Deadline, patient
 from tpfuse.testing.ranks import pool
@@ -151,11 +151,11 @@ def _side_by_side(name: str, world: int, schedule: Any) -> dict[int, tuple[Tenso
     return found
 
 
-def _of_program(events: list[Event], program: int, kind: str | None = None) -> list[Event]:
+def _of_program(events: list[KernelEvent], program: int, kind: str | None = None) -> list[KernelEvent]:
     return [event for event in events if event.program == program and kind in (None, event.kind)]
 
 
-def _peers(events: list[Event], program: int, kind: str) -> list[int]:
+def _peers(events: list[KernelEvent], program: int, kind: str) -> list[int]:
     return [event.peer for event in _of_program(events, program, kind)]
 
 

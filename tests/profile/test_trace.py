@@ -18,7 +18,7 @@ from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives, trace
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
-from tpfuse.kernels.trace import Event, TracedLaunch
+from tpfuse.kernels.trace import KernelEvent, TracedLaunch
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear.collective import CollectiveLinear
@@ -291,7 +291,7 @@ def test_times_on_a_gpu_are_those_of_events(monkeypatch: pytest.MonkeyPatch) -> 
     """A stand-in's events take place 1 ms after each other, whenever the host records them."""
     count = itertools.count()
 
-    class Event:
+    class KernelEvent:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
@@ -302,7 +302,7 @@ def test_times_on_a_gpu_are_those_of_events(monkeypatch: pytest.MonkeyPatch) -> 
             return float(other.ms - self.ms)
 
     synchronized: list[object] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", KernelEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     monkeypatch.setattr(time, "time_ns", lambda: 7_000_000)
@@ -344,7 +344,7 @@ class _Kernels:
     launched = 1
 
     def read(self) -> list[TracedLaunch]:
-        first, second = (Event(0, "waiting", peer, 1, 2) for peer in (0, 1))
+        first, second = (KernelEvent(0, "waiting", peer, 1, 2) for peer in (0, 1))
         return [TracedLaunch(f"kernel {n}", 0, 2, 3, [event], n) for n, event in enumerate((first, second))]
 
 

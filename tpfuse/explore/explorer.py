@@ -11,7 +11,7 @@ import triton
 from tpfuse.explore.clocks import Line
 from tpfuse.explore.errors import ExploreError
 from tpfuse.explore.interpreter_hooks import hooked
-from tpfuse.explore.run import Options, Run
+from tpfuse.explore.run import ExploredRun, RunOptions
 from tpfuse.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential, Tracing
 from tpfuse.explore.simulated_memory import SharedBuffers, SimulatedMemory
 from tpfuse.explore.torch_operations import LeavingTorch, TorchOperations
@@ -34,7 +34,7 @@ class Report:
     shared_lines: set[Line] = field(default_factory=set)
     exhausted: bool = False
 
-    def add(self, schedule: Schedule, run: Run) -> None:
+    def add(self, schedule: Schedule, run: ExploredRun) -> None:
         """Add a run without a fault."""
         self.schedules.append(schedule)
         self.steps.append(run.scheduler.steps)
@@ -68,7 +68,7 @@ def explore(
     Raises RaceError, DeadlockError or ProtocolError, whose messages end with the expression that replays the run;
     ValueError without TRITON_INTERPRET=1; RuntimeError inside another exploration.
     """
-    options = Options(resident, timeouts, patience, barrier_rule, max_steps)
+    options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
     report = Report()
     with _exploring() as enter:
         for schedule in _standard(seeds, report) if schedules is None else schedules:
@@ -101,7 +101,7 @@ def explore_bounded(
     There are at most `limit` runs; `exhausted` of the report says whether these were all. This is feasible for two
     ranks and one iteration.
     """
-    options = Options(resident, timeouts, patience, barrier_rule, max_steps)
+    options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
     report, stack = Report(), list[tuple[int, ...]]([()])
     with _exploring() as enter:
         while stack and len(report.schedules) < limit:
@@ -124,16 +124,18 @@ class _Bounded(Choices):
     tracing: Tracing
 
 
-def _execute(program: Program, world: int, schedule: Schedule, options: Options, enter: Callable[[Run], None]) -> Run:
+def _execute(
+    program: Program, world: int, schedule: Schedule, options: RunOptions, enter: Callable[[ExploredRun], None]
+) -> ExploredRun:
     """Run the program under one schedule. Raises the fault that it shows."""
     shared: SharedBuffers
     gradients = torch.is_grad_enabled()
 
-    def body(run: Run, rank: int) -> None:
+    def body(run: ExploredRun, rank: int) -> None:
         with torch.set_grad_enabled(gradients), TorchOperations(run.memory), LeavingTorch(run.memory):
             program(SimulatedMemory(shared, rank))
 
-    run = Run(body, world, schedule, options)
+    run = ExploredRun(body, world, schedule, options)
     shared = SharedBuffers(run)
     enter(run)
     with torch.random.fork_rng(devices=[]):
@@ -146,7 +148,7 @@ def _execute(program: Program, world: int, schedule: Schedule, options: Options,
     return run
 
 
-def _replay(program: Program, world: int, schedule: Schedule, options: Options) -> str:
+def _replay(program: Program, world: int, schedule: Schedule, options: RunOptions) -> str:
     if isinstance(schedule, _Bounded):
         schedule = Choices(schedule.choices)
     changed = [
@@ -159,7 +161,7 @@ def _replay(program: Program, world: int, schedule: Schedule, options: Options) 
 
 
 @contextmanager
-def _exploring() -> Iterator[Callable[[Run], None]]:
+def _exploring() -> Iterator[Callable[[ExploredRun], None]]:
     if not triton.knobs.runtime.interpret:
         raise ValueError("explore runs interpreted kernels: set TRITON_INTERPRET=1 before they are imported")
     if not _running.acquire(blocking=False):

@@ -21,7 +21,7 @@ def original_file(file: str) -> str:
     return file.removesuffix(_MARK)
 
 
-class _Copies(Loader, MetaPathFinder):
+class _FreshLoader(Loader, MetaPathFinder):
     """Finds and executes the copies, in any order in which they import one another."""
 
     def __init__(self, sources: Mapping[str, tuple[str, str]]) -> None:
@@ -51,7 +51,7 @@ def fresh(modules: Sequence[ModuleType], sources: Mapping[str, str] | None = Non
         name: (f"{inspect.getsourcefile(module)}{_MARK}", (sources or {}).get(name) or inspect.getsource(module))
         for name, module in zip(names, modules, strict=True)
     }
-    finder = _Copies(texts)
+    finder = _FreshLoader(texts)
     parents = [(sys.modules.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     attributes = [(parent, child, getattr(parent, child)) for parent, child in parents if hasattr(parent, child)]
     originals = {name: sys.modules.pop(name) for name in names if name in sys.modules}
@@ -81,7 +81,7 @@ def fresh(modules: Sequence[ModuleType], sources: Mapping[str, str] | None = Non
             del rewritten[function]
 
 
-def _load(name: str, finder: _Copies) -> ModuleType:
+def _load(name: str, finder: _FreshLoader) -> ModuleType:
     """Import a copy whose package may not be importable by its name (a test's module)."""
     spec = finder.find_spec(name, None)
     assert spec is not None

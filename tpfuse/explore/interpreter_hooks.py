@@ -20,7 +20,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 from tpfuse.explore.memory import Addresses, Semantics
-from tpfuse.explore.run import Run
+from tpfuse.explore.run import ExploredRun
 
 _BUILDER: Any = interpreter.interpreter_builder
 _PLAIN: Any = interpreter.InterpreterBuilder
@@ -54,7 +54,7 @@ def _values(pointers: Any, mask: Any = None) -> NDArray[Any]:
 class _Operations:
     """The operations of the interpreter's builder that touch memory, for one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ExploredRun) -> None:
         self._memory, self._scheduler = run.memory, run.scheduler
 
     def create_masked_load(self, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class _Operations:
         return interpreter.TensorHandle(matched, tl.int1)
 
 
-def _launch(run: Run, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _launch(run: ExploredRun, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for hook in executor.pre_run_hooks:
         hook(*args, **kwargs)
     named = _bind(executor.fn, args, kwargs)
@@ -175,15 +175,15 @@ def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[s
 
 
 @contextlib.contextmanager
-def hooked() -> Iterator[Callable[[Run], None]]:
+def hooked() -> Iterator[Callable[[ExploredRun], None]]:
     """Patch the interpreter within the block; yield a function that sets the run to which operations belong."""
     names = [name for name in vars(_Operations) if name.startswith("create_") and hasattr(_PLAIN, name)]
     before = dict(vars(_BUILDER))
     patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
     scope = patch(types.SimpleNamespace(__globals__={"tl": tl, "core": core}))
-    current: list[Run] = []
+    current: list[ExploredRun] = []
 
-    def enter(run: Run) -> None:
+    def enter(run: ExploredRun) -> None:
         current[:] = [run]
         operations = _Operations(run)
         vars(_BUILDER).update({name: getattr(operations, name) for name in names})

@@ -16,7 +16,7 @@ from tpfuse.explore.sites import actor, is_foreign, text_of
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """The options of a run; see `explore`."""
 
     resident: int = 1
@@ -29,13 +29,15 @@ class Options:
 _MEANT = (ValueError, RuntimeError)  # errors that the memory raises on purpose: misuse and time-outs
 
 
-class Run:
+class ExploredRun:
     """A run of `world` ranks under one schedule. Each rank runs body(run, rank)."""
 
-    def __init__(self, body: Callable[["Run", int], None], world: int, schedule: Schedule, options: Options) -> None:
+    def __init__(
+        self, body: Callable[["ExploredRun", int], None], world: int, schedule: Schedule, options: RunOptions
+    ) -> None:
         self.world, self.options = world, options
         self.scheduler = Scheduler(schedule, patience=options.patience, max_steps=options.max_steps)
-        roots = frozenset({Run._live.__code__, Run._program.__code__})
+        roots = frozenset({ExploredRun._live.__code__, ExploredRun._program.__code__})
         self.memory = CheckedMemory(self.scheduler, options.barrier_rule, roots)
         self.aborts = [Region("abort", rank, torch.Size([1]), torch.int32, checked=False) for rank in range(world)]
         self.memory.regions += self.aborts

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
-from tpfuse.explore.run import Run
+from tpfuse.explore.run import ExploredRun
 from tpfuse.explore.shadow import Region
 
 
 class SharedBuffers:
     """The parts of each buffer that the memories of all ranks share, by key and by how often the buffer was made."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ExploredRun) -> None:
         self.run = run
         self.parts: dict[tuple[str, int], list[Region]] = {}
 
