@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from tests.support.decoders import exact
 from tests.support.meshes import mesh_of, tensor_mesh
+from tpfuse.comm.layout import gather_whole
 from tpfuse.drop_in.huggingface import quiet
 from tpfuse.drop_in.parallelize import parallelize, replacements
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.ranks import RankError, pool
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"

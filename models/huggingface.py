@@ -1,7 +1,8 @@
 """Reads and writes GPT-2 in Hugging Face's form: config.json and model.safetensors.
 
 Parameter names are equal. Linear weights are stored [in, out] there (its Conv1D) and [out, in] here, and the packed
-c_attn is [C, 3C] there and [3, C, C] here. Each rank reads only the slices that it holds (`tpfuse.parallel.stored`).
+c_attn is [C, 3C] there and [3, C, C] here. Each rank reads only the slices that it holds
+(`tpfuse.comm.stored_tensors`).
 """
 
 import json
@@ -16,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.layout import gather_whole, load_part_
+from tpfuse.comm.stored_tensors import StoredTensor, stored_tensors
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.stored import StoredTensor, stored_tensors
-from tpfuse.parallel.whole import anywhere, gather_whole, load_part_
 
 _PREFIX = "transformer."
 _HEAD = "lm_head.weight"

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
     "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
-    "models": {"ops", "layers", "parallel", "parallel.pipeline"},
+    "models": {"comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline"},
     "cost": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer", "models"},
     "train": {
         "nearest", "choices", "backend", "comm", "comm.collectives", "ops", "ops.ring_attention", "layers", "parallel",

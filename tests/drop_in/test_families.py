@@ -14,11 +14,11 @@ from benchmarks.families import families, sweep
 from tests.support.decoders import FAMILIES, OTHERS, decoder, exact
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive, pairwise
+from tpfuse.comm.layout import gather_whole
 from tpfuse.drop_in.converted import rms_norm_terms
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.layers.explain import plans
 from tpfuse.ops.rms_norm import rms_norm
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool

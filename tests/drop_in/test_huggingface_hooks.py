@@ -18,12 +18,12 @@ from benchmarks.families import tiny
 from tests.support.decoders import FAMILIES, decoder, exact, exact_loss
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
+from tpfuse.comm.layout import gather_whole
 from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.context_proof import prove_context
 from tpfuse.drop_in.huggingface import register
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 from tpfuse.zero.fully_sharded import FullySharded

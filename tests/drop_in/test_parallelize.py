@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
+from tpfuse.comm.layout import gather_whole
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
@@ -33,7 +34,6 @@ from tpfuse.drop_in.styles import (
     FusedSequenceParallel,
     WholeSequences,
 )
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 

@@ -22,10 +22,10 @@ import tpfuse
 from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
+from tpfuse.comm.layout import gather_whole
 from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedRowLinear
 from tpfuse.drop_in.parallelize import replacements
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool

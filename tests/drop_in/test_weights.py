@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in.parallelize import parallelize, restore
 from tpfuse.drop_in.styles import FusedColwiseParallel
 from tpfuse.drop_in.weights import empty_model, find_weights
-from tpfuse.parallel.stored import StoredTensor
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.comm.layout import copy_whole_
+from tpfuse.comm.layout import copy_whole_, gather_whole
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 

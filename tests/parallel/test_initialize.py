@@ -5,9 +5,9 @@ import torch
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
+from tpfuse.comm.layout import gather_whole
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import draw, initialize
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.ranks import pool
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12)

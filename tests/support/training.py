@@ -17,9 +17,8 @@ from tests.support.decoders import exact
 from tests.support.meshes import mesh_of
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.collectives.collective import gather_objects
-from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import differing, newest_good, save

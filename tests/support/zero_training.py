@@ -14,11 +14,10 @@ from torch.nn import functional
 
 from tests.support.meshes import mesh_of
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.comm.layout import gather_whole, local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh, flat_group
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW

@@ -17,7 +17,7 @@ from tpfuse.comm.layout import Slices
 from tpfuse.testing.ranks import pool
 from tpfuse.train import checkpoint, manifest, safetensors_file
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, Shard
-from tpfuse.zero.rectangles import rectangles, state_rectangles
+from tpfuse.zero.shard_slices import rectangles, state_rectangles
 
 SHAPES = {
     "scalar": ((), torch.float64),

@@ -28,7 +28,7 @@ from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline import pipeline_costs, pipeline_stages
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.memory import account
-from tpfuse.zero.taken_parameters import take_partial_gradients
+from tpfuse.zero.parameter_takeover import take_partial_gradients
 
 BATCH, LAYERS = (
     24,

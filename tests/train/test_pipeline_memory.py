@@ -27,11 +27,11 @@ from tpfuse.train.language_model import blocks_of
 from tpfuse.train.memory import _account, _part
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.shape_mesh import shape_mesh
-from tpfuse.zero.counted_collectives import CountedReduceScatter
+from tpfuse.zero.collectives_with_traffic import CountedReduceScatter
 from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameter_groups
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.memory import MemoryAccount, account
-from tpfuse.zero.taken_parameters import take_partial_gradients
+from tpfuse.zero.parameter_takeover import take_partial_gradients
 
 DEEP = replace(CONFIG, n_layer=9, dropout=0.0)
 

@@ -16,12 +16,11 @@ from tests.support.command import Commands
 from tests.support.tiers import exhaustive
 from tests.support.training import new_trainer, options_of
 from tpfuse.cli import run
-from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows

@@ -20,8 +20,8 @@ from tests.support.tiers import exhaustive
 from tests.support.zero_training import torchs_adamw
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.errors import Disagreement
+from tpfuse.comm.layout import gather_whole
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
-from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.compression import PowerSGDCompression

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.comm.errors import Disagreement
-from tpfuse.parallel.whole import gather_whole
+from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero.fully_sharded import FullySharded

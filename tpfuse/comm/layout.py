@@ -1,5 +1,7 @@
 """The position of a local tensor in its global one, for plain tensors and DTensors alike."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -103,3 +105,25 @@ def copy_whole_(x: Tensor, whole: Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} does not fit one of {tuple(x.shape)}")
     part = whole[tuple(slice(start, stop) for start, stop in local_slices(x))]
     local_tensor(x).copy_(part)
+
+
+@torch.no_grad()
+def gather_whole(parameter: Tensor) -> Tensor:
+    """Return the whole parameter, on its device, on every rank. The call is a collective of the ranks of its mesh."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+@torch.no_grad()
+def load_part_(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
+    """Fill this rank's shard with the tensor that `read` returns for its [start, stop) in each global dimension.
+
+    No ranks communicate; `read` is not called if this rank's shard is empty. Raise ValueError if it returns another
+    shape.
+    """
+    local, slices = local_tensor(parameter), local_slices(parameter)
+    if not local.numel():
+        return
+    part = read(slices)
+    if part.shape != local.shape:
+        raise ValueError(f"read a tensor of shape {tuple(part.shape)}: expected {tuple(local.shape)}")
+    local.copy_(part)

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import has_values, local_tensor
+from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.layout import gather_whole, has_values, local_tensor
 from tpfuse.comm.mesh import groups_of
 from tpfuse.drop_in.huggingface import outermost, takes_labels
-from tpfuse.parallel.whole import anywhere, gather_whole
 
 # The largest difference of two logits, or losses, that counts as rounding, as a share of the largest value.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.1}

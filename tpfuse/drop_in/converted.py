@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.layout import has_values, is_sharded, local_tensor
+from tpfuse.comm.layout import gather_whole, has_values, is_sharded, local_tensor
 from tpfuse.comm.mesh import check_order, rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
@@ -52,7 +52,6 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.rms_norm import rms_norm
-from tpfuse.parallel.whole import gather_whole
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in.huggingface import conversions, outermost
-from tpfuse.parallel.stored import StoredTensor
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.comm.mesh import check_order, context_mesh, group_of
+from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
 from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
 from tpfuse.parallel.context import ContextParallel, Schedule
-from tpfuse.parallel.stored import StoredTensor
 
 Plan = str | Mapping[str, ParallelStyle]
 

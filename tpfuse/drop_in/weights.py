@@ -23,11 +23,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.layout import Slices, has_values, local_slices, local_tensor
+from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.layout import Slices, gather_whole, has_values, local_slices, local_tensor
+from tpfuse.comm.stored_tensors import StoredTensor, stored_tensors
 from tpfuse.drop_in.converted import set_attributes
 from tpfuse.drop_in.loaded_tensors import loaded_tensors
-from tpfuse.parallel.stored import StoredTensor, stored_tensors
-from tpfuse.parallel.whole import anywhere, gather_whole
 
 _P = ParamSpec("_P")
 _M = TypeVar("_M", bound=nn.Module)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import Slices, copy_whole_
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
+from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.drop_in.huggingface import adapt, causal_model, check_context, configuration, cut, quiet, replace_forward
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
@@ -29,7 +30,6 @@ from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents
 from tpfuse.parallel.initialize import seed_of
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.pipeline.parts import as_modules
-from tpfuse.parallel.stored import StoredTensor
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.errors import instead_of
 from tpfuse.train.options import TrainCommand

@@ -35,7 +35,7 @@ from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
 from tpfuse.zero.memory import STAGES, MemoryAccount, Width, account, account_sharded
-from tpfuse.zero.taken_parameters import take_partial_gradients
+from tpfuse.zero.parameter_takeover import take_partial_gradients
 
 _LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # the vocabulary sizes of tokenizers that need no file

@@ -43,11 +43,11 @@ from tpfuse.comm.mesh import check_group, check_order, flat_group, rank_and_size
 from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import Borrowed
+from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
-from tpfuse.zero.counted_collectives import CountedAllGather, CountedReduceScatter
-from tpfuse.zero.equal_start import broadcast_model
+from tpfuse.zero.collectives_with_traffic import CountedAllGather, CountedReduceScatter
 from tpfuse.zero.micro_batches import MicroBatches, check_gradient_dtype
-from tpfuse.zero.taken_parameters import count_write, take_context_sums, taken_gradient, writes
+from tpfuse.zero.parameter_takeover import count_write, take_context_sums, taken_gradient, writes
 from tpfuse.zero.unit_order import UnitOrder
 
 _LOST = (

@@ -42,14 +42,20 @@ from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import check_group, default_group, rank_and_size
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import offer_leaf, withdraw_leaf
+from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
-from tpfuse.zero.equal_start import broadcast_model
 from tpfuse.zero.micro_batches import MicroBatches, check_gradient_dtype
+from tpfuse.zero.parameter_takeover import (
+    TakenGradient,
+    move_,
+    take_context_sums,
+    take_partial_gradients,
+    taken_gradient,
+)
 from tpfuse.zero.reducer.backend import make_reducer
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.inter_node import Compression
-from tpfuse.zero.taken_parameters import TakenGradient, move_, take_context_sums, take_partial_gradients, taken_gradient
 
 _WITHOUT_GRADIENT = (
     "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"

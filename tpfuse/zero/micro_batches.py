@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from tpfuse.choices import GradientDtype
 from tpfuse.comm.mesh import shown
+from tpfuse.zero.parameter_takeover import location
 from tpfuse.zero.reducer.inter_node import Compression
-from tpfuse.zero.taken_parameters import location
 
 
 class MicroBatches(ABC):

@@ -8,8 +8,8 @@ from torch import Tensor
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
 from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
-from tpfuse.zero.rectangles import StateRectangle
-from tpfuse.zero.taken_parameters import count_write
+from tpfuse.zero.parameter_takeover import count_write
+from tpfuse.zero.shard_slices import StateRectangle
 
 
 class ShardedAdamW:

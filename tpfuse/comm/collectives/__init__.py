@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives import collective
@@ -27,7 +28,7 @@ from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.collectives.handle import DONE, Handle
 from tpfuse.comm.layout import check_local
-from tpfuse.comm.mesh import check_group
+from tpfuse.comm.mesh import check_group, groups_of
 from tpfuse.comm.rank_order import rows_of
 from tpfuse.kernels.endpoint import SUMMED
 
@@ -234,3 +235,12 @@ def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, o
     if any(other != rows for other in counts):
         raise ValueError(f"{op}: the ranks have {counts} {unit}: all must have the same number")
     agreed.add(known)
+
+
+def anywhere(flag: bool, device_mesh: DeviceMesh | None) -> bool:
+    """Return whether the flag is true on any rank of a mesh. The call is a collective of its ranks."""
+    for group in groups_of(device_mesh):
+        assert device_mesh is not None
+        value = torch.tensor([int(flag)], device=device_mesh.device_type)
+        flag = bool(all_reduce_max(value, group).item())
+    return flag

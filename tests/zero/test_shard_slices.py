@@ -9,7 +9,7 @@ import torch
 
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import Slices
-from tpfuse.zero.rectangles import StateKind, rectangles, state_rectangles
+from tpfuse.zero.shard_slices import StateKind, rectangles, state_rectangles
 
 SHAPES = [
     (),

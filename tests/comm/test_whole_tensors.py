@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.comm.layout import Slices, copy_whole_
+from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.layout import Slices, copy_whole_, gather_whole, load_part_
 from tpfuse.layers.parameter import empty_parameter
-from tpfuse.parallel.whole import anywhere, gather_whole, load_part_
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 
