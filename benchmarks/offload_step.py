@@ -22,9 +22,9 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.train.config import PRESETS, load_preset
 from tpfuse.train.hardware import keep_freed_memory
+from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, plan_buckets
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import FileStore, check_space, state_bytes
 
 LIMIT = 10.0  # GiB
@@ -84,7 +84,7 @@ def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[lis
     model = GPT(config, dtype=torch.bfloat16)
     initialize(model, 1)
     phases.end("initial weights")
-    engine = GradientBuckets(model, gradient_dtype="parameter")
+    engine = shard(model, stage=0, gradient_dtype="parameter")
     optimizer = FlatAdamW(engine, weight_decay=0.1, store=FileStore(folder, nbytes))
     phases.end("buckets, masters to disk")
     ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(1))

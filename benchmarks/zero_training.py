@@ -27,10 +27,11 @@ from tpfuse.comm import collectives
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
+from tpfuse.zero import adamw, shard
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.micro_batches import MicroBatches, RankGroups
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 ALONE, DDP, ZERO, SHARD = "alone", "DDP", "DDP + ZeRO", "fully_shard"
@@ -86,7 +87,7 @@ class Training:
 
 def engine_of(model: nn.Module, stage: int, group: dist.ProcessGroup | None) -> tuple[GradientBuckets, FlatAdamW]:
     """Return tpfuse's engine and optimizer, of data parallelism alone."""
-    engine = GradientBuckets(model, stage=stage, data_group=group, world_group=group)
+    engine = GradientBuckets(model, RankGroups(group, group, group), stage=stage)
     return engine, FlatAdamW(engine, weight_decay=DECAY, **RATES)
 
 
@@ -100,14 +101,14 @@ def _alone(subject: Training, model: GPT) -> Step:
 
 def _stage_3(subject: Training, model: GPT) -> Step:
     mesh = build_mesh("cpu", dp=dist.get_world_size(), tp=1)
-    engine = FullySharded(model, mesh=mesh, units=model.transformer.h)
-    return _engine_step(subject, model, engine, ShardedAdamW(engine, weight_decay=DECAY, **RATES), dist.group.WORLD)
+    engine = shard(model, mesh, stage=3, units=model.transformer.h)
+    return _engine_step(subject, model, engine, adamw(engine, weight_decay=DECAY, **RATES), dist.group.WORLD)
 
 
 def _engine_step(
     subject: Training,
     model: GPT,
-    engine: GradientBuckets | FullySharded,
+    engine: MicroBatches,
     optimizer: FlatAdamW | ShardedAdamW,
     group: dist.ProcessGroup | None,
 ) -> Step:

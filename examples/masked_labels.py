@@ -5,13 +5,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from tpfuse import GradientBuckets, ZeroOptimizer
+from tpfuse import ZeroOptimizer
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # each rank draws data of its own
 model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100))
-buckets = GradientBuckets(model, stage=2, data_group=dist.group.WORLD)
-optimizer = ZeroOptimizer(buckets, lr=1e-2)
+optimizer = ZeroOptimizer(model, stage=2, lr=1e-2)
 for step in range(3):
     optimizer.zero_grad()
     for index in range(2):

@@ -2,13 +2,12 @@
 import torch
 import torch.distributed as dist
 
-from tpfuse import GradientBuckets, ZeroOptimizer
+from tpfuse import ZeroOptimizer
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # each rank draws data of its own
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-buckets = GradientBuckets(model, stage=2, data_group=dist.group.WORLD)  # all ranks get the first rank's model
-optimizer = ZeroOptimizer(buckets, lr=1e-3, weight_decay=0.1)
+optimizer = ZeroOptimizer(model, stage=2, lr=1e-3, weight_decay=0.1)  # all ranks get the first rank's model
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
 for step in range(3):
     optimizer.zero_grad()

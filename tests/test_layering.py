@@ -33,7 +33,9 @@ ALLOWED: dict[str, set[str]] = {
         "parallel.pipeline",
     },
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
-    "zero": {"choices", "comm", "comm.collectives", "ops", "layers", "parallel", "zero.reducer"},
+    "zero": {
+        "choices", "comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline", "zero.reducer",
+    },
     "models": {"comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline"},
     "cost": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer", "models"},
     "train": {

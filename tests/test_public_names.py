@@ -15,7 +15,7 @@ NAMES = {
     "tpfuse": """
         ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm
         all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
-        ring_attention SequenceLayout GradientBuckets FullySharded ZeroOptimizer Pipeline recomputed record_trace
+        ring_attention SequenceLayout ZeroOptimizer Pipeline recomputed record_trace
         build_mesh connect explain parallelize restore FusedColwiseParallel FusedRowwiseParallel FusedSequenceParallel
         FusedPrepareModuleInput measuring PeerTimeout Disagreement
     """,

@@ -31,8 +31,6 @@ _MODULES = {
     "linear_cross_entropy": "tpfuse.ops.linear_cross_entropy",
     "ring_attention": "tpfuse.ops.ring_attention.ring_attention",
     "SequenceLayout": "tpfuse.ops.ring_attention.layout",
-    "GradientBuckets": "tpfuse.zero.gradient_buckets",
-    "FullySharded": "tpfuse.zero.fully_sharded",
     "ZeroOptimizer": "tpfuse.zero.optimizer",
     "Pipeline": "tpfuse.parallel.pipeline.pipeline",
     "recomputed": "tpfuse.parallel.recompute",
@@ -82,8 +80,6 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.parallel.pipeline.pipeline import Pipeline as Pipeline
     from tpfuse.parallel.recompute import recomputed as recomputed
     from tpfuse.parallel.tracing import record_trace as record_trace
-    from tpfuse.zero.fully_sharded import FullySharded as FullySharded
-    from tpfuse.zero.gradient_buckets import GradientBuckets as GradientBuckets
     from tpfuse.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 else:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

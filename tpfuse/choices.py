@@ -14,7 +14,5 @@ Kernels = Literal["auto", "triton", "torch"]
 """The kernels that compute (`tpfuse.backend`)."""
 GradientDtype = Literal["float32", "parameter"]
 """The dtype in which gradients are accumulated and kept (`tpfuse.zero.gradient_buckets`)."""
-Offload = Literal["none", "optimizer", "nvme"]
-"""The place that keeps the optimizer's state (`tpfuse.zero.offload`)."""
 Recompute = Literal["none", "selective", "full"]
 """The activations that the backward pass computes again (`tpfuse.parallel.recompute`)."""

@@ -147,7 +147,7 @@ def _bench_adamw() -> int:
         (_bench_adamw, [], "benchmarks.bench_adamw: error: there is no CUDA GPU here"),
         (first_contact.main, ["--out", "/nowhere"], "benchmarks.first_contact: error: there is no CUDA GPU here"),
         (node.main, [], "benchmarks.node: error: times of CPU ranks say nothing: --scale tiny"),
-        (offload_step.main, ["--folder", "/nowhere"], "benchmarks.offload_step: error: offload path /nowhere is not a"),
+        (offload_step.main, ["--folder", "/nowhere"], "benchmarks.offload_step: error: offload /nowhere is not a"),
     ],
 )
 def test_a_refusal_is_one_line_and_status_2(

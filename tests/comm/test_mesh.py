@@ -110,7 +110,7 @@ _ENTRANCES: dict[str, Callable[[DeviceMesh], object]] = {
     "style": lambda mesh: parallelize_module(nn.Linear(4, 4), mesh, tpfuse.FusedColwiseParallel()),
     "context": ContextParallel,
     "pipeline": _pipeline,
-    "zero": lambda mesh: tpfuse.FullySharded(nn.Linear(4, 4), mesh=mesh),
+    "zero": lambda mesh: tpfuse.ZeroOptimizer(nn.Linear(4, 4), mesh, stage=3),
     "checkpoint": lambda mesh: local_slices(distribute_tensor(torch.zeros(5), mesh, [Shard(0)])),
 }
 

@@ -19,15 +19,13 @@ from tests.support.decoders import FAMILIES, decoder, exact, exact_loss
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import gather_whole
-from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.context_proof import prove_context
 from tpfuse.drop_in.huggingface import register
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero import shard
 
 IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
 CASES = ("whole", "left", "right", "packed")
@@ -277,8 +275,7 @@ def _in_buckets(dp: int, cp: int) -> None:
         mine = arguments
         model(**arguments).loss.backward()  # hooks that are there before the buckets are made
         model.zero_grad()
-    group = flat_group(mesh, "dp", "cp")
-    buckets = GradientBuckets(model, stage=0, data_group=group, world_group=group)
+    buckets = shard(model, mesh, stage=0)
     buckets.start(last=True)
     items = (arguments["labels"][:, 1:] != -100).sum()
     model(**mine, num_items_in_batch=items).loss.backward()
@@ -302,7 +299,7 @@ def _fully_sharded() -> None:
     model, plain = decoder("mistral"), decoder("mistral")
     plain.loss_function = exact_loss
     arguments, _ = _inputs("whole")
-    engine = FullySharded(parallelize(model, mesh), mesh=mesh, units=model.model.layers)
+    engine = shard(parallelize(model, mesh), mesh, stage=3, units=model.model.layers)
     engine.start(last=True)
     model(**arguments).loss.backward()
     engine.finish()
@@ -402,7 +399,7 @@ def _refuse() -> None:
         parallelize(plain, mesh["cp"], {"*.o_proj": FusedRowwiseParallel()})
     assert "forward" not in plain.__dict__ and plain.config._attn_implementation == "sdpa"
     fully_shard(model, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"fully_shard replaces the parameters .* use tpfuse.FullySharded"):
+    with pytest.raises(ValueError, match=r"fully_shard replaces the parameters .* use tpfuse\.ZeroOptimizer with"):
         model(IDS)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tpfuse
@@ -23,15 +24,13 @@ from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import gather_whole
-from tpfuse.comm.mesh import flat_group
 from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedRowLinear
 from tpfuse.drop_in.parallelize import replacements
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
+from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import decays
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 IDS = integers(1, 4, 14, low=0, high=100, dtype=torch.int64)  # 13 positions, which 2 ranks do not divide
@@ -139,20 +138,13 @@ def _zero(
     layers = model.get_submodule("base_model.model.model.layers" if adapters else "model.layers")
     mesh = mesh_of(dp, tp, cp)
     tpfuse.parallelize(model, mesh)
-    engine: Any
-    if stage == 3:
-        engine = FullySharded(model, mesh=mesh, units=layers)
-    else:
-        group = flat_group(mesh, "dp", "cp")
-        engine = GradientBuckets(
-            model, stage=stage, data_group=group, world_group=dist.group.WORLD, bucket_bytes=20_000
-        )
+    optimizer = ZeroOptimizer(model, mesh, stage=stage, units=layers, bucket_bytes=20_000, **SETTINGS)
     with exact(whole):
         labels = _masked() if masked else None
         expected = _steps(whole, whole, _adamw(whole), IDS, labels=labels)
         mine = slice(mesh.get_local_rank("dp"), None, dp)
         labels = None if labels is None else labels[mine]
-        found = _steps(model, model, ZeroOptimizer(engine, **SETTINGS), IDS[mine], labels=labels)
+        found = _steps(model, model, optimizer, IDS[mine], labels=labels)
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
@@ -209,19 +201,20 @@ def test_zero_trains_adapters_as_on_one_rank(stage: int) -> None:
 def _without_the_context() -> list[str]:
     mesh, messages = mesh_of(1, 1, 2), []
     model = tpfuse.parallelize(decoder("llama"), mesh)
-    for engine in (partial(GradientBuckets, data_group=mesh.get_group("dp")), partial(FullySharded, mesh=mesh["dp"])):
+    for ranks in (mesh["dp"], DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("tp", "dp"))):
         try:
-            engine(model)
+            shard(model, ranks, stage=1)
         except ValueError as error:
             messages.append(str(error))
-    engine = GradientBuckets(model, data_group=mesh.get_group("cp"))
+    engine = shard(model, mesh["cp"], stage=0)
     return [*messages, str(engine.data_ranks)]
 
 
 def test_an_engine_needs_all_ranks_of_the_context() -> None:
     for rank, (*messages, ranks) in enumerate(pool(2).run(_without_the_context)):
-        text = f"the data-parallel group has ranks [{rank}]: expected the ranks [0, 1] of the model's context too: pass"
-        assert len(messages) == 2 and all(text in message for message in messages)
+        assert messages[0] == 'shard: mesh is a slice without "cp", which has 2 ranks: pass the whole mesh'
+        text = f"the data-parallel ranks are [{rank}]: expected the ranks [0, 1] of the model's context too: pass"
+        assert len(messages) == 2 and messages[1].startswith(text)
         assert ranks == "1"  # the refusals have changed nothing
 
 

@@ -30,6 +30,7 @@ from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.timeline import most_in_flight
 from tpfuse.testing.ranks import pool
+from tpfuse.zero import shard
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
@@ -243,7 +244,7 @@ def _warnings(right: bool, taken: bool) -> tuple[list[str], str]:
     model = Mixed(right)
     if taken:
         del model.scale
-        tpfuse.GradientBuckets(model, data_group=None, world_group=torch.distributed.group.WORLD)
+        shard(model, mesh_of(1, 2), stage=0)
     model()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         tpfuse.explain(model)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.support.cases import naming
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import context_mesh, flat_group
+from tpfuse.comm.mesh import context_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.position_embedding import PositionEmbedding
@@ -24,8 +24,8 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.gradient_buckets import GradientBuckets
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -124,8 +124,7 @@ def _taken(stage: int, tp: int) -> None:
     """Checks that the buckets of a model do not manage its copy."""
     dp = dist.get_world_size() // tp
     model, loss = _gpt(dp, tp, 1)
-    data = flat_group(mesh_of(dp, tp), "dp")
-    buckets = GradientBuckets(model, stage=stage, data_group=data, world_group=dist.group.WORLD)
+    buckets = shard(model, mesh_of(dp, tp), stage=stage)
     optimizer = FlatAdamW(buckets)
     for _ in range(2):
         plain, _ = _gpt(dp, tp, 1)
@@ -142,7 +141,7 @@ def _taken(stage: int, tp: int) -> None:
         average.update_parameters(model)
         for parameter, other in zip(average.module.parameters(), model.parameters(), strict=True):
             assert torch.equal(local_tensor(parameter), local_tensor(other))
-    again = GradientBuckets(model, stage=stage, data_group=data, world_group=dist.group.WORLD)
+    again = shard(model, mesh_of(dp, tp), stage=stage)
     assert [bucket.layout for bucket in again.buckets] == [bucket.layout for bucket in buckets.buckets]
 
 

@@ -35,7 +35,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero import shard
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 B, T, C, H = 3, 12, 32, 4
@@ -187,7 +187,7 @@ def test_gradients_are_the_same_under_gradient_buckets() -> None:
     for name in RECOMPUTE:
         mesh = mesh_of(1, 2)
         model = _built(CONFIG, name, device_mesh=mesh["tp"])
-        buckets = GradientBuckets(model, data_group=None, world_group=mesh["tp"].get_group())
+        buckets = shard(model, mesh, stage=0)
         ids = integers(1, B, T, low=0, high=60, dtype=torch.int64)
         for last in (False, True):
             buckets.start(last=last)

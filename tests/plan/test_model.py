@@ -61,7 +61,7 @@ def test_a_file_of_a_run_gives_its_model_and_its_dtypes(tmp_path: Path) -> None:
     [
         ('[train]\ndtype = "float64"', "train.dtype float64: tpfuse plan knows float32, bfloat16, float16"),
         ('[train]\nautocast = "bfloat16"', "train.autocast bfloat16: tpfuse plan does not know its cost"),
-        ('[zero]\noffload = "optimizer"', "zero.offload optimizer: tpfuse plan does not know its cost"),
+        ('[zero]\noffload = "host"', "zero.offload host: tpfuse plan does not know its cost"),
     ],
 )
 def test_what_the_model_of_cost_does_not_know_is_refused(table: str, error: str, tmp_path: Path) -> None:

@@ -17,3 +17,9 @@ def mesh_of(dp: int, tp: int, cp: int = 1, ulysses: int = 1, pp: int = 1) -> Dev
 def tensor_mesh() -> DeviceMesh:
     """Return the one-dimensional mesh "tp" of all ranks."""
     return mesh_of(1, dist.get_world_size())["tp"]
+
+
+def mesh_from(group: dist.ProcessGroup) -> DeviceMesh:
+    """Return the one-dimensional mesh "dp" of the ranks of a group."""
+    mesh: DeviceMesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    return mesh

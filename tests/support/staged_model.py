@@ -4,7 +4,6 @@ A model in one process gives the input of each stage and the gradient of its out
 weights are compared with.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,13 +19,14 @@ from tests.support.meshes import mesh_of
 from tests.support.zero_training import Engine, torchs_adamw
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import copy_whole_, local_slices
-from tpfuse.comm.mesh import flat_group, shard_range
+from tpfuse.comm.mesh import shard_range
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.testing.inputs import integers
+from tpfuse.zero import shard
 from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
 
 VOCABULARY, WIDTH, TOKENS, BLOCKS = 14, 6, 4, 4
 TIED = "embed.weight"
@@ -123,37 +123,17 @@ V_SHAPE = ((0, 3), (1, 2))  # the first rank has the embedding twice
 FOUR = ((0,), (1,), (2,), (3,))
 
 
-@functools.cache
-def ends(layout: Layout, whole: bool) -> dist.ProcessGroup | None:
-    """Return the ranks of both ends with this tensor rank; unless `whole`, only those with this data rank."""
-    last, grid = len(layout.stages) - 1, torch.arange(layout.world).view(-1, layout.dp, layout.tp)
-    found = None
-    for tp_rank in range(layout.tp):
-        for rows in [slice(None)] if whole else [slice(row, row + 1) for row in range(layout.dp)]:
-            members = sorted(grid[[0, last], rows, tp_rank].flatten().tolist())
-            group = dist.new_group(members)
-            found = group if dist.get_rank() in members else found
-    return found
-
-
 def engine_of(model: Staged, layout: Layout, zero: int, **options: Any) -> Engine:
     mesh, stages = layout.mesh, layout.stages[layout.mesh.get_local_rank("pp")]
-    shared, at_end = {0, layout.count - 1} <= set(stages), {0, layout.count - 1} & set(stages)
-    group = ends(layout, zero < 3)
-    if at_end and not shared:
-        options |= {"tied": [TIED], "tied_group": group}
-    if zero == 3:
-        return FullySharded(model, mesh=mesh, units=[b for b in model.blocks if isinstance(b, Block)], **options)
-    return GradientBuckets(
-        model,
-        stage=zero,
-        data_group=flat_group(mesh, "dp"),
-        partial_group=flat_group(mesh, "dp", "tp"),
-        world_group=dist.group.WORLD,
-        bucket_bytes=200,
-        uses={TIED: 2} if shared else {},
-        **options,
+    here = {0, layout.count - 1} & set(stages)
+    apart = not any({0, layout.count - 1} <= set(each) for each in layout.stages)
+    shared = SharedParameters(
+        uses={TIED: 2} if len(here) == 2 else {},
+        tied=[TIED] if here and apart else [],
+        ends=(0, len(layout.stages) - 1) if apart else None,
     )
+    units = [block for block in model.blocks if isinstance(block, Block)]
+    return shard(model, mesh, stage=zero, units=units, shared=shared, bucket_bytes=200, **options)
 
 
 def actions(stages: tuple[int, ...], count: int) -> Iterator[tuple[str, int, int]]:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from tests.support.meshes import mesh_of
+from tests.support.meshes import mesh_from, mesh_of
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import gather_whole, local_slices, local_tensor
-from tpfuse.comm.mesh import context_mesh, flat_group
+from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
+from tpfuse.zero import adamw, shard
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -163,20 +164,12 @@ def engine_of(
     **options: Any,
 ) -> tuple[Case, Any]:
     """Return a case and the engine of its model, with options of both. group: replaces all groups of the mesh."""
-    mesh = mesh_of(layout.dp, layout.tp, layout.cp)
-    kept = {key: options.pop(key) for key in ("reduce_dtype", "bucket_bytes") if key in options}
+    mesh = mesh_of(layout.dp, layout.tp, layout.cp) if group is None else mesh_from(group)
+    kept: dict[str, Any] = {key: options.pop(key) for key in ("reduce_dtype", "bucket_bytes") if key in options}
     if name == "gpt":
         options |= {"device_mesh": mesh["tp"] if layout.tp > 1 else None, "context_mesh": context_mesh(mesh)}
     case = CASES[name](dtype, **options)
-    if layout.stage == 3:
-        return case, FullySharded(case.model, mesh=mesh, units=case.units, replicas=layout.replicas, **kept)
-    groups = {"data_group": group or flat_group(mesh, "dp", "cp"), "world_group": group or dist.group.WORLD}
-    return case, GradientBuckets(case.model, stage=layout.stage, **groups, **kept)  # type: ignore[arg-type]
-
-
-def optimizer_of(engine: Engine) -> Optimizer:
-    """Return the AdamW of the engine, with the options of `plain`."""
-    return FlatAdamW(engine, **ADAMW) if isinstance(engine, GradientBuckets) else ShardedAdamW(engine, **ADAMW)
+    return case, shard(case.model, mesh, stage=layout.stage, units=case.units, replicas=layout.replicas, **kept)
 
 
 def micro_batches(layout: Layout, accumulation: int) -> tuple[Tensor, ...]:
@@ -217,7 +210,7 @@ def run(name: str, layout: Layout, accumulation: int, clip: float = CLIP, **opti
     A forward pass without gradients, as of an evaluation, comes between two steps.
     """
     case, engine = engine_of(name, layout, **options)
-    optimizer, norms, received = optimizer_of(engine), [], 0
+    optimizer, norms, received = adamw(engine, **ADAMW), [], 0
     batches = micro_batches(layout, accumulation)
     for step in range(STEPS):
         received = engine.traffic.received

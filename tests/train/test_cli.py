@@ -135,7 +135,7 @@ def test_a_disk_without_space_for_the_optimizer(commands: Commands, monkeypatch:
     full = os.statvfs_result((4096, 4096, 1000, 2, 2, 10, 10, 10, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     monkeypatch.setattr(offload, "_IN_MEMORY", ())
-    error = commands.fail_to_train("--zero.offload", "nvme", "--zero.offload-path", Path.cwd())
+    error = commands.fail_to_train("--zero.offload", Path.cwd())
     assert "has too little space: optimizer state needs" in error and "0.01 MiB are free" in error
     assert not commands.out.exists()
 

@@ -8,7 +8,8 @@ import tomli_w
 
 import tpfuse.models
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.train.config import PRESETS, load_preset, overlaid, parse_prepare, parse_train, resolved
+from tpfuse.train.config import PRESETS, load_preset, overlaid, parse_prepare, parse_train, read_toml, resolved
+from tpfuse.train.continuation import changes
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
 
@@ -91,6 +92,25 @@ def test_a_run_of_an_earlier_version_keeps_its_order(tmp_path: Path) -> None:
     assert parse_train(resume).data.order == "random"
     assert parse_train([*resume, "--data.order", "shuffled"]).data.order == "shuffled"
     assert parse_train([]).data.order == "shuffled"
+
+
+@pytest.mark.parametrize(
+    ("older", "offload", "compression"),
+    [
+        ("offload = 'optimizer'\ncompression = 'powersgd'\npowersgd_rank = 2", "host", "powersgd-2"),
+        ("offload = 'nvme'\noffload_path = '/disk'\ncompression = 'bf16'\npowersgd_rank = 4", "/disk", "bf16"),
+    ],
+)
+def test_a_run_of_an_earlier_version_keeps_its_zero_options(
+    tmp_path: Path, older: str, offload: str, compression: str
+) -> None:
+    (tmp_path / "config.toml").write_text(f"[zero]\n{older}\n")
+    options = parse_train(["--resume", "--out", str(tmp_path)])
+    assert (options.zero.offload, options.zero.compression) == (offload, compression)
+    saved = {**resolved(options), "zero": read_toml(tmp_path / "config.toml")["zero"]}  # as its checkpoints have them
+    assert changes(saved, options) == {}
+    with pytest.raises(UserError, match="is not known"):
+        parse_train(["--config", str(tmp_path / "config.toml")])
 
 
 def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_every_schedule_and_layout_trains_as_one_rank(
             ("llama", _options((2, 2, 1, 2), "zbv", stage=2)),
             ("phi3", _options((1, 2, 2, 2), stage=3)),
             ("neox", _options((1, 1, 1, 2), pp_layers="5,3")),
-            ("llama_tied", _options((1, 1, 2, 2), offload="optimizer", stage=1)),
+            ("llama_tied", _options((1, 1, 2, 2), offload="host", stage=1)),
             ("qwen3", _options((1, 1, 4, 2), stage=3, replicas=2, micro_batch=1)),
         ),
     ],

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.forked_ranks import Rank, Ranks, ranks
+from tests.support.meshes import mesh_from
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective
@@ -36,8 +37,8 @@ from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.testing.patience import patient
 from tpfuse.train.hang import hang
+from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.gradient_buckets import GradientBuckets
 
 TPFUSE = Path(__file__).resolve().parents[2] / "tpfuse"
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def zero(stage: int, *, update: bool = True) -> Callable[[dist.ProcessGroup], St
 
     def make(group: dist.ProcessGroup) -> Step:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-        buckets = GradientBuckets(model, stage=stage, data_group=group, bucket_bytes=300)
+        buckets = shard(model, mesh_from(group), stage=stage, bucket_bytes=300)
         assert [len(reducer.specs) for reducer in buckets.reducers] == [4]
         optimizer = FlatAdamW(buckets)
 

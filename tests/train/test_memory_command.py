@@ -17,7 +17,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import BUCKET_BYTES, count
 from tpfuse.train.setup import with_layout
-from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero import shard
 from tpfuse.zero.memory import MemoryAccount, account
 
 TOY = "--model.n-layer 3 --model.n-embd 48 --model.n-head 4 --model.n-positions 16 --train.batch 6 --kernels torch"
@@ -104,7 +104,7 @@ def test_the_options_of_zero_are_taken_from_the_configuration(tmp_path: Path, co
     file.write_text("[parallel]\nreplicas = 2\n")
     shared = _table(commands.do("memory", file, "--ranks", "4"))["moments"]
     assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
-    file.write_text('[zero]\noffload = "optimizer"\n')
+    file.write_text('[zero]\noffload = "host"\n')
     assert "are in the host's memory" in commands.do("memory", file)
     file.write_text("[parallel]\nreplicas = 3\n")
     assert "parallel.replicas 3 does not divide 4 data-parallel ranks" in commands.fail("memory", file, "--ranks", "4")
@@ -114,13 +114,7 @@ def _real(tp: int, dp: int) -> MemoryAccount:
     """Returns the bytes of the buckets that real ranks make."""
     mesh = mesh_of(dp, tp)
     model = GPT(GPTConfig(61, 16, 48, 3, 4), device_mesh=mesh["tp"], device="cpu")
-    buckets = GradientBuckets(
-        model,
-        stage=2,
-        data_group=mesh["dp"].get_group(),
-        world_group=mesh._flatten("dp_tp").get_group(),
-        bucket_bytes=SMALL,
-    )
+    buckets = shard(model, mesh, stage=2, bucket_bytes=SMALL)
     return account([bucket.layout for bucket in buckets.buckets], 2)
 
 
@@ -149,7 +143,7 @@ def test_activations_are_those_of_a_real_model() -> None:
 
 
 def test_the_size_of_buckets_is_that_of_training() -> None:
-    assert inspect.signature(GradientBuckets).parameters["bucket_bytes"].default == BUCKET_BYTES
+    assert inspect.signature(shard).parameters["bucket_bytes"].default == BUCKET_BYTES
 
 
 def test_the_tokenizer_chars_needs_the_size_of_the_vocabulary(tmp_path: Path, commands: Commands) -> None:

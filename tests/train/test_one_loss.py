@@ -47,9 +47,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "cp": 2, "accumulation": 3},
     {"cp": 4, "accumulation": 2, "cp_schedule": "ring", "name": "direct"},
     {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses_ring", "name": "collective"},
-    {"dp": 3, "stage": 1, "offload": "optimizer"},
+    {"dp": 3, "stage": 1, "offload": "host"},
     {"dp": 2, "stage": 2, "accumulation": 3},
-    {"dp": 2, "stage": 2, "offload": "nvme"},
+    {"dp": 2, "stage": 2, "offload": "a folder"},
     {"dp": 2, "stage": 3, "accumulation": 3},
     {"dp": 4, "stage": 3, "replicas": 2},
 ]
@@ -73,10 +73,10 @@ MORE: list[dict[str, Any]] = [
     {"cp": 4, "accumulation": 2, "cp_schedule": "ring", "cp_balance": "contiguous"},
     {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses", "cp_balance": "striped"},
     {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses_ring", "cp_balance": "striped"},
-    {"offload": "nvme", "accumulation": 3},
+    {"offload": "a folder", "accumulation": 3},
     *({"dp": 2, "stage": 1, "accumulation": accumulation} for accumulation in (1, 3)),
     {"dp": 2, "tp": 2, "stage": 1, "accumulation": 3},
-    {"dp": 3, "stage": 1, "offload": "optimizer", "accumulation": 3},
+    {"dp": 3, "stage": 1, "offload": "host", "accumulation": 3},
     {"cp": 2, "stage": 2, "accumulation": 3},
     {"tp": 2, "stage": 2},
     {"dp": 2, "stage": 2},
@@ -91,8 +91,8 @@ MORE: list[dict[str, Any]] = [
 def test_every_layout_gives_the_same_losses_and_weights(tmp_path: Path, layout: dict[str, Any]) -> None:
     layout, expected = dict(layout), on_one_rank()
     name: Implementation = layout.pop("name", "auto")
-    if layout.get("offload") == "nvme":
-        layout["offload_path"] = tmp_path
+    if layout.get("offload") == "a folder":
+        layout["offload"] = str(tmp_path)
     assert expected[0][-1] < expected[0][0] - 0.1
     for found in trained(options_of(**layout), STEPS, name):
         check_same(found, expected)

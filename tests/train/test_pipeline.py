@@ -24,7 +24,7 @@ LAYOUTS: list[Layout] = [
     {"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6},
     {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp": 2, "stage": 3, "accumulation": 6},
     {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
-    {"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 6, "offload": "optimizer"},
+    {"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 6, "offload": "host"},
     {"pp": 3, "pp_schedule": "gpipe", "accumulation": 4, "recompute": "selective"},
 ]
 MORE: list[Layout] = [
@@ -56,8 +56,8 @@ MORE: list[Layout] = [
     ),
     {"pp": 2, "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
-    {"pp": 2, "dp": 3, "stage": 1, "offload": "optimizer", "accumulation": 3},
-    {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 2, "offload": "nvme", "accumulation": 3},
+    {"pp": 2, "dp": 3, "stage": 1, "offload": "host", "accumulation": 3},
+    {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 2, "offload": "a folder", "accumulation": 3},
     {"pp": 2, "stage": 3, "accumulation": 6},
     {"pp": 2, "cp": 2, "stage": 3, "cp_schedule": "ring", "accumulation": 6},
     *({"pp": 2, "tp": 2, "accumulation": 6, "name": name} for name in ("direct", "collective")),
@@ -70,8 +70,8 @@ MORE: list[Layout] = [
 def test_every_schedule_and_layout_gives_the_same_losses_and_weights(tmp_path: Path, layout: Layout) -> None:
     layout = dict(layout)
     layers, name = layout.pop("layers", 4), layout.pop("name", "auto")
-    if layout.get("offload") == "nvme":
-        layout["offload_path"] = tmp_path
+    if layout.get("offload") == "a folder":
+        layout["offload"] = str(tmp_path)
     expected, config = on_one_rank(layers), replace(CONFIG, n_layer=layers)
     for found in trained(options_of(**layout), STEPS, name, None, None, config):
         check_same(found, expected, TOLERANCE)

@@ -62,7 +62,7 @@ def test_the_cut_of_the_options_counts() -> None:
     assert found.times.total > 1.1 * even.times.total, "so the step takes longer"
 
 
-@pytest.mark.parametrize("flag", ["--train.autocast bfloat16", "--zero.offload optimizer"])
+@pytest.mark.parametrize("flag", ["--train.autocast bfloat16", "--zero.offload host"])
 def test_unknown_options_and_gpus_are_not_predicted(flag: str) -> None:
     config = GPTConfig(256, 128, 128, 4, 4)
     assert prediction(_options("--model.preset tiny", 1), config, *H100, 1) is not None

@@ -92,12 +92,11 @@ REFUSED = {
     "train --parallel.replicas 3 --parallel.dp 4 --zero.stage 3": (
         "--parallel.replicas 3: expected a number that divides the 4 data-parallel ranks"
     ),
-    "train --zero.stage 3 --zero.offload optimizer": "--zero.offload optimizer is for --zero.stage 0, 1 and 2",
+    "train --zero.stage 3 --zero.offload host": "--zero.offload host is for --zero.stage 0, 1 and 2",
     "train --zero.stage 3 --zero.compression bf16": "--zero.compression bf16 is for --zero.stage 0, 1 and 2",
-    "train --zero.offload nvme": "--zero.offload nvme and --zero.offload-path FOLDER need each other",
-    "train --zero.offload-path .": "--zero.offload nvme and --zero.offload-path FOLDER need each other",
-    "train --zero.offload nvme --zero.offload-path /nowhere": "--zero.offload path /nowhere is not a folder",
-    "train --zero.powersgd-rank 0": "--zero.powersgd-rank 0: expected at least 1",
+    "train --zero.offload /nowhere": "--zero.offload /nowhere is not a folder: expected none, host or a folder on a",
+    "train --zero.compression powersgd": "--zero.compression powersgd: expected none, bf16, or powersgd-RANK",
+    "train --zero.compression powersgd-0": "--zero.compression powersgd-0: expected none, bf16, or powersgd-RANK",
     "train --parallel.cp 17": "cp 17 is more than the 16 tokens of a sequence",
     "train --parallel.cp 3 --parallel.cp-schedule ulysses": "3 ranks cannot divide 4 heads; ring and all_gather",
     "train --parallel.cp 4 --parallel.tp 2 --parallel.cp-schedule ulysses": (

@@ -134,7 +134,7 @@ def remainders_resume(folder: Path, before: Layout, after: Layout) -> None:
     """Compares four steps with two steps after a checkpoint of two, on pretended nodes of two ranks under PowerSGD."""
 
     def fresh(layout: Layout) -> tuple[Trainer, Windows]:
-        trainer, windows = new_trainer(options_of(**layout, compression="powersgd", powersgd_rank=1), FOUR)
+        trainer, windows = new_trainer(options_of(**layout, compression="powersgd-1"), FOUR)
         assert "2 nodes of 2 ranks" in trainer.exchanged_by
         return trainer, windows
 
@@ -227,11 +227,11 @@ def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_resumes
 @on_ranks(2)
 def test_all_ranks_end_if_one_has_no_space_for_its_state() -> None:
     """The second rank has a full disk."""
-    full = mock.Mock(side_effect=ValueError("offload path /x has too little space"))
+    full = mock.Mock(side_effect=ValueError("offload /x has too little space"))
     expected = "another rank has no space for its optimizer state"
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == 1:
-            expected = "offload path /x has too little space"
+            expected = "offload /x has too little space"
             stack.enter_context(mock.patch.object(trainer_module, "state_store", full))
         with pytest.raises(RunError, match=f"^{expected}$"):
             new_trainer(options_of(dp=2, stage=1))

@@ -44,10 +44,10 @@ ZERO = {
     "0": 1e-5,
     "1": 1e-5,
     "2 --zero.compression bf16": 1e-3,
-    "1 --zero.compression powersgd": 3e-2,
+    "1 --zero.compression powersgd-4": 3e-2,
     "3 --parallel.replicas 2": 1e-5,
     "2 --zero.compression bf16 --parallel.pp 2": 1e-3,
-    "1 --zero.compression powersgd --parallel.pp 2": 3e-2,
+    "1 --zero.compression powersgd-4 --parallel.pp 2": 3e-2,
 }
 
 
@@ -68,7 +68,7 @@ def test_two_nodes_train_to_the_losses_of_one_rank(flags: list[str], tmp_path: P
 
 def test_a_run_with_powersgd_resumes_to_the_bit(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, "--train.log-every", "1", "--kernels", "torch", "--train.dtype", "float32"]
-    flags += ["--zero.stage", "2", "--zero.compression", "powersgd", "--optim.decay-steps", "12"]
+    flags += ["--zero.stage", "2", "--zero.compression", "powersgd-4", "--optim.decay-steps", "12"]
 
     def train(folder: str, *more: str) -> str:
         first, _ = torchrun_on_nodes(["tpfuse", "train", *flags, "--out", str(tmp_path / folder), *more])

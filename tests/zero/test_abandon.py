@@ -16,6 +16,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
+from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -52,9 +53,9 @@ def _engine(stage: int) -> tuple[_Model, GradientBuckets | FullySharded, FlatAda
     torch.manual_seed(0)
     model = _Model()
     if stage == 3:
-        engine = FullySharded(model, mesh=mesh_of(dist.get_world_size(), 1), units=list(model.layers))
+        engine = shard(model, mesh_of(dist.get_world_size(), 1), stage=3, units=list(model.layers))
         return model, engine, ShardedAdamW(engine)
-    buckets = GradientBuckets(model, stage=stage, data_group=dist.group.WORLD, bucket_bytes=200)
+    buckets = shard(model, stage=stage, bucket_bytes=200)
     return model, buckets, FlatAdamW(buckets)
 
 

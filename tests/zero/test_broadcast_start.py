@@ -8,13 +8,12 @@ from torch import nn
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.comm.mesh import context_mesh, flat_group
+from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero import shard
 
 CONFIG = GPTConfig(vocab_size=13, n_positions=4, n_embd=8, n_layer=1, n_head=4)
 
@@ -26,13 +25,8 @@ def _gpt(dp: int, tp: int, cp: int, seed: int) -> GPT:
     return model
 
 
-def _engine(model: nn.Module, stage: int, dp: int, tp: int, cp: int) -> FullySharded | GradientBuckets:
-    mesh = mesh_of(dp, tp, cp)
-    if stage == 3:
-        return FullySharded(model, mesh=mesh)
-    return GradientBuckets(
-        model, stage=stage, data_group=flat_group(mesh, "dp", "cp"), world_group=dist.group.WORLD, bucket_bytes=1000
-    )
+def _engine(model: nn.Module, stage: int, dp: int, tp: int, cp: int) -> None:
+    shard(model, mesh_of(dp, tp, cp), stage=stage, bucket_bytes=1000)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +62,7 @@ class _Mixed(nn.Module):
 
 def _mixed() -> None:
     model, expected = _Mixed(dist.get_rank()), _Mixed(0).state_dict()
-    GradientBuckets(model, data_group=dist.group.WORLD)
+    shard(model, stage=0)
     assert not model.frozen.is_contiguous()
     for name, x in model.state_dict().items():
         assert torch.equal(x, expected[name]), name

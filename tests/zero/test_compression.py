@@ -288,12 +288,11 @@ def test_groups_have_separate_states() -> None:
 def test_options() -> None:
     assert compression_of("none") is None
     assert isinstance(compression_of("bf16"), Bf16Compression)
-    chosen = compression_of("powersgd", rank=7, seed=5)
+    chosen = compression_of("powersgd-7", seed=5)
     assert isinstance(chosen, PowerSGDCompression) and (chosen.rank, chosen.seed) == (7, 5)
-    with pytest.raises(ValueError, match="compression 'fp8': expected none, bf16 or powersgd"):
-        compression_of("fp8")
-    with pytest.raises(ValueError, match="rank 0: expected at least 1"):
-        compression_of("powersgd", rank=0)
+    for name in ("fp8", "powersgd", "powersgd-0", "powersgd--1", "bf16-4"):
+        with pytest.raises(ValueError, match=f"^compression {name}: expected none, bf16, or powersgd-RANK"):
+            compression_of(name)
 
 
 ROWS = 512
@@ -306,7 +305,7 @@ def _sent() -> list[tuple[int, int]]:
         1.0 - 2.0 * (torch.arange(ROWS) >> k & 1) for k in range(4)
     ]  # orthogonal; bf16 represents the sums of their products exactly
     matrix = torch.stack([torch.outer(sign, sign) / 4 for sign in signs]).sum(0).flatten()
-    for name in ("bf16", "powersgd"):
+    for name in ("bf16", "powersgd-4"):
         compression = compression_of(name)
         assert found is not None and compression is not None
         x, traffic = matrix.clone(), Traffic()

@@ -13,8 +13,8 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
+from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.gradient_buckets import GradientBuckets
 
 
 def _model(dtype: torch.dtype, n_layer: int = 1) -> GPT:
@@ -29,7 +29,7 @@ def test_equals_adamw_on_the_parameters() -> None:
     model = copy.deepcopy(plain)
     reference = torchs_adamw(dict(plain.named_parameters()), betas=(0.8, 0.95), eps=1e-8, weight_decay=0.3)
     assert {p.ndim for p in reference.param_groups[1]["params"]} == {1}
-    buckets = GradientBuckets(model, bucket_bytes=4000)
+    buckets = shard(model, stage=0, bucket_bytes=4000)
     assert len(buckets.buckets) > 2
     optimizer = FlatAdamW(buckets, betas=(0.8, 0.95), weight_decay=0.3)
     for step in range(5):
@@ -51,7 +51,7 @@ def test_equals_adamw_on_the_parameters() -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_half_parameters_follow_float32_masters(name: Kernels) -> None:
     model = _model(torch.bfloat16)
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     optimizer = FlatAdamW(buckets)
     before = [optimizer.state(bucket)["model"].clone() for bucket in buckets.buckets]
     for _ in range(3):
@@ -72,7 +72,7 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
 
     Where the kernels change, a new optimizer takes over moments and count, as from a checkpoint.
     """
-    buckets = GradientBuckets(model, bucket_bytes=8000)
+    buckets = shard(model, stage=0, bucket_bytes=8000)
     optimizer = FlatAdamW(buckets, betas=(0.9, 0.95), weight_decay=0.1)
     places = sorted(((s.name, b, s) for b in buckets.buckets for s in b.layout.segments), key=lambda place: place[0])
     for step, name in enumerate(names):

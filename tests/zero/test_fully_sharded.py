@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.meshes import mesh_of
@@ -36,10 +34,10 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh
 from tpfuse.comm.settings import set_settings
+from tpfuse.layers.parameter import Borrowed
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero import shard
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 
@@ -77,7 +75,9 @@ def gradients(name: str, layout: Layout) -> None:
     assert engine.nonfinite() == ([engine.members[0].name] if rows else [])
 
 
-@pytest.mark.parametrize(("name", "layout"), [("toy", Layout(dp=4)), ("gpt", Layout(tp=2, dp=2))])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("toy", Layout(dp=2)), *exhaustive(("toy", Layout(dp=4)), ("gpt", Layout(tp=2, dp=2)))]
+)
 def test_gradients_of_shards_are_sums_over_ranks(name: str, layout: Layout) -> None:
     pool(layout.world).run(gradients, name, layout)
 
@@ -123,10 +123,11 @@ def traffic(layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype:
 @pytest.mark.parametrize(
     ("layout", "accumulation", "dtype", "reduce_dtype", "reduced"),
     [
-        (Layout(dp=3), 1, torch.float32, "float32", 4),
         (Layout(dp=4, replicas=2), 3, torch.bfloat16, "parameter", 2),
         *exhaustive(
-            (Layout(dp=2), 3, torch.bfloat16, "float32", 4), (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8)
+            (Layout(dp=3), 1, torch.float32, "float32", 4),
+            (Layout(dp=2), 3, torch.bfloat16, "float32", 4),
+            (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8),
         ),
     ],
 )
@@ -195,6 +196,7 @@ def train_until_a_rank_dies(rank: Rank) -> None:
             rank.tell("here")
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     with ranks(3, tmp_path, train_until_a_rank_dies) as running:
         running.wait_for_all()
@@ -214,7 +216,7 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
         model = Toy()
         change(model)
         with pytest.raises(ValueError) as caught:
-            FullySharded(model, **{"mesh": mesh, "units": model.blocks, **options})
+            shard(model, **{"mesh": mesh, "stage": 3, "units": model.blocks, **options})
         assert "\n" not in str(caught.value) and type(model) is Toy, "the model is unchanged"
         return str(caught.value)
 
@@ -228,27 +230,20 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
         model.blocks[2].up.weight = model.blocks[0].up.weight
 
     def taken(model: Toy) -> None:
-        model.blocks[0].sum_gradients = True
-        GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD)
+        model.blocks[0].sum_gradients = Borrowed(False, own=False)
 
     assert message(taken).startswith(
-        "GradientBuckets sum the gradients of blocks.0 over tensor-parallel ranks: shard a"
+        "an engine of stage 0, 1 or 2 sums the gradients of blocks.0 over tensor-parallel ranks: shard a"
     )
     assert message(scalar).startswith("blocks.1.gain is a scalar")
     assert message(transposed).startswith("mixing is not contiguous")
     assert message(tie).startswith("blocks.0.up.weight and blocks.2.up.weight are one parameter in two units")
     assert message(lambda model: model.blocks[0].half()).startswith("frozen is torch.float32, blocks.0.up.weight is")
     assert "no parameter that requires" in message(lambda model: model.requires_grad_(False))
-    for wrong, start in (
-        ({"mesh": None}, "FullySharded: mesh is None: expected a DeviceMesh"),
-        ({"mesh": init_device_mesh("cpu", (2,))}, "FullySharded: mesh has the dimensions None: expected one for data"),
-        ({"units": [nn.Linear(2, 2)]}, "FullySharded: a unit is a Linear that is not a part of the model"),
-        ({"reduce_dtype": torch.float32}, 'FullySharded: reduce_dtype is a dtype: expected "float32" or "parameter"'),
-        ({"tied_group": mesh}, "FullySharded: tied_group is a DeviceMesh: expected its get_group()"),
-    ):
+    for wrong, start in (({"units": [nn.Linear(2, 2)]}, "shard: a unit is a Linear that is not a part of the model"),):
         assert message(lambda model: None, **wrong).startswith(start)
     with pytest.raises(ValueError, match="a unit is a ModuleList, which is never called"):
-        FullySharded(model := Toy(), mesh=mesh, units=[model.blocks])
+        shard(model := Toy(), mesh, stage=3, units=[model.blocks])
     assert message(lambda model: None, replicas=3).startswith("replicas 3: expected a number that divides the 2")
 
     _, engine = engine_of("toy", Layout(dp=2))

@@ -1,22 +1,22 @@
 """Buckets hold the sums of all ranks' gradients, reduce them during the backward pass, and refuse wrong use."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_slices
-from tpfuse.comm.mesh import group_of
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.compression import Bf16Compression
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.reducer.base import SingleRankReducer
@@ -70,8 +70,7 @@ def test_gradients_equal_those_of_one_rank(tp: int, dp: int, accumulation: int, 
     mesh = mesh_of(dp, tp)
     model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)
     initialize(model, 1)
-    world = dist.group.WORLD if dist.get_world_size() > 1 else None
-    buckets = GradientBuckets(model, data_group=group_of(mesh["dp"]), world_group=world, bucket_bytes=bucket_bytes)
+    buckets = shard(model, mesh, stage=0, bucket_bytes=bucket_bytes)
     ids, targets = _batch()
     rows_of_rank = torch.arange(12).chunk(dp)[mesh.get_local_rank("dp")]
     for step in range(2):
@@ -85,7 +84,7 @@ def test_gradients_equal_those_of_one_rank(tp: int, dp: int, accumulation: int, 
         for name, gradient in actual.items():
             part = tuple(slice(*bounds) for bounds in local_slices(model.get_parameter(name)))
             torch.testing.assert_close(gradient, expected[name][part], rtol=1e-9, atol=1e-13)
-        norm = collectives.all_reduce(buckets.squared_norm(), world).sqrt()
+        norm = collectives.all_reduce(buckets.squared_norm(), buckets.world_group).sqrt()
         torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(list(expected.values())))
 
 
@@ -115,7 +114,7 @@ def _run(model: nn.Module, buckets: GradientBuckets, batches: list[Tensor]) -> N
 def test_unused_parameters_have_gradient_zero_and_frozen_ones_stay_out() -> None:
     model, plain = _Toy(), _Toy()
     frozen = model.frozen.weight
-    buckets = GradientBuckets(model, bucket_bytes=300)
+    buckets = shard(model, stage=0, bucket_bytes=300)
     for seed in range(2):  # the second step must not add to the first one's gradients
         x = integers(seed, 4, 9, dtype=torch.float64)
         _run(model, buckets, [x])
@@ -130,7 +129,7 @@ def test_unused_parameters_have_gradient_zero_and_frozen_ones_stay_out() -> None
 
 def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient() -> None:
     model = _Toy()
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     x = integers(1, 4, 9, dtype=torch.float64)
     buckets.start(last=False)
     model.unused(x).sum().backward()
@@ -142,7 +141,7 @@ def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient() -> None
 
 def test_a_parameter_unused_in_the_next_step_has_gradient_zero() -> None:
     model = _Toy()
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     x = integers(1, 4, 9, dtype=torch.float64)
     _run(model.unused, buckets, [x])
     assert torch.count_nonzero(_gradients(buckets)["unused.weight"])
@@ -153,7 +152,7 @@ def test_a_parameter_unused_in_the_next_step_has_gradient_zero() -> None:
 def test_tied_weights_are_one_parameter() -> None:
     model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
     model[1].weight = model[0].weight
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     assert model[1].weight is model[0].weight and len(_gradients(buckets)) == 1
     x = integers(1, 4, 9)
     expected = torch.autograd.grad(model(x).sum(), model[0].weight)[0]
@@ -173,7 +172,7 @@ def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -
     model = _Toy()
     del model.unused
     model.first.register_full_backward_hook(lambda *_: events.append("first layer's backward"))
-    buckets = GradientBuckets(model, bucket_bytes=1)
+    buckets = shard(model, stage=0, bucket_bytes=1)
     x = integers(1, 4, 9, dtype=torch.float64).requires_grad_()
     sent = [f"send {index}" for index in range(len(buckets.buckets))]
     _run(model, buckets, [x])
@@ -193,7 +192,7 @@ def test_buckets_are_reduced_in_one_order_even_if_gradients_arrive_in_another(mo
     sent: list[int] = []
     monkeypatch.setattr(SingleRankReducer, "start_reduce", lambda _, index: sent.append(index))
     model = _Toy()
-    buckets = GradientBuckets(model, bucket_bytes=1)
+    buckets = shard(model, stage=0, bucket_bytes=1)
     buckets.start(last=True)
     model.first(torch.ones(4, 9, dtype=torch.float64)).sum().backward()
     assert sent == [], "the buckets of later layers are not complete"
@@ -205,7 +204,7 @@ def test_buckets_are_reduced_in_one_order_even_if_gradients_arrive_in_another(mo
 def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     model = nn.Linear(63, 100, dtype=dtype)
     before = model.weight.detach().clone()
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     (bucket,) = buckets.buckets
     assert bucket.values.dtype == dtype and bucket.layout.state_dtype == torch.float32
     assert torch.equal(model.weight, before)
@@ -215,14 +214,14 @@ def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     assert torch.equal(_gradients(buckets)["weight"], torch.full((100, 63), 1 + 2.0**-10))
     master = FlatAdamW(buckets).state(bucket)["model"]
     assert master.dtype == torch.float32 and torch.equal(master[: 63 * 100].view(100, 63), before.float())
-    half = GradientBuckets(nn.Linear(63, 100, dtype=dtype), gradient_dtype="parameter")
+    half = shard(nn.Linear(63, 100, dtype=dtype), stage=0, gradient_dtype="parameter")
     assert half.buckets[0].reduced_shard.dtype == dtype, "gradients take half as much memory if the caller asks for it"
 
 
 def test_buckets_hold_one_dtype_each() -> None:
     model = nn.Sequential(nn.Linear(9, 9, dtype=torch.float32), nn.Linear(9, 9, dtype=torch.bfloat16))
     before = [p.detach().clone() for p in model.parameters()]
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     assert sorted(str(bucket.values.dtype) for bucket in buckets.buckets) == ["torch.bfloat16", "torch.float32"]
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
@@ -232,7 +231,7 @@ def test_parameters_with_weight_decay_come_first_in_a_bucket() -> None:
     initialize(model, 1)
     names = {name for name, parameter in model.named_parameters() if decays(name, parameter)}
     assert names == {name for name in dict(model.named_parameters()) if name.endswith("weight") and ".ln_" not in name}
-    buckets = GradientBuckets(model, bucket_bytes=2**30)
+    buckets = shard(model, stage=0, bucket_bytes=2**30)
     decayed = 0
     for bucket in buckets.buckets:
         layout = bucket.layout
@@ -247,7 +246,7 @@ def test_parameters_with_weight_decay_come_first_in_a_bucket() -> None:
 
 def test_non_finite_gradients_are_named() -> None:
     model = _Toy()
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
     assert buckets.nonfinite() == []
     _gradients(buckets)["second.bias"][3] = float("nan")
@@ -258,7 +257,7 @@ def test_non_finite_gradients_are_named() -> None:
 def _each_is_named() -> int:
     """Set one element after another of this rank's shards to NaN; return the number of segments in the shards."""
     model, segments = _Toy(), 0
-    buckets = GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD, stage=1)
+    buckets = shard(model, stage=1)
     _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
     for bucket in buckets.buckets:
         for segment, part in bucket.layout.segments_in(bucket.shard):
@@ -275,25 +274,11 @@ def test_a_rank_names_non_finite_gradients_in_its_shards() -> None:
     assert min(pool(2).run(_each_is_named)) > 1
 
 
-def _missing_group() -> None:
-    model = GPT(CONFIG, device_mesh=tensor_mesh())
-    initialize(model, 1)
-    missing = "world_group is missing: gradients such as transformer.h.0.attn.c_attn.bias's"
-    with pytest.raises(ValueError, match=missing):
-        GradientBuckets(model, data_group=None)
-    with pytest.raises(ValueError, match=r"data_group is missing: transformer.wte.weight is on several ranks, so pass"):
-        GradientBuckets(model)
-    with pytest.raises(ValueError, match=r"data_group is missing: world_group is given"):
-        GradientBuckets(nn.Linear(2, 2), world_group=dist.group.WORLD)
-
-
 @on_ranks(2)
 def test_the_default_group_is_that_of_ddp() -> None:
     model, expected, x = _Toy(), _Toy(), normal(dist.get_rank(), 4, 9, dtype=torch.float64)
-    buckets = GradientBuckets(model, stage=0)
+    buckets = shard(model, stage=0)
     assert buckets.data_ranks == 2 and buckets.world_group is dist.group.WORLD
-    alone = GradientBuckets(_Toy(), data_group=None)
-    assert alone.data_ranks == 1 and alone.world_group is None
     _run(model, buckets, [x])
     sum(expected(normal(r, 4, 9, dtype=torch.float64)).sum() for r in range(2)).backward()
     for name, gradient in _gradients(buckets).items():
@@ -301,32 +286,41 @@ def test_the_default_group_is_that_of_ddp() -> None:
             torch.testing.assert_close(gradient, expected.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"model": nn.Linear(2, 2).parameters()},
-            r"^GradientBuckets got a generator: expected the model, an nn\.Module",
-        ),
-        ({"data_group": "WORLD"}, r"^GradientBuckets: data_group is 'WORLD': expected a process group, or None"),
-        ({"world_group": 1}, r"^GradientBuckets: world_group is 1: expected a process group, or None"),
-        ({"gradient_dtype": torch.bfloat16}, r'gradient_dtype is a dtype: expected "float32" or "parameter"$'),
-        ({"reduce_dtype": "bfloat16"}, r"reduce_dtype is 'bfloat16': expected \"float32\" or"),
-    ],
-)
-def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GradientBuckets(**{"model": nn.Linear(2, 2), **arguments})
+def _refusals() -> None:
+    mesh, gpt = mesh_of(1, 2), GPT(CONFIG, device_mesh=tensor_mesh())
+    initialize(gpt, 1)
+    layer = nn.Linear(2, 2)
+    norm = nn.LayerNorm(2)
+    norm.sum_gradients = True  # type: ignore[assignment]
+    for model, given, options, message in (
+        (layer.parameters(), mesh, {}, r"^shard got a generator: expected the model, an nn\.Module"),
+        (layer, "WORLD", {}, "^shard: mesh is 'WORLD': expected a DeviceMesh, as tpfuse.build_mesh returns it"),
+        (layer, mesh.get_group("tp"), {}, "^shard: mesh is a ProcessGroup: expected a DeviceMesh"),
+        (layer, init_device_mesh("cpu", (2,)), {}, "mesh has the dimensions None: expected names among pp, dp"),
+        (layer, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), {}, r"mesh has the dimensions \('ep',\): expec"),
+        (layer, mesh["dp"], {}, '^shard: mesh is a slice without "tp", which has 2 ranks: pass the whole mesh'),
+        (gpt, None, {}, r"wte.weight is on the ranks \[0, 1\], and the mesh has \[\] along tp: pass the mesh of all"),
+        (gpt, mesh_of(2, 1), {}, r"wte.weight is on the ranks \[0, 1\], and the mesh has \[\d\] along tp: pass"),
+        (norm, None, {}, "^shard: gradients such as bias's are partial sums over tensor-parallel ranks: pass the mesh"),
+        (layer, mesh, {"stage": 4}, "^stage 4: expected 0, 1, 2 or 3$"),
+        (layer, mesh, {"gradient_dtype": torch.bfloat16}, 'gradient_dtype is a dtype: expected "float32" or "param'),
+        (layer, mesh, {"reduce_dtype": "bfloat16"}, r"reduce_dtype is 'bfloat16': expected \"float32\" or"),
+        (layer, mesh, {"replicas": 2}, "^shard: replicas is not for stage 0: expected stage 3$"),
+        (layer, mesh, {"stage": 3, "gradient_dtype": "parameter"}, "gradient_dtype is not for stage 3: expected"),
+        (layer, mesh, {"stage": 3, "compression": Bf16Compression()}, "compression is not for stage 3: expected stage"),
+        (nn.Linear(2, 2).requires_grad_(False), mesh, {}, "no parameter that requires a gradient"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shard(model, given, **{"stage": 0, **options})  # type: ignore[arg-type]
 
 
-def test_bad_input_is_refused() -> None:
-    pool(2).run(_missing_group)
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        GradientBuckets(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match="stage 3: expected 0, 1 or 2"):
-        GradientBuckets(nn.Linear(2, 2), stage=3)
+def test_bad_arguments_are_refused() -> None:
+    pool(2).run(_refusals)
+
+
+def test_wrong_order_of_calls_is_refused() -> None:
     model = nn.Linear(2, 2)
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     buckets.start(last=True)
     with pytest.raises(ValueError, match="finish"):
         buckets.start(last=True)
@@ -337,14 +331,14 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"call start\(\) before each backward pass"):
         model(torch.ones(1, 2)).sum().backward()
     model.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"bias\.requires_grad is False now: make new buckets"):
+    with pytest.raises(ValueError, match=r"bias\.requires_grad is False now: make a new engine"):
         buckets.start(last=True)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_each_update_requires_new_gradients(stage: int) -> None:
     model = nn.Linear(2, 2)
-    buckets = GradientBuckets(model, stage=stage)
+    buckets = shard(model, stage=stage)
     optimizer, x = FlatAdamW(buckets), torch.ones(1, 2)
     for last in (False, True):
         with pytest.raises(ValueError, match=r"call finish\(\) after the last backward pass"):
@@ -368,8 +362,7 @@ def test_each_update_requires_new_gradients(stage: int) -> None:
 @on_ranks("world")
 def test_many_reductions_at_once() -> None:
     model = _Toy()
-    group = group_of(tensor_mesh())
-    buckets = GradientBuckets(model, data_group=group, bucket_bytes=1)
+    buckets = shard(model, stage=0, bucket_bytes=1)
     x = normal(dist.get_rank(), 4, 9, dtype=torch.float64)
     _run(model, buckets, [x, x])
     plain = _Toy()

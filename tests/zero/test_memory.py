@@ -11,9 +11,9 @@ from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.rank_order import HALF
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.testing.ranks import pool
+from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import Kind, plan_buckets
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.memory import MemoryAccount, Width, Widths, account, account_sharded, states
 
 # A small model in bfloat16. Every parameter begins at a multiple of 16 elements:
@@ -188,8 +188,7 @@ def _real(dtype: torch.dtype, stage: int, tp: int) -> None:
     model = GPT(config, dtype=dtype, device_mesh=mesh["tp"] if tp > 1 else None)
     for parameter in model.parameters():
         local_tensor(parameter).zero_()
-    world_group = mesh["dp"].get_group() if tp == 1 else mesh._flatten("dp_tp").get_group()
-    buckets = GradientBuckets(model, stage=stage, data_group=mesh["dp"].get_group(), world_group=world_group)
+    buckets = shard(model, mesh, stage=stage)
     optimizer = FlatAdamW(buckets)
     ids = torch.zeros(1, 16, dtype=torch.int64)
     buckets.start(last=True)

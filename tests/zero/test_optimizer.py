@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from tests.support import zero_training
-from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.meshes import mesh_from, mesh_of
 from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import torchs_adamw
@@ -24,10 +24,8 @@ from tpfuse.comm.layout import gather_whole
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.zero import offload
 from tpfuse.zero.compression import PowerSGDCompression
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.offload import HostStore
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 BATCH, CLIP = 18, 0.05
@@ -47,10 +45,9 @@ def made(dtype: torch.dtype = torch.float64) -> nn.Module:
     return model
 
 
-def engine_of(model: nn.Module, stage: int) -> GradientBuckets | FullySharded:
-    if stage == 3:
-        return FullySharded(model, mesh=mesh_of(dist.get_world_size(), 1))
-    return GradientBuckets(model, stage=stage, data_group=dist.group.WORLD, bucket_bytes=200)
+def optimizer_of(model: nn.Module, stage: int, **options: Any) -> ZeroOptimizer:
+    mesh = mesh_of(dist.get_world_size(), 1) if dist.is_initialized() else None
+    return ZeroOptimizer(model, mesh, stage=stage, bucket_bytes=200, **options)
 
 
 def loop(
@@ -95,7 +92,7 @@ def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
 
 def zero(stage: int, schedule: str) -> tuple[dict[str, Tensor], list[float]]:
     model = made()
-    optimizer = ZeroOptimizer(engine_of(model, stage), lr=1e-2, betas=BETAS, weight_decay=DECAY)
+    optimizer = optimizer_of(model, stage, lr=1e-2, betas=BETAS, weight_decay=DECAY)
     # Every rank has the same number of rows of each micro-batch.
     rows = ROWS.view(3, dist.get_world_size(), -1)[:, dist.get_rank()].flatten()
     scheduler = SCHEDULES[schedule](optimizer)
@@ -136,8 +133,8 @@ def masked(stage: int, accumulation: int, store: bool = False) -> tuple[float, f
     The first is that of the norms, the second that of the weights, both relative.
     """
     rank, model, whole = dist.get_rank(), made(), made()
-    optimizer = ZeroOptimizer(
-        engine_of(model, stage), lr=1e-2, betas=BETAS, weight_decay=DECAY, store=HostStore() if store else None
+    optimizer = optimizer_of(
+        model, stage, lr=1e-2, betas=BETAS, weight_decay=DECAY, offload="host" if store else "none"
     )
     reference = torchs_adamw(dict(whole.named_parameters()), betas=BETAS, eps=1e-8, weight_decay=DECAY)
 
@@ -186,8 +183,9 @@ def test_the_gradient_of_sums_is_divided_by_the_labels_of_all_ranks(
 def norm_over_a_context(stage: int, counted: bool) -> float:
     """Return the norm of the GPT's first gradient, whose loss over a context is a sum over its ranks."""
     layout = zero_training.Layout(dp=2, cp=2, stage=stage)
-    case, engine = zero_training.engine_of("gpt", layout)
-    optimizer = ZeroOptimizer(engine)
+    mesh = mesh_of(2, 1, 2)
+    case = zero_training.gpt(context_mesh=mesh["cp"])
+    optimizer = ZeroOptimizer(case.model, mesh, stage=stage, units=case.units)
     (rows,) = zero_training.micro_batches(layout, 1)
     loss = case.loss(rows, 0)  # divided by the tokens of all ranks
     (loss * zero_training.BATCH if counted else loss * layout.dp).backward()
@@ -207,7 +205,7 @@ def test_the_ranks_of_a_context_count_once(stage: int, counted: bool) -> None:
 def miscounted(stage: int, kind: str) -> list[str]:
     """Return this rank's errors after mistakes with `divide_by`, and of the step after them."""
     model, messages = made(), []
-    optimizer = ZeroOptimizer(engine_of(model, stage))
+    optimizer = optimizer_of(model, stage)
     rows = ROWS.chunk(dist.get_world_size())[dist.get_rank()]
 
     def attempt(update: Callable[[], Any], labels: Any = None) -> None:
@@ -268,7 +266,7 @@ def resumed(stage: int, dtype: torch.dtype, optimizer_first: bool) -> tuple[bool
         model = made(dtype)
         with torch.no_grad():
             model[0].weight.add_(seed)
-        optimizer = ZeroOptimizer(engine_of(model, stage), lr=1e-2 + seed, betas=BETAS)
+        optimizer = optimizer_of(model, stage, lr=1e-2 + seed, betas=BETAS)
         models.append(model)
         optimizers.append(optimizer)
         schedulers.append(SCHEDULES["cosine"](optimizer))
@@ -309,7 +307,7 @@ def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimi
         assert bool(masters) == (dtype in (torch.bfloat16, torch.float16) and stage < 3)
     if stage == 3:
         return
-    alone = ZeroOptimizer(GradientBuckets(made(dtype), stage=stage, bucket_bytes=200))
+    alone = optimizer_of(made(dtype), stage)
     before = copy.deepcopy(alone.state_dict())
     if stage:
         with pytest.raises(ValueError, match=r"^load_state_dict: the state is of another layout, it has [^\n]*$"):
@@ -336,8 +334,8 @@ def test_remainders_of_compression_are_in_the_state() -> None:
         for _ in range(3):
             model = nn.Sequential(made(), nn.Linear(5, 64, dtype=torch.float64), nn.Linear(64, 64, dtype=torch.float64))
             model.dtype = torch.float64  # type: ignore[assignment]
-            engine = GradientBuckets(model, stage=1, data_group=group, compression=PowerSGDCompression(1))
-            runs.append((model, ZeroOptimizer(engine)))
+            compression = PowerSGDCompression(1)
+            runs.append((model, ZeroOptimizer(model, mesh_from(group), stage=1, compression=compression)))
         steps(*runs[0])
         saved = copy.deepcopy([each.state_dict() for each in runs[0]])
         assert saved[1]["compression"]
@@ -371,7 +369,7 @@ def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int, impl: Im
     for skip in (False, True):
         model = made()
         with implementation(impl):
-            optimizer = ZeroOptimizer(engine_of(model, stage))
+            optimizer = optimizer_of(model, stage)
         rows = ROWS.chunk(dist.get_world_size())[dist.get_rank()]
         for step in range(2):
             if skip:
@@ -397,7 +395,7 @@ def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int, impl: Im
 def disagreeing(stage: int) -> tuple[str, float]:
     """Skip an update on rank 1 alone; return this rank's error and the seconds until it was raised."""
     model = made()
-    optimizer = ZeroOptimizer(engine_of(model, stage))
+    optimizer = optimizer_of(model, stage)
     begin = time.monotonic()
     try:
         for step in range(3):
@@ -423,7 +421,7 @@ def test_ranks_that_do_not_agree_to_skip_an_update_raise_at_once(stage: int) -> 
 def test_a_gradient_scaler_is_refused() -> None:
     """The errors say what to do instead. A scaler would skip updates without the agreement of other ranks."""
     model = made(torch.float32)
-    optimizer, scaler = ZeroOptimizer(GradientBuckets(model)), torch.amp.GradScaler("cpu")
+    optimizer, scaler = ZeroOptimizer(model, stage=0), torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, 0, ROWS)).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match=r"train in bfloat16, which needs no torch\.amp\.GradScaler"):
         scaler.unscale_(optimizer)
@@ -436,34 +434,27 @@ def test_a_gradient_scaler_is_refused() -> None:
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
-def sharded_norms() -> tuple[float, str]:
-    """Return the norm of a layer that is sharded over the ranks, and the error without the group of all ranks."""
+@on_ranks(2)
+def test_the_norm_of_sharded_parameters_is_that_of_whole_ones() -> None:
     x, norms = normal(0, 3, 4, dtype=torch.float64), []
-    for group in (dist.group.WORLD, None):
-        layer = ColumnParallelLinear(4, 6, device_mesh=tensor_mesh(), dtype=torch.float64)
+    for mesh in (mesh_of(1, 2), None):
+        tensor = None if mesh is None else mesh["tp"]
+        layer = ColumnParallelLinear(4, 6, device_mesh=tensor, dtype=torch.float64)
         nn.init.ones_(layer.weight)
-        optimizer = ZeroOptimizer(GradientBuckets(layer, data_group=None, world_group=group))
         layer(x).sum().backward()
-        try:
+        if mesh is None:
+            norms.append(nn.utils.clip_grad_norm_(layer.parameters(), 1.0).item())
+        else:
+            layer.zero_grad()
+            optimizer = ZeroOptimizer(layer, mesh, stage=0)
+            layer(x).sum().backward()
             norms.append(optimizer.clip_grad_norm_(1.0).item())
-        except ValueError as error:
-            return norms[0], str(error)
-    return norms[0], ""
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_the_norm_of_sharded_parameters_is_that_of_whole_ones(world: int) -> None:
-    layer, x = nn.Linear(4, 6, dtype=torch.float64), normal(0, 3, 4, dtype=torch.float64)
-    layer(x).sum().backward()
-    expected = nn.utils.clip_grad_norm_(layer.parameters(), 1.0).item()
-    for norm, message in pool(world).run(sharded_norms):
-        assert norm == pytest.approx(expected, rel=1e-12)
-        assert message.startswith("world_group is missing: the norm of shards") == (world > 1) == bool(message)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
 def test_hyperparameters_are_read_at_each_step() -> None:
     model, plain = made(), made()
-    optimizer = ZeroOptimizer(GradientBuckets(model), weight_decay=0.0)
+    optimizer = ZeroOptimizer(model, stage=0, weight_decay=0.0)
     reference = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
     for step in range(3):
         for each in (optimizer, reference):
@@ -485,7 +476,7 @@ def test_hyperparameters_are_read_at_each_step() -> None:
 
 def test_a_closure_computes_the_loss() -> None:
     model, plain = made(), made()
-    optimizer = ZeroOptimizer(GradientBuckets(model), lr=1e-2, weight_decay=0.0)
+    optimizer = ZeroOptimizer(model, stage=0, lr=1e-2, weight_decay=0.0)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
 
     def closure(of: torch.optim.Optimizer, x: nn.Module) -> Tensor:
@@ -502,7 +493,7 @@ def test_a_closure_computes_the_loss() -> None:
 
 def test_errors_explain_what_is_wrong_in_a_loop() -> None:
     model, rows = made(), ROWS
-    optimizer = ZeroOptimizer(GradientBuckets(model))
+    optimizer = ZeroOptimizer(model, stage=0)
     loss_of(model, 0, rows).backward()
     with pytest.raises(ValueError, match=r"put earlier backward passes of a step into its no_sync\(\)"):
         loss_of(model, 0, rows).backward()
@@ -524,29 +515,22 @@ def test_errors_explain_what_is_wrong_in_a_loop() -> None:
         optimizer.zero_grad()
 
 
-def test_what_is_no_engine_and_no_state_is_refused() -> None:
+def test_wrong_options_and_states_are_refused() -> None:
     model = made()
-    for wrong, shown in ((model.parameters(), "a generator"), (model, "a Sequential"), ([1], "a list")):
-        with pytest.raises(
-            ValueError, match=rf"^ZeroOptimizer got {shown}: expected the engine .*GradientBuckets\(model"
-        ):
-            ZeroOptimizer(wrong)  # type: ignore[arg-type]
-    buckets = GradientBuckets(model)
     for options in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}):
         with pytest.raises(ValueError, match="expected betas from 0 to below 1, and no number below 0"):
-            ZeroOptimizer(buckets, **options)  # type: ignore[arg-type]
+            ZeroOptimizer(model, stage=0, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected that of ZeroOptimizer\.state_dict\(\)"):
-        ZeroOptimizer(buckets).load_state_dict(torch.optim.AdamW(made().parameters()).state_dict())
+        ZeroOptimizer(model, stage=0).load_state_dict(torch.optim.AdamW(made().parameters()).state_dict())
 
 
-def _store_of_shards() -> str:
-    try:
-        ZeroOptimizer(engine_of(made(), 3), store=HostStore())
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.exhaustive
-def test_state_of_stage_3_has_no_other_store() -> None:
-    assert all(message.startswith("store is for GradientBuckets") for message in pool(2).run(_store_of_shards))
+@on_ranks(2)
+def test_an_offload_that_one_rank_cannot_make_is_refused_on_every_rank() -> None:
+    with pytest.raises(ValueError, match=r"^offload host is for stages 0, 1 and 2: expected none at stage 3$"):
+        optimizer_of(made(), 3, offload="host")
+    folder = "/nowhere" if dist.get_rank() else "."
+    message = "offload /nowhere is not a folder: expected none, host or a folder" if dist.get_rank() else "another rank"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "_IN_MEMORY", ())
+        with pytest.raises(ValueError, match=message):
+            optimizer_of(made(), 1, offload=folder)

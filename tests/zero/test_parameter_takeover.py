@@ -5,15 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import group_of
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -52,7 +51,7 @@ def test_a_parameter_stays_the_object_that_others_hold(stage: int) -> None:
     seen: list[Tensor] = []
     model.scale.register_hook(lambda gradient: seen.append(gradient.clone()))
     model.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[no-untyped-call]
-    buckets = GradientBuckets(model, stage=stage)
+    buckets = shard(model, stage=stage)
     optimizer = FlatAdamW(buckets)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert model.scale.note == "kept"  # type: ignore[attr-defined]
@@ -73,7 +72,7 @@ def test_hooks_of_sharded_parameters_are_called() -> None:
     layer.weight.register_hook(lambda gradient: seen.append((type(gradient).__name__, gradient.shape)))
     layer.bias.note = "kept"  # type: ignore[union-attr]
     before = dict(layer.named_parameters())
-    buckets = GradientBuckets(layer, data_group=None, world_group=dist.group.WORLD)
+    buckets = shard(layer, mesh_of(1, 2), stage=0)
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
     assert layer.bias.note == "kept"  # type: ignore[union-attr]
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -81,9 +80,9 @@ def test_hooks_of_sharded_parameters_are_called() -> None:
         _step(buckets, layer, normal(0, 2, 3))
         assert seen == [("DTensor", torch.Size((4, 3)))]
         seen.clear()
-        with pytest.raises(ValueError, match=r"^(weight|bias)\.grad is in the memory of GradientBuckets"):
+        with pytest.raises(ValueError, match=r"^(weight|bias)\.grad is in the memory of ZeRO's gradient buckets"):
             nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-        with pytest.raises(ValueError, match=r"\.grad is in the memory of GradientBuckets"):
+        with pytest.raises(ValueError, match=r"\.grad is in the memory of ZeRO's gradient buckets"):
             optimizer.step()
     layer.bias.register_post_accumulate_grad_hook(lambda _: seen.append(("bias", layer.bias.shape)))  # type: ignore
     _step(buckets, layer, normal(0, 2, 3))
@@ -117,13 +116,13 @@ CHANGES: list[tuple[Callable[[nn.Module], object], str]] = [
 @pytest.mark.parametrize("change", range(len(CHANGES)))
 def test_a_model_that_was_changed_is_an_error_until_new_buckets_are_made(change: int) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     make, message = CHANGES[change]
     make(model)
-    with pytest.raises(ValueError, match=f"{message}.*: make new buckets and a new optimizer"):
+    with pytest.raises(ValueError, match=f"{message}.*: make a new engine and a new optimizer"):
         buckets.start(last=True)
     x, plain = normal(0, 2, 3, dtype=model[0].weight.dtype), copy.deepcopy(model)
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     _step(buckets, model, x)
     plain(x).square().sum().backward()
     for bucket in buckets.buckets:
@@ -135,7 +134,7 @@ def test_a_model_that_was_changed_is_an_error_until_new_buckets_are_made(change:
 def test_a_tied_parameter_that_loses_one_of_its_names_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     model[1] = nn.Identity()
     with pytest.raises(ValueError, match=r"1\.weight is not in the model any more"):
         buckets.start(last=True)
@@ -143,10 +142,9 @@ def test_a_tied_parameter_that_loses_one_of_its_names_is_named() -> None:
 
 def _loads_between_updates(stage: int, dtype: torch.dtype) -> None:
     """Check that the second update starts from weights that were loaded between two updates."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).to(dtype)
-    buckets = GradientBuckets(model, stage=stage, data_group=dist.group.WORLD if world > 1 else None)
+    buckets = shard(model, stage=stage)
     optimizer = FlatAdamW(buckets, weight_decay=0.0)
     x = normal(0, 4, 5, dtype=dtype)
     _step(buckets, model, x)
@@ -177,9 +175,9 @@ def test_values_loaded_on_all_ranks_are_trained_in_shards() -> None:
 def test_code_that_computes_with_a_taken_gradient_raises_an_error() -> None:
     model, x = nn.Linear(3, 3), normal(0, 2, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     before = model.weight.detach().clone()
-    message = r"^(weight|bias)\.grad is in the memory of GradientBuckets: .* call start\(\) before each"
+    message = r"^(weight|bias)\.grad is in the memory of ZeRO's gradient buckets: .* call start\(\) before each"
     buckets.start(last=True)
     model(x).sum().backward()
     for finished in (False, True):
@@ -197,7 +195,7 @@ def test_code_that_computes_with_a_taken_gradient_raises_an_error() -> None:
 
 def test_a_backward_pass_of_parameters_updated_since_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    buckets = GradientBuckets(model)
+    buckets = shard(model, stage=0)
     optimizer, x = FlatAdamW(buckets), normal(0, 2, 3)
     _step(buckets, model, x)
     loss = model(x).sum()
@@ -212,9 +210,9 @@ def test_stage_3_notices_changes_of_its_parameters() -> None:
     mesh, x = mesh_of(2, 1), normal(0, 2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     old = torch.optim.AdamW(model.parameters())
-    engine = FullySharded(model, mesh=mesh, units=list(model))
+    engine = shard(model, mesh, stage=3, units=list(model))
     optimizer = ShardedAdamW(engine)
-    with pytest.raises(ValueError, match=r"^0\.weight was replaced by its shards when FullySharded took the model"):
+    with pytest.raises(ValueError, match=r"^0\.weight was replaced by its shards when stage 3 took the model"):
         old.step()
     for _ in range(2):
         _step(engine, model, x)
@@ -232,9 +230,9 @@ def test_stage_3_notices_changes_of_its_parameters() -> None:
 
 def test_gradients_that_buckets_cannot_hold_are_named() -> None:
     with pytest.raises(ValueError, match=r"weight is torch\.complex64: expected parameters of a real floating dtype"):
-        GradientBuckets(nn.Linear(2, 2, bias=False, dtype=torch.complex64))
+        shard(nn.Linear(2, 2, bias=False, dtype=torch.complex64), stage=0)
     model = nn.Embedding(4, 3, sparse=True)
-    buckets = GradientBuckets(model, data_group=group_of(None))
+    buckets = shard(model, stage=0)
     buckets.start(last=True)
     with pytest.raises(ValueError, match=r"weight has a sparse gradient: expected a dense one"):
         model(torch.tensor([1])).sum().backward()

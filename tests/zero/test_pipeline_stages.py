@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.meshes import mesh_of
@@ -28,13 +29,16 @@ from tests.support.staged_model import (
     run_step,
 )
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import LR, optimizer_of
+from tests.support.zero_training import ADAMW, LR
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.zero import adamw, shard
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.micro_batches import RankGroups
 
 STEPS = 3
 Owned = list[tuple[str, str, Any]]
@@ -44,7 +48,7 @@ def train(layout: Layout, zero: int, batches: int, split: bool) -> Owned:
     """Train STEPS steps, compare gradients, norms and weights; return what this rank saves."""
     reference = Reference(layout, batches)
     engine = engine_of(model_of(layout, reference), layout, zero)
-    optimizer = optimizer_of(engine)
+    optimizer = adamw(engine, **ADAMW)
     for step in range(STEPS):
         run_step(layout, engine, reference, split, batches, step)
         engine.finish()
@@ -77,14 +81,11 @@ def check_saved_once(layout: Layout, owned: list[Owned]) -> None:
 
 
 CASES = [
-    (Layout(), 0, 5, False),
-    (Layout(dp=2), 1, 5, True),
-    (Layout(dp=2), 2, 2, False),
-    (Layout(dp=2), 3, 5, True),
+    (Layout(dp=2), 1, 2, True),
+    (Layout(dp=2), 3, 2, True),
     (Layout(V_SHAPE), 0, 2, True),
-    (Layout(INTERLEAVED), 2, 5, True),
+    (Layout(INTERLEAVED), 2, 5, False),
     (Layout(tp=2), 2, 2, True),
-    (Layout(FOUR), 3, 2, False),
 ]
 MORE = [
     (Layout(stages, dp, tp), zero, batches, split)
@@ -163,8 +164,8 @@ def test_a_step_that_is_discarded_leaves_nothing(zero: int) -> None:
             raise InterruptedError
 
     run_step(layout, engine, reference, True, 2, 0)
-    with pytest.raises(ValueError, match="between zero_grad"):
-        engine.defer()  # gradients have arrived
+    with pytest.raises(ValueError, match=r"begun the last micro-batch of a step: call finish\(\) first"):
+        engine.start(last=False, again=True)  # gradients have arrived
     engine.discard()
     with pytest.raises(InterruptedError):
         run_step(layout, engine, reference, True, 2, 0, fail)
@@ -223,29 +224,29 @@ def test_wrong_use_is_refused() -> None:
     layout, mesh = Layout(V_SHAPE), mesh_of(1, 2)
     reference = Reference(layout, 2)
     first = dist.get_rank() == 0
-    engine = GradientBuckets(model_of(layout, reference), data_group=None, world_group=dist.group.WORLD)
+    engine = shard(model_of(layout, reference), layout.mesh, stage=0)
     for options in ({"last": False, "backwards": 2}, {"last": True, "backwards": 0}):
         with pytest.raises(ValueError, match="expected at least 1, and 1 without last"):
             engine.start(**options)  # type: ignore[arg-type]
     if first:  # `uses` is missing, so the third gradient of the embedding is one too many
-        with pytest.raises(ValueError, match=r"embed.weight.grad is in the memory of GradientBuckets"):
+        with pytest.raises(ValueError, match=r"embed.weight.grad is in the memory of ZeRO's gradient buckets"):
             run_step(layout, engine, reference, False, 2, 1)
 
-    def message(model: Staged, **options: Any) -> str:
-        groups = {"data_group": None, "partial_group": None, "world_group": dist.group.WORLD}
+    def message(model: Staged, mesh: DeviceMesh | None, name: str, ends: tuple[int, int] | None = None) -> str:
         with pytest.raises(ValueError) as caught:
-            GradientBuckets(model, **{**groups, **options})  # type: ignore[arg-type]
+            shard(model, mesh, stage=0, shared=SharedParameters(tied=[name], ends=ends))
         return str(caught.value)
 
-    assert message(Staged([0], 2), tied=[TIED]).startswith("tied_group is missing: embed.weight is tied")
-    assert message(Staged([0], 2), tied=["embed.bias"]).startswith("tied parameter embed.bias: the model has no")
-    sharded = Staged([0], 2, mesh["tp"])
-    group = dist.group.WORLD
-    found = message(sharded, tied=["blocks.0.never"], tied_group=group)
-    assert found.startswith("blocks.0.never is tied and replicated: expected a shard on each")
-    partial = Staged([0], 2)
+    assert message(Staged([0], 2), None, TIED).startswith("embed.weight is tied to a parameter of another rank: expe")
+    assert message(Staged([0], 2), None, "embed.bias").startswith("tied parameter embed.bias: the model has no")
+    assert message(Staged([0], 2), mesh, TIED, (0, 1)).startswith('shard: mesh has no dimension "pp", along which')
+    partial, sharded = Staged([0], 2), Staged([0], 2, mesh["tp"])
+    assert message(sharded, mesh, "blocks.0.never").startswith(
+        "blocks.0.never is tied and replicated: expected a shard on each"
+    )
     partial.embed.sum_gradients = True  # type: ignore[assignment]
-    assert message(partial, tied=[TIED], tied_group=group).startswith("embed.weight is tied, and its gradients are")
-    lonely = FullySharded(Staged([0], 2), mesh=mesh_of(2, 1))
+    with pytest.raises(ValueError, match=r"^embed.weight is tied, and its gradients are partial sums"):
+        GradientBuckets(partial, RankGroups(ends=dist.group.WORLD), tied=[TIED])
+    lonely = shard(Staged([0], 2), mesh_of(2, 1), stage=3)
     with pytest.raises(ValueError, match=r'start\(backwards=2\): expected 1, because the mesh has no dimension "pp"'):
         lonely.start(last=True, backwards=2)

@@ -11,7 +11,7 @@ from tests.support.zero_training import torchs_adamw
 from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero import shard
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 _LR = 1e-2
@@ -36,8 +36,7 @@ class _Layers(nn.Module):
 
 def _made(replicas: int = 1, dtype: torch.dtype = torch.float64) -> tuple[_Layers, ZeroOptimizer]:
     model = _Layers(dtype)
-    engine = FullySharded(model, mesh=mesh_of(2, 1), units=model.layers, replicas=replicas)
-    return model, ZeroOptimizer(engine, lr=_LR)
+    return model, ZeroOptimizer(model, mesh_of(2, 1), stage=3, units=model.layers, replicas=replicas, lr=_LR)
 
 
 def _loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -126,7 +125,7 @@ def test_a_parameter_that_takes_no_part_in_a_micro_batch_has_gradient_zero_there
     patterns = [((False, False), (False, False)), ((True, True), (False, False)), ((False, True), (True, False))]
     for pattern in (*patterns, ((True, False), (True, False)), ((False, True), (False, True))):
         model, plain, rank = _Layers(dtype), _Layers(dtype), dist.get_rank()
-        engine = FullySharded(model, mesh=mesh_of(2, 1))
+        engine = shard(model, mesh_of(2, 1), stage=3)
         expected = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in plain.named_parameters()}
         for micro, x in enumerate(_X.to(dtype).chunk(2)):
             engine.start(last=micro == 1)
@@ -164,7 +163,7 @@ def test_a_parameter_without_elements_changes_nothing(shape: tuple[int, ...]) ->
                 model = _Layers()
                 if extra is not None:
                     model.layers[1].register_parameter("extra", nn.Parameter(torch.empty(shape, dtype=extra)))
-            optimizer = ZeroOptimizer(FullySharded(model, mesh=mesh_of(2, 1), units=model.layers), lr=_LR)
+            optimizer = ZeroOptimizer(model, mesh_of(2, 1), stage=3, units=model.layers, lr=_LR)
             if saved is not None:
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])

@@ -11,7 +11,7 @@ from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero import shard
 from tpfuse.zero.optimizer import ZeroOptimizer
 from tpfuse.zero.unit_order import UnitOrder
 
@@ -64,16 +64,15 @@ def test_a_unit_that_one_rank_runs_otherwise_is_named(how: tuple[object, ...], n
     results = []
     for fails in (False, True):
         model, rank = _Blocks(), dist.get_rank()
-        engine = FullySharded(model, mesh=mesh_of(2, 1), units=model.blocks, replicas=replicas)
-        optimizer = ZeroOptimizer(engine, lr=1e-2)
+        optimizer = ZeroOptimizer(model, mesh_of(2, 1), stage=3, units=model.blocks, replicas=replicas, lr=1e-2)
         _step(model, optimizer, rank)
         if fails:
             with pytest.raises(Disagreement) as caught:
                 _step(model, optimizer, rank, *(how if rank else ()))
             message = str(caught.value)
             assert named in message and "rank 0 runs" in message and "rank 1 runs" in message and "\n" not in message
-            assert "or use GradientBuckets" in message
-            engine.abandon()
+            assert "or use stages 0 to 2" in message
+            optimizer.engine.abandon()
             optimizer.zero_grad()
         _step(model, optimizer, rank)
         results.append([gather_whole(parameter).clone() for parameter in model.parameters()])
@@ -84,7 +83,7 @@ def test_a_unit_that_one_rank_runs_otherwise_is_named(how: tuple[object, ...], n
 @on_ranks(2)
 def test_units_that_all_ranks_skip_or_repeat_train_as_on_one_rank() -> None:
     model, plain, rank = _Blocks(), _Blocks(), dist.get_rank()
-    engine = FullySharded(model, mesh=mesh_of(2, 1), units=model.blocks)
+    engine = shard(model, mesh_of(2, 1), stage=3, units=model.blocks)
     for order in (_ALL, (0, 2), (1,), (0, 1, 1, 2), (2, 1, 0), _ALL):
         engine.start(last=True)
         model(normal(rank, 3, 6, dtype=torch.float64), order).square().mean().backward()

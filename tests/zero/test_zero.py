@@ -13,8 +13,8 @@ from tests.support.zero_training import CLIP, Layout, Result, check_same, engine
 from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.testing.ranks import pool
+from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import plan_buckets
-from tpfuse.zero.gradient_buckets import GradientBuckets
 
 BUCKET = {"toy": 300, "gpt": 6000}  # bytes of gradients of a bucket, so that there are several
 
@@ -74,7 +74,6 @@ FIRST = [
     ((2, 1, 1), 0, 1, "collective"),
     ((2, 1, 1), 1, 3, "auto"),
     ((3, 1, 1), 2, 3, "auto"),
-    ((2, 1, 1), 2, 1, "collective"),
     ((1, 2, 1), 1, 3, "auto"),
     ((1, 1, 2), 2, 1, "auto"),
 ]
@@ -96,7 +95,7 @@ def test_weights_equal_those_of_one_rank_and_bytes_those_of_theory(
 
 
 @pytest.mark.parametrize(
-    *pairwise(first=4, world=[2, 3, 1, 4], stage=[2, 1, 0], accumulation=[3, 1], name=["auto", "collective"])
+    *pairwise(first=2, world=[2, 3, 1, 4], stage=[2, 1, 0], accumulation=[3, 1], name=["auto", "collective"])
 )
 def test_tied_and_frozen_weights_odd_sizes_and_missing_gradients(
     world: int, stage: int, accumulation: int, name: Implementation
@@ -107,13 +106,13 @@ def test_tied_and_frozen_weights_odd_sizes_and_missing_gradients(
 # Each layout of data-parallel ranks is tried with both models and both numbers of micro-batches.
 AT_STAGE_3 = [
     ("toy", Layout(dp=2), 3),
-    ("toy", Layout(dp=3), 1),
     ("toy", Layout(dp=4, replicas=2), 3),
     ("gpt", Layout(tp=2, dp=2), 3),
     ("gpt", Layout(cp=2, dp=2, replicas=2), 1),
     *exhaustive(
         *(("gpt", Layout(dp=dp), accumulation) for dp, accumulation in ((2, 1), (3, 3), (4, 1))),
         *(("gpt", Layout(dp=dp, replicas=2), accumulation) for dp, accumulation in ((4, 1), (2, 3))),
+        ("toy", Layout(dp=3), 1),
         *(("toy", layout, accumulation) for layout, accumulation in ((Layout(dp=4), 3), (Layout(dp=2, replicas=2), 1))),
         ("gpt", Layout(cp=2, dp=2), 3),
         ("gpt", Layout(tp=2, dp=2, replicas=2), 1),
@@ -130,7 +129,7 @@ def norm_of_ones(name: Implementation) -> float:
     """Return the squared norm of gradients that are all 1; a small bucket follows larger ones in the same buffer."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (1, 64, 64, 64)])
     with implementation(name):
-        buckets = GradientBuckets(model, stage=2, data_group=dist.group.WORLD, bucket_bytes=1)
+        buckets = shard(model, stage=2, bucket_bytes=1)
         buckets.start(last=True)
         sum(parameter.sum() for parameter in model).backward()  # type: ignore[union-attr]
         buckets.finish()

@@ -546,7 +546,7 @@ class ParallelForward:
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ValueError(
                 "context parallelism: torch's fully_shard replaces the parameters whose gradients are summed over the"
-                " context: use tpfuse.FullySharded, over the ranks of data and context parallelism"
+                " context: use tpfuse.ZeroOptimizer with stage=3 and the mesh"
             )
         _register_sums(self)
 

@@ -185,7 +185,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
             raise UserError(
                 f"{saved} is empty: write the run's options into it; manifest.json of each checkpoint has them too"
             )
-        sources.append((str(saved), table))
+        sources.append((str(saved), renewed(table)))
     file = flag_value(arguments, "--config")
     if file is not None:
         sources.append((file, read_toml(Path(file))))
@@ -224,6 +224,20 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         if own:
             options = _with_end(options)
     return parse_command(TrainCommand, arguments, "train", options)
+
+
+def renewed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a run, with today's values of `zero` if it was begun by an older tpfuse."""
+    if not isinstance(options.get("zero"), dict):
+        return dict(options)
+    zero = dict(options["zero"])
+    rank, folder = zero.pop("powersgd_rank", 4), zero.pop("offload_path", None)
+    for name, older in (("compression", {"powersgd": f"powersgd-{rank}"}), ("offload", {"optimizer": "host"})):
+        if zero.get(name) in older:
+            zero[name] = older[zero[name]]
+    if folder is not None:
+        zero["offload"] = folder
+    return {**options, "zero": zero}
 
 
 def _with_end(options: TrainCommand) -> TrainCommand:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tpfuse.train.config import BEFORE, resolved
+from tpfuse.train.config import BEFORE, renewed, resolved
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import Effect, TrainCommand
 from tpfuse.train.schedule import units
@@ -43,7 +43,7 @@ def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
     before: the options in the checkpoint.
     """
     now, default = _with_end(resolved(options)), resolved(BEFORE)
-    before = _with_end(before)
+    before = _with_end(renewed(before))
     found: dict[str, Change] = {}
     for place, effect in effects().items():
         old = _value(before, place, _value(default, place))

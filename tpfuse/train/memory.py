@@ -310,5 +310,5 @@ def _accumulated(counted: Counted) -> list[str]:
 
 
 def _offloaded(options: TrainCommand) -> list[str]:
-    destination = {"optimizer": "the host's memory", "nvme": "files"}.get(options.zero.offload)
-    return [] if destination is None else [f"Masters and moments are in {destination} (zero.offload)."]
+    destination = {"none": "", "host": "the host's memory"}.get(options.zero.offload, "files")
+    return [f"Masters and moments are in {destination} (zero.offload)."] if destination else []

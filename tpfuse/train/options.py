@@ -12,7 +12,6 @@ from tpfuse.choices import (
     GradientDtype,
     Implementation,
     Kernels,
-    Offload,
     PipelineSchedule,
     Recompute,
     Schedule,
@@ -236,16 +235,11 @@ class ZeroOptions:
     reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
     """Send gradients to other ranks in this dtype: float32, parameter for the parameters' dtype, or gradient for the
     dtype in which they are kept."""
-    offload: Rounds[Offload] = "none"
-    """Move the optimizer's state off the device: none (it stays there), optimizer (to the host's memory) or nvme (to
-    files)."""
-    offload_path: Keeps[OptionalPath] = None
-    """Store the optimizer's state in this folder on a local disk. Offload nvme needs it."""
-    compression: Alters[Literal["none", "bf16", "powersgd"]] = "none"
-    """Compress the gradients that nodes send to each other in this way, if the ranks of a node share memory. Within a
-    node, gradients are never compressed."""
-    powersgd_rank: Alters[int] = 4
-    """Approximate each gradient by a product of two matrices of this rank under compression powersgd."""
+    offload: Rounds[str] = "none"
+    """Place of the optimizer's state: none (the device), host (the host's memory), or a folder on a local disk."""
+    compression: Alters[str] = "none"
+    """Compression of the gradients that nodes send to each other: none, bf16, or powersgd-RANK (products of two
+    matrices of this rank), as in powersgd-4. Within a node, gradients are never compressed."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from tpfuse.train.step_numbers import profiled_steps
 from tpfuse.train.token_file import TokenFiles, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
+from tpfuse.zero.compression import compression_of
 from tpfuse.zero.offload import check_space, state_bytes
 
 _LONGEST_TIMEOUT = 1e6
@@ -188,22 +189,22 @@ def _check_zero(options: TrainCommand) -> None:
     ):
         if zero.stage == 3 and value != usual:
             raise UserError(f"--zero.{name} {value} is for --zero.stage 0, 1 and 2, not for 3")
-    if zero.powersgd_rank < 1:
-        raise UserError(f"--zero.powersgd-rank {zero.powersgd_rank}: expected at least 1")
-    if (zero.offload == "nvme") != (zero.offload_path is not None):
-        raise UserError("--zero.offload nvme and --zero.offload-path FOLDER need each other: only one was given")
+    try:
+        compression_of(zero.compression)
+    except ValueError as error:
+        raise UserError(f"--zero.{error}") from None
 
 
 def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) -> None:
     """Raises UserError if the folder has no space for the optimizer state of this host's ranks, without padding."""
     zero, parallel = options.zero, options.parallel
-    if zero.offload_path is None:
+    if zero.offload in ("none", "host"):
         return
     model = outlined(config, None, getattr(torch, options.train.dtype))
     worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.dp * parallel.cp)
     layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES)
     try:
-        check_space(zero.offload_path, state_bytes(layouts, zero.stage) * local_ranks // parallel.tp)
+        check_space(Path(zero.offload), state_bytes(layouts, zero.stage) * local_ranks // parallel.tp)
     except ValueError as error:
         raise UserError(f"--zero.{error}") from None
 

@@ -6,7 +6,6 @@ both. At the end of each backward pass, the ranks sum one small vector: the squa
 number of labels, and whether a rank was asked to stop. So all ranks see the same numbers and take the same decision.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.connect import connected
-from tpfuse.comm.mesh import flat_group, group_of_ends, rank_and_size
+from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
 from tpfuse.ops.cross_entropy import is_ignored
@@ -35,17 +34,15 @@ from tpfuse.train.language_model import ModelConfig, blocks_of, language_model, 
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages
 from tpfuse.train.schedule import learning_rate
-from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero import adamw, shard
+from tpfuse.zero.compression import PowerSGDCompression, compression_of
+from tpfuse.zero.engine import DATA_AXES
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.offload import StateStore, state_bytes, state_store
-from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 _FIRST_SCALE = 2.0**16  # the first loss scale in float16; it is halved at an overflow and doubled after 2000 good steps
 _SCALE_INTERVAL = 2000
 _TEMPERATURE = 0.8  # of the texts that a run generates
-_REPLICAS = ("dp", "cp", "ring", "ulysses")  # along these dimensions of a mesh, parameters are equal and tokens differ
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,10 @@ class Trainer:
         autocast = options.train.autocast
         self.compute_dtype: torch.dtype = self.dtype if autocast == "none" else getattr(torch, autocast)
         self.model_group = flat_group(mesh, "tp")
-        self.replica_group = flat_group(mesh, *_REPLICAS)
-        self.stage_group = flat_group(mesh, *_REPLICAS, "tp")
+        self.replica_group = flat_group(mesh, *DATA_AXES)
+        self.stage_group = flat_group(mesh, *DATA_AXES, "tp")
         self.pipeline_group = flat_group(mesh, "pp")
-        self.world_group = flat_group(mesh, "pp", *_REPLICAS, "tp")
+        self.world_group = flat_group(mesh, "pp", *DATA_AXES, "tp")
         self.dp_rank, self.dp = rank_and_size(flat_group(mesh, "dp"))
         self.tp_rank, self.tp = rank_and_size(self.model_group)
         _, self.replicas = rank_and_size(self.replica_group)
@@ -109,22 +106,25 @@ class Trainer:
         self.runner = None if self.pipeline_group is None else self._runner(self.pipeline_group)
         if draw:
             self.language_model.draw(options.train.seed)
-        self.compression: Bf16Compression | PowerSGDCompression | None = None
-        self.engine: GradientBuckets | FullySharded
-        self.optimizer: FlatAdamW | ShardedAdamW
-        self.engine, self.optimizer = self._sharded() if self._fully else self._bucketed()
+        self.compression = compression_of(options.zero.compression, seed=options.train.seed)
+        self.engine = self._engine()
+        optim = options.optim
+        try:
+            self.optimizer = adamw(
+                self.engine,
+                betas=(optim.beta1, optim.beta2),
+                weight_decay=optim.weight_decay,
+                offload=options.zero.offload,
+            )
+        except ValueError as error:
+            raise RunError(str(error)) from None
         self.layout = self._layout()
         if options.train.compile:  # the hooks of fully_shard, around each unit, cannot be traced
-            self.language_model.compile(one_graph=not self._fully)
+            self.language_model.compile(one_graph=not isinstance(self.engine, FullySharded))
         self.step = 0
         self.ahead = 0  # tokens trained on, less those of `step` steps; not 0 if a run resumes with another batch
         self.loss_scale = _FIRST_SCALE if self._scales else 1.0
         self.steps_since_overflow = 0
-
-    @property
-    def _fully(self) -> bool:
-        """Returns whether stage 3 shards the parameters. A single replica has nothing to shard."""
-        return self.options.zero.stage == 3 and self.replicas > 1
 
     @property
     def _scales(self) -> bool:
@@ -136,54 +136,21 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
 
-    def _bucketed(self) -> tuple[GradientBuckets, FlatAdamW]:
-        """Makes the engine and the optimizer of stages 0 to 2."""
-        zero, optim = self.options.zero, self.options.optim
-        seed = self.options.train.seed
-        self.compression = compression_of(zero.compression, rank=zero.powersgd_rank, seed=seed)
-        engine = GradientBuckets(
+    def _engine(self) -> GradientBuckets | FullySharded:
+        """Makes ZeRO's engine."""
+        zero = self.options.zero
+        tied = tied_parameters(self.config)
+        return shard(
             self.model,
-            stage=min(zero.stage, 2),
-            data_group=self.replica_group,
-            world_group=self.world_group,
-            partial_group=self.stage_group,
-            uses=self._uses(),
-            tied=self._tied,
-            tied_group=self._group_of_ends(*_REPLICAS),
+            self.mesh,
+            stage=zero.stage,
+            units=blocks_of(self.model),
+            replicas=self.options.parallel.replicas,
+            shared=None if self.runner is None else self.runner.shared_parameters(self.model, tied),
             gradient_dtype=zero.gradient_dtype,
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
             compression=self.compression,
         )
-        store = self._store(state_bytes([bucket.layout for bucket in engine.buckets], engine.stage))
-        betas = optim.beta1, optim.beta2
-        return engine, FlatAdamW(engine, betas=betas, weight_decay=optim.weight_decay, store=store)
-
-    def _store(self, nbytes: int) -> StateStore:
-        """Makes the store of the optimizer's state. Raises RunError on every rank if one rank has no space for it."""
-        zero, problem = self.options.zero, ""
-        try:
-            store = state_store(zero.offload, self.device, zero.offload_path, nbytes)
-        except ValueError as error:
-            problem = str(error)
-        failed = torch.tensor([float(bool(problem))], device=self.device)
-        if collectives.all_reduce(failed, self.world_group).item():
-            raise RunError(problem or "another rank has no space for its optimizer state")
-        return store
-
-    def _sharded(self) -> tuple[FullySharded, ShardedAdamW]:
-        """Makes the engine and the optimizer of stage 3."""
-        assert self.mesh is not None
-        zero, optim = self.options.zero, self.options.optim
-        engine = FullySharded(
-            self.model,
-            mesh=self.mesh,
-            units=blocks_of(self.model),
-            replicas=self.options.parallel.replicas,
-            reduce_dtype="parameter" if zero.reduce_dtype == "parameter" else "float32",
-            tied=self._tied,
-            tied_group=self._group_of_ends(),
-        )
-        return engine, ShardedAdamW(engine, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay)
 
     def _runner(self, group: dist.ProcessGroup) -> Runner:
         """Makes what runs the stages of this rank."""
@@ -220,28 +187,6 @@ class Trainer:
                 for began, row in rows
             ),
         )
-
-    def _uses(self) -> dict[str, int]:
-        """Returns the parameters that several stages of this rank use, with the number of these stages."""
-        if self.runner is None:
-            return {}
-        runner, names = self.runner, {parameter: name for name, parameter in self.model.named_parameters()}
-        counts = Counter(names[parameter] for stage in runner.stages for parameter in runner.parameters(stage))
-        return {name: count for name, count in counts.items() if count > 1}
-
-    @property
-    def _tied(self) -> list[str]:
-        """Returns the parameters of this rank that the first and the last stage have on different ranks."""
-        if self.runner is None or self.runner.order.rank_of[0] == self.runner.order.rank_of[-1]:
-            return []
-        at_end = {0, self.runner.order.stages - 1} & set(self.runner.stages)
-        return tied_parameters(self.config) if at_end else []
-
-    def _group_of_ends(self, *names: str) -> dist.ProcessGroup | None:
-        """Returns the ranks at both ends of the pipeline, and along these dimensions; None elsewhere. Collective."""
-        if self.mesh is None or self.runner is None or not tied_parameters(self.config):
-            return None
-        return group_of_ends(self.mesh, self.runner.order.rank_of[0], self.runner.order.rank_of[-1], *names)
 
     @property
     def exchanged_by(self) -> str:

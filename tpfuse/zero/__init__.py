@@ -1,1 +1,4 @@
-"""ZeRO: gradient buckets, sharded parameters and optimizer state, AdamW on shards, offload and compression."""
+"""ZeRO: data-parallel ranks shard the state of training among themselves; `shard` is the entrance."""
+
+from tpfuse.zero.engine import adamw as adamw
+from tpfuse.zero.engine import shard as shard

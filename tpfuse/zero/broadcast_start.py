@@ -33,12 +33,12 @@ def broadcast_model(
         if name not in parameters:
             raise ValueError(f"tied parameter {name}: the model has no parameter of this name")
         if tied_group is None:
-            raise ValueError(f"tied_group is missing: {name} is tied to a parameter of another rank")
+            raise ValueError(f"{name} is tied to a parameter of another rank: expected `ends` in SharedParameters")
     _broadcast(
         parameters | dict(model.named_buffers()), group, "data-parallel ranks have different parameters or buffers"
     )
     shared = {name: x for name, x in parameters.items() if name in tied}
-    _broadcast(shared, tied_group if shared else None, "the ranks of tied_group have different tied parameters")
+    _broadcast(shared, tied_group if shared else None, "the ends of the pipeline have different tied parameters")
 
 
 def _broadcast(found: Mapping[str, Tensor], group: dist.ProcessGroup | None, difference: str) -> None:

@@ -4,7 +4,7 @@
 |-------------|----------------------------------------------------------|-------------------------------------------|
 | none        | m float32                                                | none                                      |
 | bf16        | m bf16                                                   | the last 16 bits of each, at random       |
-| powersgd    | rank (rows + columns) float32 of each matrix, the rest m | the part outside of `rank` directions,    |
+| powersgd-R  | R (rows + columns) float32 of each matrix, the rest    | the part outside of R directions,         |
 |             |                                                          | until a later step sends it               |
 
 Sums are computed in rank order and sent to all ranks, so every rank has the same sums to the bit, provided that all
@@ -240,12 +240,13 @@ def _orthonormal(span: Tensor) -> Tensor:
     return basis
 
 
-def compression_of(name: str, *, rank: int = 4, seed: int = 0) -> Bf16Compression | PowerSGDCompression | None:
-    """Return the compression of this name: "none", "bf16" or "powersgd". Raises ValueError for another name."""
+def compression_of(name: str, *, seed: int = 0) -> Bf16Compression | PowerSGDCompression | None:
+    """Return the compression of this name: "none", "bf16" or "powersgd-RANK". Raises ValueError for another name."""
     if name == "none":
         return None
     if name == "bf16":
         return Bf16Compression()
-    if name == "powersgd":
-        return PowerSGDCompression(rank, seed)
-    raise ValueError(f"compression {name!r}: expected none, bf16 or powersgd")
+    kind, _, rank = name.partition("-")
+    if kind == "powersgd" and rank.isdecimal() and int(rank):
+        return PowerSGDCompression(int(rank), seed)
+    raise ValueError(f"compression {name}: expected none, bf16, or powersgd-RANK with a rank from 1, as in powersgd-4")

@@ -25,37 +25,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
+from tpfuse.choices import GradientDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.comm.mesh import check_group, check_order, flat_group, rank_and_size, shown
+from tpfuse.comm.mesh import check_order, flat_group, rank_and_size, shown
 from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import Borrowed
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import CountedAllGather, CountedReduceScatter
-from tpfuse.zero.micro_batches import MicroBatches, check_gradient_dtype
+from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.parameter_takeover import count_write, take_context_sums, taken_gradient, writes
 from tpfuse.zero.unit_order import UnitOrder
 
 _LOST = (
     "{name} was written to while it was gathered, and its shards do not have what was written: call"
-    " engine.free_gathered() before you write to it, or use GradientBuckets if a forward pass writes to it"
+    " engine.free_gathered() before you write to it, or use stage 2 if a forward pass writes to it"
 )
 _REPLACED = (
-    "{name} was replaced by its shards when FullySharded took the model: make optimizers and lists of"
+    "{name} was replaced by its shards when stage 3 took the model: make optimizers and lists of"
     " model.parameters() after that"
 )
 
@@ -85,33 +85,18 @@ class ShardedParameter:
 class FullySharded(MicroBatches):
     """An engine that takes over the parameters of `model`: it shards them and sums their gradients into `members`.
 
-    model: its parameters are plain or DTensors on one tensor-parallel mesh, all of one floating dtype; data-parallel
-    ranks get the parameters and buffers of the first of them, as under DDP. mesh: a mesh of
-    `tpfuse.comm.mesh.build_mesh`; all its dimensions except "pp" and "tp" are data-parallel. (A single rank has no mesh
-    and nothing to shard; use `GradientBuckets` there.) units: modules of the model, in the order of its forward pass;
-    the parameters of a unit are gathered together, for as long as the module computes. All other parameters belong to
-    the model, which is a unit too. replicas: the number of copies of the model; with 1 the shards are on all
-    data-parallel ranks. reduce_dtype: the dtype in which gradients are accumulated and sent: float32 (float64 for
-    float64) or the parameters' own.
+    `tpfuse.zero.shard` makes it and documents the arguments. tied: that of `SharedParameters`.
 
-    A pipeline adds two arguments. tied: the names of the parameters that the first and the last stage share, on ranks
-    that have one of them. tied_group: this rank and the one in the other stage with the same data and tensor
-    coordinates; both get the tied parameters of the first of the two, and the same updates.
-
-    Use: pass it to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)`, forward and
-    backward for each micro-batch, then `finish()`. Every rank must run the same units in the same order: if one skips a
-    unit, all raise Disagreement, which names the unit, between CPU ranks in the pass itself, on GPUs in `finish()`. A
-    parameter of a unit that took no part on some rank, or on any rank, has gradient zero there (before torch 2.13 it
-    must take part on all ranks or on none). A parameter without elements stays as it is. A micro-batch that is not the
-    last leaves its gradients unsharded. Between CPU ranks, forward and backward passes raise PeerTimeout.
+    Call `start(last=…)`, forward and backward for each micro-batch, then `finish()`. Every rank must run the same units
+    in the same order: if one skips a unit, all raise Disagreement, which names the unit, between CPU ranks in the pass
+    itself, on GPUs in `finish()`. A parameter of a unit that took no part on some rank, or on any rank, has gradient
+    zero there (before torch 2.13 it must take part on all ranks or on none). A parameter without elements stays as it
+    is. A micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks, forward and backward
+    passes raise PeerTimeout.
 
     As in a plain model, a backward pass raises RuntimeError if a parameter was written after its forward pass
     (load_state_dict, an update). The model's own parameters and its last unit stay gathered after a forward pass, so
     call `free_gathered()` before you write to them; otherwise the next `finish()` or `start()` raises ValueError.
-
-    Collective. Raises ValueError, which names the parameter, for one that cannot be sharded; also if no parameter
-    requires a gradient, if `replicas` does not divide the number of ranks, and if ranks have parameters of other names,
-    shapes or dtypes.
     """
 
     _advice = "shard a new model after such changes"
@@ -119,20 +104,19 @@ class FullySharded(MicroBatches):
     def __init__(
         self,
         model: nn.Module,
+        groups: RankGroups,
         *,
         mesh: DeviceMesh,
         units: Iterable[nn.Module] = (),
         replicas: int = 1,
-        reduce_dtype: Literal["float32", "parameter"] = "float32",
+        reduce_dtype: GradientDtype = "float32",
         tied: Iterable[str] = (),
-        tied_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(model)
         self.traffic = Traffic()
-        self._mesh = mesh
+        self.world_group = groups.world
         units = list(units)
-        check_gradient_dtype("FullySharded", "reduce_dtype", reduce_dtype)
-        _check_kinds(model, mesh, units, tied_group)
+        _check_units(model, units)
         dtype = _checked(model, units)
         shards, across = data_mesh(mesh, replicas)
         for submesh in (shards, across):
@@ -149,14 +133,13 @@ class FullySharded(MicroBatches):
         self._awaited: set[Any] = set()  # fully_shard's parameters whose last gradients the current pass computes
         self._arrived: set[Any] = set()  # those that have all gradients of this step
         self._unreduced: list[FSDPModule] = []  # the units whose reduction has not started, in a pipeline's step
-        tied, self._tied_group = list(tied), tied_group
-        if tied_group is not None:
-            set_timeout(tied_group)
-            self._groups.append(tied_group)
-        data_group = flat_group(mesh, *_data_dimensions(mesh))
+        tied, self._ends = list(tied), groups.ends
+        if self._ends is not None:
+            set_timeout(self._ends)
+            self._groups.append(self._ends)
         copies, copy = across.size(), across.get_local_rank()
-        self.data_ranks = copies * shards.size() // take_context_sums(model, data_group)
-        broadcast_model(model, data_group, tied, tied_group)
+        self.data_ranks = copies * shards.size() // take_context_sums(model, groups.data)
+        broadcast_model(model, groups.data, tied, self._ends)
         replaced = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
         tensor_sharded = {name for name, p in model.named_parameters() if is_sharded(p)}
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
@@ -166,7 +149,7 @@ class FullySharded(MicroBatches):
             parameter = model.get_parameter(name)
             copy_count, copy_index = (copies, copy) if name in tensor_sharded else (copies * tp, copy * tp + tp_rank)
             if name in tied:  # the ends have other parameters beside it, so they number it by its place in `tied`
-                end, ends = rank_and_size(tied_group)
+                end, ends = rank_and_size(self._ends)
                 index, copy_count, copy_index = tied.index(name), copy_count * ends, copy_index * ends + end
             decay = decays(name, parameter)
             self.members.append(
@@ -310,7 +293,7 @@ class FullySharded(MicroBatches):
                 member.sharded.grad = torch.zeros_like(member.sharded)
             gradient = local_tensor(member.sharded.grad)
             if gradient.numel():
-                gradient.copy_(collectives.all_reduce(gradient, self._tied_group))
+                gradient.copy_(collectives.all_reduce(gradient, self._ends))
 
     @contextmanager
     def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
@@ -384,17 +367,19 @@ class FullySharded(MicroBatches):
 
     def discard(self) -> None:
         """See `MicroBatches`. Raises Disagreement on all ranks if only some have run a backward pass."""
-        if self._last:
-            backward = self._reducing()
-            self._order.end("zero_grad() after a backward pass" if backward else "zero_grad() without a backward pass")
-        if not self._reducing():
+        unused = self.unused
+        if self.state is StepState.REDUCING:
+            self._order.end("zero_grad() without a backward pass" if unused else "zero_grad() after a backward pass")
+        if unused:
             self._keep_whole(False)  # no rank has a gradient to reduce
         super().discard()
 
-    def _reducing(self) -> bool:
+    @property
+    def unused(self) -> bool:
+        """See `MicroBatches`."""
         if any(member.sharded.grad is not None for member in self.members):
-            return True
-        return self._kept_whole and any(
+            return False
+        return not self._kept_whole or not any(
             parameter.unsharded_accumulated_grad is not None
             or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
             for group in _parameter_groups(*self._units)
@@ -413,11 +398,6 @@ class FullySharded(MicroBatches):
         """Free the gradients."""
         for member in self.members:
             member.sharded.grad = None
-
-    @property
-    def world_group(self) -> dist.ProcessGroup | None:
-        """See `MicroBatches`."""
-        return flat_group(self._mesh, *(self._mesh.mesh_dim_names or ()))
 
     def squared_norm(self) -> Tensor:
         """Return this rank's contribution to the squared norm of the whole gradient, float64 [].
@@ -526,25 +506,17 @@ def _data_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))
 
 
-def _check_kinds(model: nn.Module, mesh: object, units: list[nn.Module], tied_group: object) -> None:
-    """Raise ValueError for arguments of `FullySharded` of another kind."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"FullySharded: mesh is {shown(mesh)}: expected a DeviceMesh, as tpfuse.build_mesh returns it")
-    if not _data_dimensions(mesh):
-        raise ValueError(
-            f"FullySharded: mesh has the dimensions {mesh.mesh_dim_names}: expected one for data parallelism, as in"
-            ' init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), or tpfuse.build_mesh'
-        )
+def _check_units(model: nn.Module, units: list[nn.Module]) -> None:
+    """Raise ValueError unless all units are modules of the model that are called."""
     modules = set(model.modules()) - {model}
     for unit in units:
         if not isinstance(unit, nn.Module) or unit not in modules:
             raise ValueError(
-                f"FullySharded: a unit is {shown(unit)} that is not a part of the model: expected modules, such as its"
+                f"shard: a unit is {shown(unit)} that is not a part of the model: expected modules, such as its"
                 " blocks, by which it shares its parameters"
             )
         if isinstance(unit, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(f"FullySharded: a unit is {shown(unit)}, which is never called: pass the modules in it")
-    check_group("FullySharded", tied_group, "tied_group")
+            raise ValueError(f"shard: a unit is {shown(unit)}, which is never called: pass the modules in it")
 
 
 def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
@@ -553,8 +525,8 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
     for name, module in model.named_modules():
         if isinstance(getattr(module, "sum_gradients", None), Borrowed):
             raise ValueError(
-                f"GradientBuckets sum the gradients of {name} over tensor-parallel ranks: shard a copy of the model"
-                " (copy.deepcopy) or a new model"
+                f"an engine of stage 0, 1 or 2 sums the gradients of {name} over tensor-parallel ranks: shard a copy of"
+                " the model (copy.deepcopy) or a new model"
             )
     for module in model.modules():  # from the outside in
         if any(module is unit for unit in units):

@@ -18,9 +18,8 @@ all. Gradients are summed, not averaged: the loss is already divided by the numb
 A parameter that the first and the last stage of a pipeline share is in a bucket of the replicas of both stages. Its
 reduction starts in `finish()`, after those of all other buckets, which all belong to ranks of one stage. These ranks
 are at the same point of the pipeline's schedule whenever they wait for each other (`last_pass`). The ranks of both ends
-are not: if one of them waited for the other end before it has sent what its last backward pass computes, the other end
-might wait for just that, through the stages between them. Nothing is lost, because the first stage is the last to
-compute.
+are not: a rank that waited for the other end before sending its last gradient could deadlock, because the other end may
+be waiting for that gradient. This costs nothing, because the first stage is the last to compute.
 
 Parameters in a half type have float32 masters in the optimizer (`tpfuse.zero.flat_adamw`), and their gradients are
 accumulated and summed in float32 unless the caller asks for less. `tpfuse.zero.reducer.base` describes the reduction.
@@ -29,7 +28,6 @@ accumulated and summed in float32 unless the caller asks for less. `tpfuse.zero.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -39,13 +37,13 @@ from torch.nn import Parameter
 
 from tpfuse.choices import GradientDtype
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.comm.mesh import check_group, default_group, rank_and_size
+from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import offer_leaf, withdraw_leaf
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
-from tpfuse.zero.micro_batches import MicroBatches, check_gradient_dtype
+from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.parameter_takeover import (
     TakenGradient,
     move_,
@@ -58,7 +56,7 @@ from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.inter_node import Compression
 
 _WITHOUT_GRADIENT = (
-    "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"
+    "{name}.grad is in the memory of ZeRO's gradient buckets: with ZeroOptimizer call its zero_grad() after each step,"
     " put earlier backward passes of a step into its no_sync(), clip by its clip_grad_norm_(), and train in bfloat16,"
     " which needs no torch.amp.GradScaler; without it call start() before each backward pass; after finish() each"
     " bucket.reduced_shard has this rank's sums"
@@ -68,29 +66,14 @@ _WITHOUT_GRADIENT = (
 class GradientBuckets(MicroBatches):
     """An engine that takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
 
-    model: its parameters are plain or DTensors on one tensor-parallel mesh. If a module has a true `sum_gradients`
-    (`tpfuse.layers.layer_norm`), the buckets sum its gradients over the mesh from now on. stage: 0, 1 or 2. data_group:
-    ranks with the same parameters and different tokens; they get the parameters and buffers of the first of them, also
-    frozen ones, as under DDP. By default these are all ranks of torch's default group, as under DDP; None stands for
-    this rank alone, as with tensor parallelism only. world_group: all ranks of data × tensor parallelism, also those of
-    a pipeline's other stages; by default data_group. bucket_bytes: the size of a bucket's float32 gradients, by default
-    that of torch's DDP. gradient_dtype: the dtype in which gradients are accumulated and kept. reduce_dtype: the dtype
-    in which they are sent, by default the same. "float32" means float64 for float64; "parameter" takes half as much
-    memory if the parameters are a half type. Sums are float32 in both cases, except the whole sums of stage 0, which
-    have the dtype that is sent. compression: the compression of the gradients that are sent between nodes
-    (`tpfuse.zero.compression`).
+    `tpfuse.zero.shard` makes it and documents the arguments. The ranks of `groups.data` get the parameters and buffers
+    of the first of them, frozen ones too, as under DDP. If a module has a true `sum_gradients`
+    (`tpfuse.layers.layer_norm`), the buckets sum its gradients over tensor-parallel ranks from now on. uses, tied:
+    those of `SharedParameters`.
 
-    A pipeline adds four arguments. partial_group: the ranks over which gradients are summed that are partial sums, all
-    ranks of data × tensor parallelism with this rank's stages; by default world_group. uses: the parameters that
-    several stages of this rank use, with the number of these stages: the gradient of such a parameter arrives once for
-    each stage and backward pass. A parameter without an entry belongs to one stage. tied: the names of the parameters
-    that the first and the last stage share, on ranks that have one of them. tied_group: the replicas of both stages
-    with the same tensor-parallel rank; all of them get the tied parameters of its first rank, and the same updates.
-
-    Use: pass them to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)` and a
-    backward pass for each micro-batch, then `finish()`; after that each bucket has its `reduced_shard`. A parameter
-    that took no part has gradient zero. A frozen parameter (requires_grad False) is in no bucket, so the optimizer does
-    not have it. Every rank must make and use its buckets in the same order.
+    Call `start(last=…)` and a backward pass for each micro-batch, then `finish()`; after that each bucket has its
+    `reduced_shard`. A parameter that took no part has gradient zero. A frozen parameter (requires_grad False) is in no
+    bucket, so the optimizer does not have it. Every rank must make and use its buckets in the same order.
 
     Parameters stay the same objects with their hooks (a post-accumulate hook sees the gradient of a micro-batch if it
     was registered before the buckets were made). `trained` maps names to the parameters of the buckets. Their `.grad`
@@ -98,66 +81,45 @@ class GradientBuckets(MicroBatches):
 
     A copy of the model (copy.deepcopy, torch.optim.swa_utils.AveragedModel, torch.save) is a plain model with its own
     parameters, which are in no buckets.
-
-    Raises ValueError for arguments of another kind; if no parameter requires a gradient; for complex parameters; if
-    data-parallel ranks have parameters of other names, shapes or dtypes; if `data_group`, `world_group` or `tied_group`
-    is missing but needed; and for tied parameters that are not in the model, or that are not shards although others
-    are.
     """
 
-    _advice = "make new buckets and a new optimizer of the changed model"
+    _advice = "make a new engine and a new optimizer of the changed model"
 
     def __init__(
         self,
         model: nn.Module,
+        groups: RankGroups,
         *,
         stage: int = 0,
-        data_group: dist.ProcessGroup | Literal["default"] | None = "default",
-        world_group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         gradient_dtype: GradientDtype = "float32",
         reduce_dtype: GradientDtype | None = None,
         compression: Compression | None = None,
         uses: Mapping[str, int] | None = None,
         tied: Iterable[str] = (),
-        tied_group: dist.ProcessGroup | None = None,
-        partial_group: dist.ProcessGroup | Literal["world"] | None = "world",
     ) -> None:
-        if stage not in (0, 1, 2):
-            raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.zero.fully_sharded.FullySharded)")
         super().__init__(model)
-        for name, dtype in (("gradient_dtype", gradient_dtype), ("reduce_dtype", reduce_dtype or gradient_dtype)):
-            check_gradient_dtype("GradientBuckets", name, dtype)
-        data_group = _data_group(model, data_group, world_group=world_group, tied_group=tied_group)
         self.stage = stage
-        self.data_ranks = rank_and_size(data_group)[1] // take_context_sums(model, data_group)
-        self.compression = compression
-        self._world_group = data_group if world_group is None else world_group
+        self.data_ranks = rank_and_size(groups.data)[1] // take_context_sums(model, groups.data)
+        self.compression, self.world_group = compression, groups.world
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
         self._next, self._uses = 0, uses or {}
-        partial = take_partial_gradients(model)
-        tied, summing = frozenset(tied), world_group if partial_group == "world" else partial_group
-        if partial and world_group is None:
-            raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")
+        partial, tied = take_partial_gradients(model), frozenset(tied)
         trained = _trained(model)
-        if not trained:
-            raise ValueError("the model has no parameter that requires a gradient")
-        several = bool(tied) or any(map(_is_on_several_ranks, trained.values()))
-        self.lacks_world_group = world_group is None and several
         _check_tied(tied, trained)
-        broadcast_model(model, data_group, tied, tied_group)
+        broadcast_model(model, groups.data, tied, groups.ends)
         first = next(iter(trained.values()))
-        groups: dict[Kind, dist.ProcessGroup | None] = dict.fromkeys(KINDS, data_group)
-        groups |= {"partial": summing, "tied": tied_group}
+        group_of: dict[Kind, dist.ProcessGroup | None] = dict.fromkeys(KINDS, groups.data)
+        group_of |= {"partial": groups.stage, "tied": groups.ends}
         layouts = plan_buckets(
             reversed(trained.items()),
             partial,
-            {kind: rank_and_size(group)[1] for kind, group in groups.items()},
+            {kind: rank_and_size(group)[1] for kind, group in group_of.items()},
             bucket_bytes,
             tied,
         )
         self.reasons: list[str] = []
-        self.buckets = self._open(layouts, groups, local_tensor(first).device, compression)
+        self.buckets = self._open(layouts, group_of, local_tensor(first).device)
         self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # 0 if all are plain
         self.trained = trained
         self._taken_gradients = {
@@ -172,20 +134,19 @@ class GradientBuckets(MicroBatches):
     def _open(
         self,
         layouts: list[BucketLayout],
-        groups: dict[Kind, dist.ProcessGroup | None],
+        group_of: Mapping[Kind, dist.ProcessGroup | None],
         device: torch.device,
-        compression: Compression | None,
     ) -> list[Bucket]:
         """Make one reducer for the buckets of each group and dtype; return the buckets in the order of `layouts`."""
         families: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[BucketLayout]] = {}
         for layout in layouts:
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
-            families.setdefault((groups[layout.kind], sent), []).append(layout)
+            families.setdefault((group_of[layout.kind], sent), []).append(layout)
         reducer_of: dict[int, tuple[GradientReducer, int]] = {}
         self.reducers: list[GradientReducer] = []
         for (group, sent), family in families.items():
             specs = [_spec(layout, sent) for layout in family]
-            reducer, reason = make_reducer(specs, self.stage, group, device, compression=compression)
+            reducer, reason = make_reducer(specs, self.stage, group, device, compression=self.compression)
             self.reducers.append(reducer)
             self.reasons.append(reason)
             reducer_of |= {id(layout): (reducer, index) for index, layout in enumerate(family)}
@@ -213,14 +174,15 @@ class GradientBuckets(MicroBatches):
         name = bucket.layout.segments[index].name
         if gradient.layout is not torch.strided:
             raise ValueError(f"{name} has a sparse gradient: expected a dense one (sparse=False)")
-        if not self._accumulating or (self._last and not bucket.awaits(index)):
+        last = self.state is StepState.REDUCING
+        if not self.accumulating or (last and not bucket.awaits(index)):
             raise ValueError(_WITHOUT_GRADIENT.format(name=name))
-        bucket.take(index, gradient, last=self._last)
-        expected = not self._last or bucket.awaits(index)  # several backward passes may come before the last
+        bucket.take(index, gradient, last=last)
+        expected = not last or bucket.awaits(index)  # several backward passes may come before the last
         self.trained[name].grad = None if expected else self._taken_gradients[name]
-        if self._last and bucket is self.buckets[self._next]:
+        if last and bucket is self.buckets[self._next]:
             bucket.copy_waiting()  # so that its memory is free for the next gradients
-        if self._last and bucket.complete:
+        if last and bucket.complete:
             self._start_reductions(complete=True)
 
     def _start_reductions(self, *, complete: bool) -> None:
@@ -275,13 +237,15 @@ class GradientBuckets(MicroBatches):
 
         No rank uses the sums.
         """
-        if self._last:
+        if self.state is StepState.REDUCING:
             for bucket in self.buckets[self._next :]:
                 bucket.fill_missing(torch.nan)
         super().discard()
 
-    def _reducing(self) -> bool:
-        return not all(bucket.untouched for bucket in self.buckets)
+    @property
+    def unused(self) -> bool:
+        """See `MicroBatches`."""
+        return all(bucket.untouched for bucket in self.buckets)
 
     def _abandon(self, *, begun: bool) -> None:
         for reducer in self.reducers:
@@ -305,13 +269,6 @@ class GradientBuckets(MicroBatches):
         """Return, for each reducer that sums between nodes, the ranks of the world with which this rank sums there."""
         groups = [reducer.across for reducer in self.reducers]
         return [dist.get_process_group_ranks(group) for group in groups if group is not None]
-
-    @property
-    def world_group(self) -> dist.ProcessGroup | None:
-        """See `MicroBatches`."""
-        if self.lacks_world_group:
-            raise ValueError("world_group is missing: the norm of shards is a sum over tensor-parallel ranks too")
-        return self._world_group
 
     def squared_norm(self) -> Tensor:
         """Return this rank's contribution to the squared norm of the whole gradient, float64 [].
@@ -357,7 +314,7 @@ class _Taking:
     index: int
 
     def __call__(self, leaf: Tensor) -> None:
-        # A pipeline calls the hooks of all parameters after a pass, also of those that the pass gave no gradient.
+        # A pipeline calls every hook after each pass, even for parameters that got no gradient.
         if leaf.grad is None or isinstance(local_tensor(leaf.grad), TakenGradient):
             return
         gradient, leaf.grad = local_tensor(leaf.grad), None
@@ -365,11 +322,16 @@ class _Taking:
 
 
 def _trained(model: nn.Module) -> dict[str, Parameter]:
-    """Return the parameters that require a gradient, in the model's order. Raises ValueError for a complex one."""
+    """Return the parameters that require a gradient, in the model's order.
+
+    Raises ValueError if there is none, and for one of a complex dtype.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is {parameter.dtype}: expected parameters of a real floating dtype")
+    if not trained:
+        raise ValueError("the model has no parameter that requires a gradient")
     return trained
 
 
@@ -382,35 +344,6 @@ def _has_hooks(parameter: Tensor) -> bool:
 def _within(shard: Tensor, whole: range, part: range) -> Tensor:
     """Return the elements `part` of a bucket, given the tensor of its shard `whole`."""
     return shard[part.start - whole.start : part.stop - whole.start]
-
-
-def _data_group(
-    model: nn.Module,
-    data_group: dist.ProcessGroup | Literal["default"] | None,
-    **others: dist.ProcessGroup | None,
-) -> dist.ProcessGroup | None:
-    """Return the ranks with the same parameters and different tokens.
-
-    others: the other groups, by the names of their arguments. Raises ValueError for what is no group, and for the
-    default group if some of its ranks may have other parameters.
-    """
-    for name, group in others.items():
-        check_group("GradientBuckets", group, name)
-    if data_group != "default":
-        check_group("GradientBuckets", data_group, "data_group")
-        return data_group
-    group = default_group()
-    reasons = [f"{name} is given" for name, other in others.items() if other is not None]
-    named = model.named_parameters()
-    reasons += [
-        f"{name} is on several ranks" for name, p in named if isinstance(p, DTensor) and p.device_mesh.size() > 1
-    ]
-    if reasons and group is not None:
-        raise ValueError(
-            f"GradientBuckets: data_group is missing: {reasons[0]}, so pass the ranks with the same parameters and"
-            ' other tokens, as tpfuse.comm.mesh.flat_group(mesh, "dp", "cp") returns them, or None if there are none'
-        )
-    return group
 
 
 def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
 from typing import get_args
 
 import torch.distributed as dist
@@ -14,41 +16,53 @@ from tpfuse.zero.parameter_takeover import location
 from tpfuse.zero.reducer.inter_node import Compression
 
 
+class StepState(Enum):
+    """How far an engine is in a step. The value completes the sentence "the engine has …" in error messages."""
+
+    IDLE = "no gradients since the last update"
+    ACCUMULATING = "begun a micro-batch that is not the last of its step"
+    REDUCING = "begun the last micro-batch of a step"
+    SUMMED = "the sums of a step"
+    ENDED = "ended a step without its sums"  # after an error in `finish()`, or `discard()`
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups over which an engine communicates; None stands for this rank alone."""
+
+    # Ranks with the same parameters and different tokens.
+    data: dist.ProcessGroup | None = None
+    # Ranks of data × tensor parallelism with this rank's stages: gradients that are partial sums are summed over them.
+    stage: dist.ProcessGroup | None = None
+    # All ranks that train the model.
+    world: dist.ProcessGroup | None = None
+    # Ranks that share the tied parameters of both ends of a pipeline: at stages 0 to 2 the replicas of both ends with
+    # this tensor-parallel rank, at stage 3 only those with this data-parallel rank too. None elsewhere.
+    ends: dist.ProcessGroup | None = None
+
+
 class MicroBatches(ABC):
-    """An engine that takes over the parameters of `model` (`tpfuse.zero.gradient_buckets`, `fully_sharded`).
+    """An engine that takes over the parameters of `model` (`tpfuse.zero.gradient_buckets`, `fully_sharded`)."""
 
-    `_accumulating` is true between the first micro-batch of a step and `finish()`, `_last` between the last one and
-    `finish()`, and `_summed` from `finish()` to the update. `_begun` is true from the first micro-batch to the update,
-    also after an error. data_ranks: the number of ranks with different sequences; the ranks of a model's context
-    share one loss. Gradients are summed over all of them.
-    compression: the compression of the gradients that are sent between nodes. lacks_world_group: whether `world_group`
-    raises ValueError.
-    """
-
+    # The number of ranks with different sequences; the ranks of a model's context share one loss. Gradients are summed
+    # over all of them.
     data_ranks: int
-    lacks_world_group = False
+    # All ranks that train the model, over which `squared_norm()` must be summed; None for one rank.
+    world_group: dist.ProcessGroup | None
+    # The compression of the gradients that are sent between nodes.
     compression: Compression | None = None
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                f"{type(self).__name__} got {shown(model)}: expected the model, an nn.Module, since the names and the"
-                " modules of its parameters matter too"
-            )
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                f"{type(self).__name__} got a model in DDP, which it replaces: expected the model, its .module"
-            )
         self.model = model
-        self._last = self._accumulating = self._summed = self._begun = False
+        self.state = StepState.IDLE
 
     def _record_parameters(self) -> None:
         """Record the parameters, once they are those that training will use: the model must keep them from now on."""
         self._recorded = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
         self._module_parameters, self._named_parameters = _module_parameters(self.model), _named_parameters(self.model)
 
-    def start(self, *, last: bool, backwards: int = 1) -> None:
+    def start(self, *, last: bool, backwards: int = 1, again: bool = False) -> None:
         """Begin a micro-batch. last: whether its backward pass reduces the gradients.
 
         backwards: for a pipeline, which begins the whole step by one call with `last`: the number of backward passes of
@@ -56,35 +70,39 @@ class MicroBatches(ABC):
         a gradient that a backward pass writes to `.grad` without running hooks is taken by
         `for hook in parameter._post_accumulate_grad_hooks.values(): hook(parameter)`.
 
+        again: whether this may replace a last micro-batch that has begun but has no gradients yet, as after
+        `ZeroOptimizer.zero_grad()`.
+
         Raises ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, if a
         parameter was frozen, unfrozen, converted or replaced since the engine was made, and for `backwards` without
         `last`. Raises PeerTimeout.
         """
         if backwards < 1 or (backwards > 1 and not last):
             raise ValueError(f"start(last={last}, backwards={backwards}): expected at least 1, and 1 without last")
-        if self._last:
-            raise ValueError("start() after the last micro-batch: call finish() first, or after an error abandon()")
-        if not self._accumulating:
+        if self.state is StepState.REDUCING and not (again and self.unused):
+            raise ValueError(f"start(): {self._situation}: call finish() first, or after an error abandon()")
+        first = not self.accumulating
+        if first:
             self._check_parameters()
         for name, parameter, required, _ in self._recorded:
             if parameter.requires_grad != required:
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
-        self._begin_micro_batch(first=not self._accumulating, last=last, backwards=backwards)
-        self._accumulating, self._last, self._summed, self._begun = True, last, False, True
+        self._begin_micro_batch(first=first, last=last, backwards=backwards)
+        self.state = StepState.REDUCING if last else StepState.ACCUMULATING
+
+    @property
+    def _situation(self) -> str:
+        return f"the engine has {self.state.value}"
 
     @property
     def accumulating(self) -> bool:
         """Return whether a step has begun whose gradients are not summed yet."""
-        return self._accumulating
+        return self.state in (StepState.ACCUMULATING, StepState.REDUCING)
 
-    def start_pipeline(self, backwards: int) -> None:
-        """Begin a whole step of a pipeline, also where `ZeroOptimizer.zero_grad()` has begun it already.
-
-        backwards: as in `start`. Raises as `start` does, and ValueError if gradients have arrived since the update.
-        """
-        if self._last:
-            self.defer()
-        self.start(last=True, backwards=backwards)
+    @property
+    @abstractmethod
+    def unused(self) -> bool:
+        """Return whether no gradient of the last micro-batch has arrived on this rank."""
 
     @abstractmethod
     def last_pass(self, parameters: set[Parameter]) -> AbstractContextManager[None]:
@@ -121,33 +139,20 @@ class MicroBatches(ABC):
         backwards: as in `start`.
         """
 
-    def defer(self) -> None:
-        """Make the micro-batch that `start(last=True)` began one that is not the last: its gradients are accumulated.
-
-        Raises ValueError if the current micro-batch did not begin as the last one, or if its gradients have arrived.
-        """
-        if not self._last or self._reducing():
-            raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
-        self._begin_micro_batch(first=False, last=False, backwards=1)
-        self._last = False
-
-    @abstractmethod
-    def _reducing(self) -> bool:
-        """Return whether gradients of the last micro-batch have arrived on this rank."""
-
     def finish(self, *, sums: bool = True) -> None:
         """Wait until this rank has its summed gradients, after the last micro-batch. Raises PeerTimeout.
 
         sums: pass False if the caller needs neither the sums nor their norm before the update. The update then computes
         them itself where it can, which saves one pass over memory. Raises ValueError if no micro-batch was the last.
         """
-        if not self._last:
-            raise ValueError("finish() without a last micro-batch: start(last=True) and its backward pass come first")
-        try:
-            self._complete(sums=sums)
-            self._summed = True
-        finally:
-            self._accumulating = self._last = False
+        if self.state is not StepState.REDUCING:
+            raise ValueError(
+                f"finish() without a last micro-batch, {self._situation}: start(last=True) and its backward pass come"
+                " first"
+            )
+        self.state = StepState.ENDED
+        self._complete(sums=sums)
+        self.state = StepState.SUMMED
 
     @abstractmethod
     def _complete(self, *, sums: bool) -> None:
@@ -156,13 +161,14 @@ class MicroBatches(ABC):
     def discard(self) -> None:
         """Discard the gradients since the last update, in a step that did not fail; the next `start()` begins a step.
 
-        Every rank must call it, also if none of its gradients has arrived: a rank that has begun the last micro-batch
+        Every rank must call it, even if none of its gradients has arrived: a rank that has begun the last micro-batch
         finishes its reduction first, since other ranks may wait for it. Raises PeerTimeout.
         """
-        if self._last:
+        if self.state is StepState.REDUCING:
             self.finish()
         self._drop()
-        self._accumulating = self._last = self._summed = False
+        if self.state is not StepState.IDLE:
+            self.state = StepState.ENDED
 
     @abstractmethod
     def _drop(self) -> None:
@@ -176,8 +182,8 @@ class MicroBatches(ABC):
         `reset()`. After an error in an update some parameters may be new, so continue from a checkpoint. Raises
         PeerTimeout if a rank does not call it.
         """
-        self._abandon(begun=self._begun)
-        self._last = self._accumulating = self._summed = self._begun = False
+        self._abandon(begun=self.state is not StepState.IDLE)
+        self.state = StepState.IDLE
 
     @abstractmethod
     def _abandon(self, *, begun: bool) -> None:
@@ -187,21 +193,14 @@ class MicroBatches(ABC):
     def squared_norm(self) -> Tensor:
         """Return this rank's contribution to the squared norm of the whole gradient, float64 [], after `finish()`."""
 
-    @property
-    @abstractmethod
-    def world_group(self) -> dist.ProcessGroup | None:
-        """Return all ranks that train the model, over which `squared_norm()` must be summed; None for one rank.
-
-        Collective on the first call. Raises ValueError if the engine was made without this group.
-        """
-
     def take_sums(self) -> None:
         """Mark the sums of `finish()` as used, before an update. Raises ValueError if there are no new sums."""
-        if not self._summed:
+        if self.state is not StepState.SUMMED:
             raise ValueError(
-                "an update without new gradients: call finish() after the last backward pass, and then step() once"
+                f"an update without new gradients, {self._situation}: call finish() after the last backward pass, and"
+                " then step() once"
             )
-        self._summed = self._begun = False
+        self.state = StepState.IDLE
 
 
 def check_gradient_dtype(engine: str, argument: str, dtype: object) -> None:

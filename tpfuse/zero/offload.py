@@ -20,12 +20,12 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tpfuse.choices import Offload
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket_layout import ALIGNMENT, BucketLayout
 
@@ -108,9 +108,7 @@ class FileStore(StateStore):
             self._map = mmap.mmap(self._file.fileno(), nbytes)
         except OSError as error:
             self._file.close()
-            raise ValueError(
-                f"offload path {folder}: cannot allocate {_size(nbytes)} there: {error.strerror}"
-            ) from error
+            raise ValueError(f"offload {folder}: cannot allocate {_size(nbytes)} there: {error.strerror}") from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -249,15 +247,16 @@ def state_bytes(layouts: Iterable[BucketLayout], stage: int) -> int:
     return total
 
 
-def state_store(offload: Offload, device: torch.device, folder: Path | None, nbytes: int) -> StateStore:
-    """Return the store for this option. nbytes: the size of all its tensors. Raises ValueError if it cannot be made."""
+def state_store(offload: str | PathLike[str], device: torch.device, nbytes: int) -> StateStore:
+    """Return the store of this name: "none" (the device), "host", or a folder for a file of `nbytes`.
+
+    Raises ValueError if the folder cannot be used.
+    """
     if offload == "none":
         return DeviceStore(device)
-    if offload == "optimizer":
+    if offload == "host":
         return HostStore(pinned=device.type == "cuda")
-    if folder is None:
-        raise ValueError("offload nvme: expected an offload path, a folder on a local disk")
-    return FileStore(folder, nbytes)
+    return FileStore(Path(offload), nbytes)
 
 
 def check_space(folder: Path, nbytes: int) -> None:
@@ -267,17 +266,17 @@ def check_space(folder: Path, nbytes: int) -> None:
     that they should save, and the kernel may end the run because of that.
     """
     if not folder.is_dir():
-        raise ValueError(f"offload path {folder} is not a folder: expected one on a local disk")
+        raise ValueError(f"offload {folder} is not a folder: expected none, host or a folder on a local disk")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"offload path {folder} is not writable: expected a folder in which files can be made")
+        raise ValueError(f"offload {folder} is not writable: expected a folder in which files can be made")
     kind = _file_system(folder)
     if kind in _IN_MEMORY:
-        raise ValueError(f"offload path {folder} is in memory ({kind}): expected a folder on a local disk")
+        raise ValueError(f"offload {folder} is in memory ({kind}): expected a folder on a local disk")
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if free < nbytes:
         raise ValueError(
-            f"offload path {folder} has too little space: optimizer state needs {_size(nbytes)}, {_size(free)} are free"
+            f"offload {folder} has too little space: optimizer state needs {_size(nbytes)}, {_size(free)} are free"
         )
 
 

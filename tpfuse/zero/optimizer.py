@@ -1,10 +1,9 @@
 """ZeRO as a torch.optim.Optimizer, for training loops that were written for PyTorch's DDP and AdamW.
 
-    buckets = GradientBuckets(model, stage=2, data_group=group)      # was: model = DDP(model, process_group=group)
-    optimizer = ZeroOptimizer(buckets, lr=1e-3, weight_decay=0.1)    # was: torch.optim.AdamW(model.parameters(), …)
+    optimizer = ZeroOptimizer(model, stage=2, lr=1e-3)    # was: model = DDP(model); torch.optim.AdamW(…, lr=1e-3)
     …
     loss.backward()
-    optimizer.clip_grad_norm_(1.0)                                   # was: clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.clip_grad_norm_(1.0)                        # was: clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -19,31 +18,31 @@ sums, and give their numbers of labels to `divide_by`: the gradient is that of �
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
-from tpfuse.comm.mesh import rank_and_size, shown
+from tpfuse.comm.mesh import rank_and_size
 from tpfuse.zero.bucket_layout import decays
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.engine import adamw, shard
 from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.offload import StateStore
-from tpfuse.zero.sharded_adamw import ShardedAdamW
+from tpfuse.zero.micro_batches import StepState
 
 _SHARED = ("lr", "betas", "eps")  # hyperparameters that must be equal in both groups of parameters
 
 
 class ZeroOptimizer(Optimizer):
-    """AdamW whose state is sharded over the data-parallel ranks of an engine.
+    """AdamW that takes over the parameters of `model` and shards its state over the data-parallel ranks.
 
-    engine: `GradientBuckets` for ZeRO's stages 0, 1 and 2, `FullySharded` for stage 3; it stays available as `engine`.
-    lr, betas, eps, weight_decay: as in torch.optim.AdamW. store: the memory of the buckets' state, by default on the
-    parameters' device (`tpfuse.zero.offload`).
+    model, mesh, stage, sharding: the arguments of `tpfuse.zero.shard`, which takes a model of any parallelism; the
+    engine that it returns is `engine`. lr, betas, eps, weight_decay: as in torch.optim.AdamW. offload: as in
+    `tpfuse.zero.adamw`.
 
     param_groups: the first has the parameters with weight decay, the second biases and norms, whose weight decay is 0
     (`tpfuse.zero.bucket_layout.decays`). `step` reads them each time, so that torch's schedulers work; lr, betas
@@ -56,34 +55,28 @@ class ZeroOptimizer(Optimizer):
 
     def __init__(
         self,
-        engine: GradientBuckets | FullySharded,
+        model: nn.Module,
+        mesh: DeviceMesh | None = None,
+        *,
+        stage: int,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        store: StateStore | None = None,
+        offload: str | PathLike[str] = "none",
+        **sharding: Any,
     ) -> None:
-        if not isinstance(engine, GradientBuckets | FullySharded):
-            raise ValueError(
-                f"ZeroOptimizer got {shown(engine)}: expected the engine that takes over the model, as in"
-                " ZeroOptimizer(GradientBuckets(model, stage=2)), or FullySharded for stage 3"
-            )
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(
                 f"ZeroOptimizer: lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}: expected betas from 0"
                 " to below 1, and no number below 0"
             )
-        self.engine = engine
-        self._adamw: FlatAdamW | ShardedAdamW
-        if isinstance(engine, GradientBuckets):
-            self._adamw = FlatAdamW(engine, store=store)
-            trained = engine.trained
-        elif store is None:
-            self._adamw = ShardedAdamW(engine)
+        self.engine = engine = shard(model, mesh, stage=stage, **sharding)
+        self._adamw = adamw(engine, betas=betas, eps=eps, weight_decay=weight_decay, offload=offload)
+        if isinstance(engine, FullySharded):
             trained = {member.name: member.sharded for member in engine.members}
         else:
-            raise ValueError("store is for GradientBuckets: the state of FullySharded is on the parameters' device")
+            trained = engine.trained
         decayed = {name: decays(name, parameter) for name, parameter in trained.items()}
         groups: list[dict[str, Any]] = [
             {"params": [trained[name] for name in trained if decayed[name]]},
@@ -131,7 +124,9 @@ class ZeroOptimizer(Optimizer):
         Forward passes belong in the block too. Raises ValueError if a backward pass outside of such a block came before
         it in the same step.
         """
-        self.engine.defer()
+        if self.engine.state is not StepState.REDUCING or not self.engine.unused:
+            raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
+        self.engine.start(last=False, again=True)
         yield
         self.engine.start(last=True)
 
@@ -148,8 +143,6 @@ class ZeroOptimizer(Optimizer):
         `clip_grad_norm_()` or `step()` sums the numbers. It raises ValueError on every rank if this was not called on
         some rank, or if there is no label on any.
         """
-        if self.engine.lacks_world_group:
-            raise ValueError("divide_by() counts the labels of all ranks: give GradientBuckets their world_group")
         if self._counting is False:
             raise ValueError(
                 "divide_by() after steps without it, whose losses were means: call it in every step, with 0 for a"
@@ -165,7 +158,7 @@ class ZeroOptimizer(Optimizer):
     def _agree_on_divisor(self) -> float:
         """Return what the summed gradient is divided by. In the first step ranks agree on whether they count labels."""
         ranks = float(self.engine.data_ranks)
-        if self._counting is False or self.engine.lacks_world_group:
+        if self._counting is False:
             return ranks
         world_group = self.engine.world_group
         _, world = rank_and_size(world_group)

@@ -18,19 +18,32 @@ from tpfuse.comm.layout import from_local, is_sharded
 from tpfuse.layers.parameter import Borrowed
 
 
-def take_partial_gradients(model: nn.Module) -> set[str]:
-    """Stop the modules' own sums of gradients over tensor-parallel ranks; return the names of what they summed.
+def partial_gradients(model: nn.Module) -> set[str]:
+    """Return the names of parameters whose gradients the model's modules sum over tensor-parallel ranks.
 
-    These are the modules' parameters that every rank holds whole.
+    Every rank holds these parameters whole.
     """
-    names = set()
-    for prefix, module in model.named_modules():
-        sums = getattr(module, "sum_gradients", False)
-        # The value is `Borrowed`, and its own value true, if the module summed before other buckets took the model.
-        if sums or (isinstance(sums, Borrowed) and sums.own):
-            setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (attributes have modules' type)
-            names |= {name for name, p in module.named_parameters(prefix, recurse=False) if not is_sharded(p)}
+    return {
+        name
+        for prefix, module in model.named_modules()
+        if _sums_gradients(module)
+        for name, parameter in module.named_parameters(prefix, recurse=False)
+        if not is_sharded(parameter)
+    }
+
+
+def take_partial_gradients(model: nn.Module) -> set[str]:
+    """Stop the modules' own sums of gradients over tensor-parallel ranks; return `partial_gradients`."""
+    names = partial_gradients(model)
+    for module in filter(_sums_gradients, model.modules()):
+        setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (attributes have modules' type)
     return names
+
+
+def _sums_gradients(module: nn.Module) -> bool:
+    """Return whether the module sums gradients, or did so before another engine took the model."""
+    sums = getattr(module, "sum_gradients", False)
+    return bool(sums.own if isinstance(sums, Borrowed) else sums)
 
 
 def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) -> int:
@@ -50,8 +63,8 @@ def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) ->
         shared = {rank for group in context.groups for rank in dist.get_process_group_ranks(group)}
         if not shared <= ranks:
             raise ValueError(
-                f"the data-parallel group has ranks {sorted(ranks)}: expected the ranks {sorted(shared)} of the model's"
-                ' context too: pass data_group=flat_group(mesh, "dp", "cp", "ring", "ulysses"), or the whole mesh'
+                f"the data-parallel ranks are {sorted(ranks)}: expected the ranks {sorted(shared)} of the model's"
+                ' context too: pass a mesh with the dimension "cp", as tpfuse.build_mesh returns it'
             )
         setattr(module, "sum_over_context", Borrowed(None, own=context))  # noqa: B010 (see above)
         size = context.size

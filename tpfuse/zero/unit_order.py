@@ -20,7 +20,7 @@ _OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _ENDS: tuple[End, ...] = get_args(End)
 _ADVICE = (
     "every rank must run the same units in the same order. Skip a unit on all ranks or on none (draw from a generator"
-    " with the same seed on each), or use GradientBuckets, stages 0 to 2: what a rank skips has gradient zero there"
+    " with the same seed on each), or use stages 0 to 2: what a rank skips has gradient zero there"
 )
 
 

@@ -11,15 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import copy_whole_, local_slices, local_tensor
-from tpfuse.comm.mesh import flat_group
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.parallel.pipeline.parts import Parts
 from tpfuse.parallel.pipeline.pipeline import MicroBatch, Pipeline
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 VOCABULARY, WIDTH, SEQUENCES, TOKENS, BLOCKS, MICRO_BATCHES, STEPS = 13, 6, 2, 5, 7, 6, 3
@@ -213,22 +210,9 @@ def test_an_engine_takes_the_gradients_of_a_pipeline(zero: int, schedule: str, k
     mesh = mesh_of(2, 1, pp=2)
     model = model_of(kind, seed=1 + mesh.get_local_rank("dp"))  # the replicas begin with the weights of the first
     pipeline = pipeline_of(model, mesh["pp"], schedule=schedule)
-    engine: GradientBuckets | FullySharded
-    if zero == 3:
-        tied_group = pipeline.tied_group(mesh)
-        engine = FullySharded(model, mesh=mesh, units=pipeline.blocks, tied=pipeline.tied, tied_group=tied_group)
-    else:
-        engine = GradientBuckets(
-            model,
-            stage=zero,
-            data_group=flat_group(mesh, "dp"),
-            partial_group=flat_group(mesh, "dp"),
-            world_group=flat_group(mesh, "pp", "dp"),
-            uses=pipeline.uses,
-            tied=pipeline.tied,
-            tied_group=pipeline.tied_group(mesh, "dp"),
-        )
-    optimizer = ZeroOptimizer(engine, lr=0.01, weight_decay=0.0)
+    optimizer = ZeroOptimizer(
+        model, mesh, stage=zero, units=pipeline.blocks, shared=pipeline.shared, lr=0.01, weight_decay=0.0
+    )
     whole = model_of(kind)
     model.summed = whole.summed = masked
     torchs = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
@@ -239,7 +223,7 @@ def test_an_engine_takes_the_gradients_of_a_pipeline(zero: int, schedule: str, k
                 targets.flatten()[: 3 * number - 1] = -100  # from 10 labels to none
         labels = [int((targets != -100).sum()) for _, targets in batches]
         optimizer.zero_grad()
-        pipeline.step(batches[mesh.get_local_rank("dp") :: 2], engine)
+        pipeline.step(batches[mesh.get_local_rank("dp") :: 2], optimizer.engine)
         for number in labels[mesh.get_local_rank("dp") :: 2] if masked else ():
             optimizer.divide_by(number)
         torchs.zero_grad()

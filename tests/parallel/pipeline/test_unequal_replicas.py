@@ -7,12 +7,9 @@ from torch import Tensor, nn
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.comm.mesh import flat_group
 from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 BLOCKS, WIDTH, MICRO_BATCHES = 16, 6, 4
@@ -72,18 +69,21 @@ def test_replicas_that_use_other_parameters_train_like_one_process(zero: int, sc
         micro_batches=MICRO_BATCHES,
         stages_per_rank=2,
     )
-    engine: GradientBuckets | FullySharded
-    if zero == 3:
-        engine = FullySharded(model, mesh=mesh, units=pipeline.blocks)
-    else:
-        data, world = flat_group(mesh, "dp"), flat_group(mesh, "pp", "dp")
-        engine = GradientBuckets(
-            model, stage=zero, data_group=data, partial_group=data, world_group=world, bucket_bytes=4
-        )
+    optimizer = ZeroOptimizer(
+        model,
+        mesh,
+        stage=zero,
+        units=pipeline.blocks,
+        shared=pipeline.shared,
+        bucket_bytes=4,
+        lr=0.01,
+        weight_decay=0.0,
+    )
+    engine = optimizer.engine
+    if zero < 3:
         assert len(engine.buckets) == 3 * BLOCKS // 2, (
             "each stage has more buckets than the reducer has buffers, so ranks wait"
         )
-    optimizer = ZeroOptimizer(engine, lr=0.01, weight_decay=0.0)
     torchs = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
     for step in range(2):
         batches = [

@@ -12,7 +12,6 @@
 Every rank builds the whole model. The pipeline then frees what belongs to the stages of other ranks.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -26,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import broadcast_, set_timeout
 from tpfuse.comm.layout import has_values, local_tensor
-from tpfuse.comm.mesh import check_order, group_of, group_of_ends, rank_and_size
+from tpfuse.comm.mesh import check_order, group_of, rank_and_size
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
@@ -38,10 +37,10 @@ MicroBatch = tuple[Tensor, ...]
 
 
 class Engine(Passes, Protocol):
-    """What a pipeline needs of `tpfuse.zero`'s engines: `GradientBuckets` and `FullySharded`."""
+    """What a pipeline needs of the engines that `tpfuse.zero.shard` returns."""
 
-    def start_pipeline(self, backwards: int) -> None:
-        """Begin a step with this number of backward passes."""
+    def start(self, *, last: bool, backwards: int = 1, again: bool = False) -> None:
+        """Begin a step with this number of backward passes, even if `ZeroOptimizer.zero_grad()` has begun it."""
 
 
 class Pipeline:
@@ -60,9 +59,8 @@ class Pipeline:
     parameter stays on the ranks of the first and the last stage, under one name, and begins there with the values that
     it has on the rank of the first stage. Make optimizers, engines and lists of model.parameters() after the pipeline.
 
-    order: the order of a step. stages: the stages of this rank. blocks: the blocks of this rank. tied: the names of the
-    trained parameters that this rank shares with the other end of the pipeline. uses: the names of the parameters that
-    several stages of this rank use, with the number of these stages. The last two are arguments of `GradientBuckets`.
+    order: the order of a step. stages: the stages of this rank. blocks: the blocks of this rank. shared: the trained
+    parameters that several stages use, for `tpfuse.zero.shard`.
 
     Raises ValueError for a mesh that is not one-dimensional or not in ascending order, a schedule that does not accept
     the numbers of stages or micro-batches, fewer blocks than stages, parts that are not in the model, a trained
@@ -97,12 +95,11 @@ class Pipeline:
         self.model, self._before, self._after, self._group = model, before, after, group
         self.stages = [stages[index] for index in self.order.stages_of(rank)]
         shared = parts.shared() if rank_of[0] != rank_of[-1] else []
-        self._shares = bool(shared)
+        trained = [name for name in shared if model.get_parameter(name).requires_grad]
         at_end = any(stage.first or stage.last for stage in self.stages)
         self._ends = _group_of_ends(group, rank_of[-1]) if shared and at_end else None
         parts.keep(self.stages)
         self._blocks, self.blocks = parts.blocks, [parts.blocks[i] for stage in self.stages for i in stage.layers]
-        self.tied = [name for name in shared if at_end and model.get_parameter(name).requires_grad]
         if group is not None:
             set_timeout(group)
         if self._ends is not None:
@@ -112,7 +109,7 @@ class Pipeline:
         modules = {stage.index: as_modules(parts.of(stage)) for stage in self.stages}
         self._stage_of = {stage.index: stage for stage in self.stages}
         self._runner = Runner(self.order, self._compute, modules, group, device)
-        self.uses = self._several_uses()
+        self.shared = self._runner.shared_parameters(model, trained)
 
     @property
     def has_last(self) -> bool:
@@ -131,9 +128,9 @@ class Pipeline:
         """
         self._check(batches)
         if engine is not None:
-            engine.start_pipeline(len(batches))
+            engine.start(last=True, backwards=len(batches), again=True)
             return self._runner.train(batches, engine)
-        tied = [self.model.get_parameter(name) for name in self.tied]
+        tied = [self.model.get_parameter(name) for name in self.shared.tied]
         earlier = [parameter.grad for parameter in tied]  # of steps since zero_grad(), summed over both ends already
         for parameter in tied:
             parameter.grad = None
@@ -163,7 +160,7 @@ class Pipeline:
         The norm, float64 [], is that before scaling, the same on all ranks. Tied parameters count once. With an engine,
         use `ZeroOptimizer.clip_grad_norm_` instead.
         """
-        counted_elsewhere = set(self.tied) if not any(stage.first for stage in self.stages) else set()
+        counted_elsewhere = set(self.shared.tied) if not any(stage.first for stage in self.stages) else set()
         found = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         gradients = [gradient for name, gradient in found if name not in counted_elsewhere]
         squared = torch.zeros((), dtype=torch.float64, device=self._runner.device)
@@ -177,17 +174,6 @@ class Pipeline:
             local_tensor(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def tied_group(self, mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:
-        """Return the argument `tied_group` of an engine; None on a rank that has no tied parameters. Collective.
-
-        mesh: the whole mesh of `tpfuse.comm.mesh.build_mesh`, of which all ranks must call this. names: its dimensions
-        along which ranks have the same parameters, such as "dp" and "cp", for `GradientBuckets`; none for
-        `FullySharded`.
-        """
-        if not self._shares:
-            return None
-        return group_of_ends(mesh, self.order.rank_of[0], self.order.rank_of[-1], *names)
-
     def plan(self) -> PipelinePlan:
         """Return the stages of all ranks with their costs, and what carries messages and why. Collective.
 
@@ -200,12 +186,6 @@ class Pipeline:
     def explanation(self) -> list[str]:
         """Return the lines that `tpfuse.explain` prints of the pipeline. Collective, and raises as `plan` does."""
         return self.plan().explanation()
-
-    def _several_uses(self) -> dict[str, int]:
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        stages = self._stage_of
-        counts = Counter(names[parameter] for stage in stages for parameter in self._runner.parameters(stage))
-        return {name: count for name, count in counts.items() if count > 1}
 
     def _check(self, batches: Sequence[MicroBatch]) -> None:
         """Raise ValueError unless the micro-batches are tuples of tensors of equal shapes and dtypes."""

@@ -8,6 +8,7 @@ A received tensor stays in its slot until the stage's backward pass for the micr
 there, without a copy.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
 from tpfuse.parallel.pipeline.order import Action, Kind, Order
 from tpfuse.parallel.pipeline.plan import PipelinePlan
+from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.parallel.pipeline.timeline import Interval, Timeline, slots, timeline
 
 Compute = Callable[[int, Tensor | None, Any], Tensor]
@@ -103,6 +105,21 @@ class Runner:
         """Return the parameters of a stage of this rank that require gradients."""
         found = (p for module in self._modules[stage] for p in module.parameters() if p.requires_grad)
         return list(dict.fromkeys(found))
+
+    def shared_parameters(self, model: nn.Module, tied: Sequence[str]) -> SharedParameters:
+        """Return the parameters of this rank that several stages use.
+
+        model: has the stages of this rank. tied: on all ranks alike, the names of the parameters that the first and the
+        last stage share.
+        """
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        counts = Counter(names[parameter] for stage in self.stages for parameter in self.parameters(stage))
+        ends = self.order.rank_of[0], self.order.rank_of[-1]
+        return SharedParameters(
+            uses={name: count for name, count in counts.items() if count > 1},
+            tied=tied if ends[0] != ends[1] and self.rank in ends else (),
+            ends=ends if ends[0] != ends[1] and tied else None,
+        )
 
     def plan(
         self, stages: Sequence[Stage], costs: Sequence[Cost], dtype: torch.dtype, predicted: Timeline

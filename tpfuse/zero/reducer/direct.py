@@ -5,14 +5,14 @@ update directly into the rank's own. Four counters on each rank, written by that
 
 | counter         | counts                | meaning                                                                    |
 |-----------------|-----------------------|----------------------------------------------------------------------------|
-| BUCKETS_WRITTEN | buckets, of all steps | the gradients of this many buckets are complete                            |
-| BUCKETS_REDUCED | buckets, of all steps | this rank has read this many; at stage 0 the sums of its part have         |
+| buckets_written | buckets, of all steps | the gradients of this many buckets are complete                            |
+| buckets_reduced | buckets, of all steps | this rank has read this many; at stage 0 the sums of its part have         |
 |                 |                       | replaced its own gradients there                                           |
-| BACKWARDS_DONE  | backward passes       | this rank computes with its parameters no more: peers may write them       |
-| STEPS_DONE      | steps                 | this rank reads and writes no other rank's memory any more                 |
+| backwards_done  | backward passes       | this rank computes with its parameters no more: peers may write them       |
+| steps_done      | steps                 | this rank reads and writes no other rank's memory any more                 |
 
 Stages 0 and 1: the owner's sum replaces the owner's gradients of its shard, which no other rank reads. Before a rank
-writes a gradient again, every rank has set STEPS_DONE for the step. Stage 2: the buckets use three gradient buffers in
+writes a gradient again, every rank has set steps_done for the step. Stage 2: the buckets use three gradient buffers in
 turn, so that no rank waits for the bucket that has just been sent. A rank writes bucket i into its buffer after all
 ranks have read bucket i - 3, which was in the same buffer. Sums are in separate memory.
 
@@ -22,6 +22,7 @@ docs/architecture.md.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,21 @@ from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
 from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
-BUCKETS_WRITTEN, BUCKETS_REDUCED, BACKWARDS_DONE, STEPS_DONE = range(4)
 _BUFFER_ALIGNMENT = 64  # bytes
 GRADIENT_BUFFERS = 3  # at most; fewer buckets need one each
+
+
+@dataclass
+class _Counters:
+    """The values of this rank's counters. The order of the fields is that of the words in the ranks' memory."""
+
+    buckets_written: int = 0
+    buckets_reduced: int = 0
+    backwards_done: int = 0
+    steps_done: int = 0
+
+
+_WORDS = {field.name: word for word, field in enumerate(fields(_Counters))}
 
 
 class DirectReducer(GradientReducer):
@@ -59,7 +72,7 @@ class DirectReducer(GradientReducer):
         self.memory, self._name, self._inter_node = memory, name, inter_node
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
         self._counter_words = memory.signals(f"{name}: flags", 4)
-        self._counters, self._generation = [0, 0, 0, 0], memory.generation  # the values of this rank's counters
+        self._counters, self._generation = _Counters(), memory.generation
         self._buckets_before = 0  # the number of buckets that were sent before this step
         self._reduced_shards: list[Tensor | None] = [None] * len(self.specs)
         self._squared_norms: list[Tensor | None] = [None] * len(self.specs)
@@ -118,13 +131,16 @@ class DirectReducer(GradientReducer):
         """Return every rank's gradients of a bucket in this step."""
         return self._gradient_buffers[(self._buckets_before + index) % len(self._gradient_buffers)][index]
 
-    def _set_counter(self, word: int, value: int) -> None:
-        self._counters[word] = value
-        self.memory.signal(self._counter_words, self.memory.rank, word, value)
+    def _set_counter(self, name: str, value: int) -> None:
+        setattr(self._counters, name, value)
+        self.memory.signal(self._counter_words, self.memory.rank, _WORDS[name], value)
 
-    def _wait_for_peers(self, word: int, value: int, op: str) -> None:
+    def _wait_for_peers(self, name: str, value: int, op: str) -> None:
         for rank in self._others:
-            self.memory.wait_signal(self._counter_words, rank, word, value, op=op)
+            self._wait_for_peer(rank, name, value, op)
+
+    def _wait_for_peer(self, rank: int, name: str, value: int, op: str) -> None:
+        self.memory.wait_signal(self._counter_words, rank, _WORDS[name], value, op=op)
 
     @property
     def across(self) -> dist.ProcessGroup | None:
@@ -136,13 +152,13 @@ class DirectReducer(GradientReducer):
     def begin(self) -> None:
         with self.memory.guard("begin a step"):
             if self._generation != self.memory.generation:  # a reset has set all counters to 0
-                self._counters, self._generation = [0, 0, 0, 0], self.memory.generation
-            self._buckets_before = self._counters[BUCKETS_WRITTEN]
+                self._counters, self._generation = _Counters(), self.memory.generation
+            self._buckets_before = self._counters.buckets_written
             self._reduced_shards, self._squared_norms = [None] * len(self.specs), [None] * len(self.specs)
             self._reduced_between_nodes = 0
-            if self._counters[STEPS_DONE] != self._counters[BACKWARDS_DONE]:  # the step before had no update
-                self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])
-            self._wait_for_peers(STEPS_DONE, self._counters[BACKWARDS_DONE], "begin a step")
+            if self._counters.steps_done != self._counters.backwards_done:  # the step before had no update
+                self._set_counter("steps_done", self._counters.backwards_done)
+            self._wait_for_peers("steps_done", self._counters.backwards_done, "begin a step")
 
     def gradient_buffer(self, index: int) -> Tensor:
         if self.stage == 2 and len(self.specs) > GRADIENT_BUFFERS:
@@ -156,13 +172,13 @@ class DirectReducer(GradientReducer):
         """Wait until every rank has read bucket `index`. `begin` has checked the buffers that the last step left."""
         op = f"buffer of bucket {index}"
         with self.memory.guard(op):
-            self._wait_for_peers(BUCKETS_REDUCED, self._buckets_before + index + 1, op)
+            self._wait_for_peers("buckets_reduced", self._buckets_before + index + 1, op)
 
     def start_reduce(self, index: int) -> None:
-        self._set_counter(BUCKETS_WRITTEN, self._buckets_before + index + 1)
+        self._set_counter("buckets_written", self._buckets_before + index + 1)
 
     def end_backward(self) -> None:
-        self._set_counter(BACKWARDS_DONE, self._counters[BACKWARDS_DONE] + 1)
+        self._set_counter("backwards_done", self._counters.backwards_done + 1)
 
     def reduced_shard(self, index: int) -> Tensor:
         reduced = self._reduced_shards[index]
@@ -187,14 +203,14 @@ class DirectReducer(GradientReducer):
         if self._reduced_shards[index] is None:
             part = self._sum_part(index)
             if self.stage == 2:
-                self._set_counter(BUCKETS_REDUCED, self._buckets_before + index + 1)
+                self._set_counter("buckets_reduced", self._buckets_before + index + 1)
             self._reduced_shards[index] = self._reduce_between_nodes(index, part)
 
     def _sum_part(self, index: int) -> Tensor:
         """Return the sum over the node's ranks of this rank's part of the bucket."""
         node_shard, op = self._node_shard(index), f"sum of bucket {index}"
         with self.memory.guard(op):
-            self._wait_for_peers(BUCKETS_WRITTEN, self._buckets_before + index + 1, op)
+            self._wait_for_peers("buckets_written", self._buckets_before + index + 1, op)
             parts = [gradients[node_shard] for gradients in self._rank_gradients(index)]
             out = self._separate_sums.get(index, parts[self.memory.rank])
             squares = 0.0
@@ -240,19 +256,17 @@ class DirectReducer(GradientReducer):
             self._reduce_between_nodes(index, part)
             if index in self._separate_sums:
                 self._rank_gradients(index)[own][self._node_shard(index)].copy_(part)
-            self._set_counter(BUCKETS_REDUCED, self._buckets_before + index + 1)
+            self._set_counter("buckets_reduced", self._buckets_before + index + 1)
         for index in range(len(self.specs)):
             op, gradients = f"sums of bucket {index}", self._rank_gradients(index)
             with self.memory.guard(op):
                 for rank in self._others:
-                    self.memory.wait_signal(
-                        self._counter_words, rank, BUCKETS_REDUCED, self._buckets_before + index + 1, op=op
-                    )
+                    self._wait_for_peer(rank, "buckets_reduced", self._buckets_before + index + 1, op)
                     node_shard = self._node_shard_of(index, rank)
                     gradients[own][node_shard].copy_(gradients[rank][node_shard])
                     self.traffic.exchange(gradients[own][node_shard].nbytes)
             self._reduced_shards[index] = gradients[own]
-        self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])
+        self._set_counter("steps_done", self._counters.backwards_done)
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         if self.stage == 0:
@@ -264,13 +278,13 @@ class DirectReducer(GradientReducer):
         for index, update in enumerate(updates):
             if self._must_sum_first(update):
                 self.reduced_shard(index)
-        step = self._counters[BACKWARDS_DONE]
+        step = self._counters.backwards_done
         with self.memory.guard("update"):
-            self._wait_for_peers(BACKWARDS_DONE, step, "update")  # all ranks have then sent all buckets
+            self._wait_for_peers("backwards_done", step, "update")  # all ranks have then sent all buckets
             for index, update in enumerate(updates):
                 self._update_shard(index, update)
-            self._set_counter(STEPS_DONE, step)
-            self._wait_for_peers(STEPS_DONE, step, "update")
+            self._set_counter("steps_done", step)
+            self._wait_for_peers("steps_done", step, "update")
 
     def _must_sum_first(self, update: ShardUpdate) -> bool:
         """Return whether the sums of an update must be computed before it, because it cannot compute them itself."""

@@ -19,7 +19,7 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.zero.reducer.base import BucketSpec
-from tpfuse.zero.reducer.direct import BUCKETS_WRITTEN, DirectReducer
+from tpfuse.zero.reducer.direct import DirectReducer
 from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
@@ -43,7 +43,7 @@ class FusedReducer(DirectReducer):
         _, self._endpoint = open_channel(memory, f"{name}: channel", _SLOT_BYTES, most_programs(memory))
 
     def start_reduce(self, index: int) -> None:
-        self._counters[BUCKETS_WRITTEN] += 1
+        self._counters.buckets_written += 1
 
     def _wait_until_read(self, index: int) -> None:
         """Do nothing: the next bucket's sum is already on the stream and ends after all ranks have read this one."""

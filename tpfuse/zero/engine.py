@@ -1,0 +1,214 @@
+"""The entrance to ZeRO: `shard` gives the parameters of a model to the engine of a stage.
+
+    mesh = build_mesh("cpu", dp=4, tp=2)
+    engine = shard(model, mesh, stage=2)
+    optimizer = adamw(engine, weight_decay=0.1)
+    for batches in data:
+        for index, batch in enumerate(batches):
+            engine.start(last=index == len(batches) - 1)  # gradients are exchanged in the last backward pass
+            (loss_sum(model, batch) / labels).backward()  # gradients are summed over ranks, not averaged
+        engine.finish()
+        squared = all_reduce(engine.squared_norm(), engine.world_group)
+        optimizer.step(lr=1e-3, factor=min(1.0, 1.0 / squared.sqrt().item()))
+
+`tpfuse.ZeroOptimizer` does this for loops that were written for PyTorch's DDP.
+"""
+
+from collections.abc import Iterable
+from os import PathLike
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tpfuse.choices import GradientDtype
+from tpfuse.comm import collectives
+from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
+from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
+from tpfuse.zero.bucket_layout import BUCKET_BYTES
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.micro_batches import RankGroups, check_gradient_dtype
+from tpfuse.zero.offload import FileStore, state_bytes, state_store
+from tpfuse.zero.parameter_takeover import partial_gradients
+from tpfuse.zero.reducer.inter_node import Compression
+from tpfuse.zero.sharded_adamw import ShardedAdamW
+
+DATA_AXES = ("dp", "cp", "ring", "ulysses")  # along these dimensions, ranks have equal parameters and other tokens
+AXES = ("pp", *DATA_AXES, "tp")
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    stage: int,
+    units: Iterable[nn.Module] = (),
+    replicas: int = 1,
+    shared: SharedParameters | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    gradient_dtype: GradientDtype = "float32",
+    reduce_dtype: GradientDtype | None = None,
+    compression: Compression | None = None,
+) -> GradientBuckets | FullySharded:
+    """Return the engine that takes over the parameters of `model` at this stage of ZeRO (arXiv:1910.02054).
+
+    model: its parameters, of any shapes, are plain or DTensors on the mesh's dimension "tp". Data-parallel ranks get
+    the parameters and buffers of the first of them, as under DDP.
+
+    mesh: all ranks that train the model, as `tpfuse.build_mesh` returns it: a mesh whose dimensions are named among
+    "pp", "dp", "cp" (or "ring" and "ulysses") and "tp". Ranks along "dp" and "cp" have the same parameters and
+    different tokens; gradients are summed over them. None: all ranks of torch's default group are data-parallel.
+
+    stage: 0 (nothing is sharded), 1 (AdamW's state), 2 (gradients too) or 3 (parameters too). Stage 3 on one
+    data-parallel rank has nothing to shard, and is stage 2.
+
+    units: for stage 3: modules of the model in the order of its forward pass, such as its blocks. The parameters of a
+    unit are gathered while it computes; all other parameters are gathered during the whole pass. replicas: for stage 3:
+    the number of copies of the model (HSDP); it must divide the number of data-parallel ranks.
+
+    shared: `pipeline.shared` of a `tpfuse.Pipeline`.
+
+    bucket_bytes: for stages 0 to 2: the size of a bucket's float32 gradients, by default that of torch's DDP.
+    gradient_dtype: for stages 0 to 2: the dtype in which gradients are accumulated and kept, "float32" (float64 for
+    float64) or "parameter" for the parameters' own. reduce_dtype: the dtype in which gradients are sent, by default
+    `gradient_dtype`; stage 3 accumulates in it too. Sums are float32 in both cases, except the whole sums of stage 0
+    and all sums of stage 3, which have the dtype that is sent.
+
+    compression: for stages 0 to 2: the compression of gradients that nodes send each other
+    (`tpfuse.zero.compression`).
+
+    Collective. Raises ValueError, before it communicates, for arguments of another kind, for a mesh that lacks ranks of
+    the model, and for parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several
+    dtypes, and those that two units share). Raises ValueError on every rank if data-parallel ranks have parameters of
+    other names, shapes or dtypes. Raises PeerTimeout.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"shard got {shown(model)}: expected the model, an nn.Module, since the names and the modules of its"
+            " parameters matter too"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("shard got a model in DDP, which it replaces: expected the model, its .module")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
+    check_gradient_dtype("shard", "gradient_dtype", gradient_dtype)
+    check_gradient_dtype("shard", "reduce_dtype", reduce_dtype or gradient_dtype)
+    for name, given, usual, stages in (
+        ("replicas", replicas, 1, (3,)),
+        ("gradient_dtype", gradient_dtype, "float32", (0, 1, 2)),
+        ("compression", compression, None, (0, 1, 2)),
+    ):
+        if given != usual and stage not in stages:
+            raise ValueError(f"shard: {name} is not for stage {stage}: expected stage {' or '.join(map(str, stages))}")
+    _check_mesh(mesh)
+    _check_tensor_parallel(model, mesh)
+    shared = SharedParameters() if shared is None else shared
+    if shared.ends is not None and "pp" not in (mesh.mesh_dim_names or () if mesh else ()):
+        raise ValueError('shard: mesh has no dimension "pp", along which the stages that share parameters are')
+    data = default_group() if mesh is None else flat_group(mesh, *DATA_AXES)
+    fully = stage == 3 and rank_and_size(data)[1] > 1
+    groups = RankGroups(data, data, data)
+    if mesh is not None:
+        kept = () if fully else DATA_AXES
+        ends = None if shared.ends is None else group_of_ends(mesh, *shared.ends, *kept)
+        groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends)
+    if fully:
+        if mesh is None:
+            device = next((parameter.device for parameter in model.parameters()), None)
+            mesh = init_device_mesh("cpu" if device is None else device.type, (data.size(),), mesh_dim_names=("dp",))  # type: ignore[union-attr]
+        return FullySharded(
+            model,
+            groups,
+            mesh=mesh,
+            units=units,
+            replicas=replicas,
+            reduce_dtype=reduce_dtype or "float32",
+            tied=shared.tied,
+        )
+    return GradientBuckets(
+        model,
+        groups,
+        stage=min(stage, 2),
+        bucket_bytes=bucket_bytes,
+        gradient_dtype=gradient_dtype,
+        reduce_dtype=reduce_dtype,
+        compression=compression,
+        uses=shared.uses,
+        tied=shared.tied,
+    )
+
+
+def adamw(
+    engine: GradientBuckets | FullySharded,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    offload: str | PathLike[str] = "none",
+) -> FlatAdamW | ShardedAdamW:
+    """Return the AdamW of the shards of an engine; its method `step(lr, factor)` updates all parameters.
+
+    betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. offload: for stages 0 to
+    2: the place of moments and float32 masters (`tpfuse.zero.offload`): "none" (the parameters' device), "host" (the
+    host's memory) or a folder on a local disk. Collective for a folder. Raises ValueError, on every rank, if a rank
+    cannot use the folder.
+    """
+    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if isinstance(engine, FullySharded):
+        if offload != "none":
+            raise ValueError(f"offload {offload} is for stages 0, 1 and 2: expected none at stage 3")
+        return ShardedAdamW(engine, **options)  # type: ignore[arg-type]
+    problem, device = "", engine.buckets[0].values.device
+    try:
+        store = state_store(offload, device, state_bytes([bucket.layout for bucket in engine.buckets], engine.stage))
+    except ValueError as error:
+        problem = str(error)
+    if problem or isinstance(store, FileStore):
+        failed = torch.tensor([float(bool(problem))], device=device)
+        if collectives.all_reduce(failed, engine.world_group).item():
+            raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
+    return FlatAdamW(engine, store=store, **options)  # type: ignore[arg-type]
+
+
+def _check_mesh(mesh: object) -> None:
+    """Raise ValueError unless the mesh has names that say what each dimension is for, and all wide dimensions."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"shard: mesh is {shown(mesh)}: expected a DeviceMesh, as tpfuse.build_mesh returns it, or None if all"
+            " ranks are data-parallel"
+        )
+    names = mesh.mesh_dim_names
+    if not names or not set(names) <= set(AXES):
+        raise ValueError(
+            f"shard: mesh has the dimensions {names}: expected names among {', '.join(AXES)}, as in"
+            ' init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), or tpfuse.build_mesh'
+        )
+    check_order(mesh)
+    root = mesh._get_root_mesh()
+    for axis, name in enumerate(root.mesh_dim_names or ()):
+        if name in AXES and name not in names and root.size(axis) > 1:
+            raise ValueError(
+                f'shard: mesh is a slice without "{name}", which has {root.size(axis)} ranks: pass the whole mesh'
+            )
+
+
+def _check_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Raise ValueError if tensor-parallel ranks of the model are not those along "tp" of the mesh."""
+    tensor = None if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"]
+    known = [] if tensor is None else tensor.mesh.flatten().tolist()
+    way = 'pass the mesh of all ranks, with the model\'s dimension named "tp", as tpfuse.build_mesh returns it'
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            if ranks != known:
+                raise ValueError(f"shard: {name} is on the ranks {ranks}, and the mesh has {known} along tp: {way}")
+    partial = partial_gradients(model)
+    if partial and len(known) < 2:
+        raise ValueError(
+            f"shard: gradients such as {min(partial)}'s are partial sums over tensor-parallel ranks: {way}"
+        )
