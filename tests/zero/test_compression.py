@@ -11,7 +11,7 @@ from tests.support.nodes import counted, run_on_nodes, why_not_permitted
 from tests.support.tiers import exhaustive
 from tpfuse.comm.nodes import split_by_node
 from tpfuse.comm.traffic import Traffic
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
 
 # A vector, a matrix that compresses at rank 2, a gap, a matrix that is too small, a second one, another vector.
@@ -33,6 +33,11 @@ def _matrices(x: torch.Tensor) -> list[torch.Tensor]:
     return [
         x[start : start + rows * columns].view(rows, columns) for start, rows, columns in (MATRICES[0], MATRICES[2])
     ]
+
+
+def _reduce(compression: PowerSGDCompression, x: torch.Tensor) -> torch.Tensor:
+    compression.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
+    return x
 
 
 def _wide(rank: int, size: int) -> torch.Tensor:
@@ -92,34 +97,22 @@ def _low_rank(rank: int) -> torch.Tensor:
     return x
 
 
-def _reduced_low_rank() -> torch.Tensor:
-    x = _low_rank(dist.get_rank())
-    PowerSGDCompression(rank=2, seed=3).all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
-    return x
-
-
+@on_ranks(2)
 def test_sums_of_no_higher_rank_than_the_factors_are_exact() -> None:
-    total = _low_rank(0) + _low_rank(1)
-    for found in pool(2).run(_reduced_low_rank):
-        torch.testing.assert_close(found, total, rtol=0, atol=1e-13)
+    x = _low_rank(dist.get_rank())
+    _reduce(PowerSGDCompression(rank=2, seed=3), x)
+    torch.testing.assert_close(x, _low_rank(0) + _low_rank(1), rtol=0, atol=1e-13)
 
 
-def _zeros() -> list[torch.Tensor]:
-    compression, found = PowerSGDCompression(rank=2), []
-    for step in range(3):
-        x = _drawn(dist.get_rank(), step) * (step > 0)
-        compression.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
-        found.append(x)
-    return found
-
-
+@on_ranks(2)
 def test_zero_gradients_do_not_stop_later_ones() -> None:
-    for first, _, third in pool(2).run(_zeros):
-        assert not first.any()
-        total = _drawn(0, 2) + _drawn(1, 2)
-        for found, truth in zip(_matrices(third), _matrices(total), strict=True):
-            assert found.isfinite().all() and torch.linalg.matrix_rank(found) == 2
-            assert (found - truth).norm() < 2 * truth.norm()
+    compression, total = PowerSGDCompression(rank=2), _drawn(0, 2) + _drawn(1, 2)
+    assert not _reduce(compression, torch.zeros(SIZE, dtype=torch.float64)).any()
+    for step in (1, 2):
+        x = _reduce(compression, _drawn(dist.get_rank(), step))
+    for found, truth in zip(_matrices(x), _matrices(total), strict=True):
+        assert found.isfinite().all() and torch.linalg.matrix_rank(found) == 2
+        assert (found - truth).norm() < 2 * truth.norm()
 
 
 def _steps(count: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]:
@@ -168,121 +161,77 @@ def test_ranks_agree_to_the_bit_and_only_remainders_are_missing(world: int) -> N
         torch.testing.assert_close(arrived.double(), given.double(), rtol=0, atol=1e-4)
 
 
-def _constant() -> tuple[torch.Tensor, float]:
+@on_ranks(2)
+def test_the_mean_over_steps_of_a_constant_gradient_is_the_gradient() -> None:
     compression, total = PowerSGDCompression(rank=2), torch.zeros(SIZE, dtype=torch.float64)
     for _ in range(60):
-        x = _drawn(dist.get_rank(), 0)
-        compression.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
-        total += x
-    return total / 60, float(x.norm())
-
-
-def test_the_mean_over_steps_of_a_constant_gradient_is_the_gradient() -> None:
-    truth = _drawn(0, 0) + _drawn(1, 0)
-    for mean, _ in pool(2).run(_constant):
-        for found, true in zip(_matrices(mean), _matrices(truth), strict=True):
-            assert (found - true).norm() < 0.15 * true.norm()
-            singular = torch.linalg.svdvals(true)
-            assert singular[2:].norm() > 0.4 * true.norm()  # one step with factors of rank 2 cannot send this
-
-
-def _overflow(bad: float) -> tuple[torch.Tensor, bool, bool]:
-    """Return the result with a bad number on one rank, and whether the next step of each matrix is as without it."""
-    group, nexts = dist.group.WORLD, []
-    for spoil in (True, False):
-        compression = PowerSGDCompression(rank=2)
-        for step in range(3):
-            x = _drawn(dist.get_rank(), step)
-            if step == 1:
-                if not spoil:
-                    continue
-                if dist.get_rank() == 1:
-                    x[10] = bad
-            compression.all_reduce(x, 0, MATRICES, group, Traffic())
-            if step == 1:
-                spoiled = x
-        nexts.append(x)
-    first, second = (
-        torch.equal(a, b) for a, b in zip(*(_matrices(x) for x in nexts), strict=True)
-    )  # only the first matrix had the bad number
-    return spoiled, first, second
+        total += _reduce(compression, _drawn(dist.get_rank(), 0))
+    for found, true in zip(_matrices(total / 60), _matrices(_drawn(0, 0) + _drawn(1, 0)), strict=True):
+        assert (found - true).norm() < 0.15 * true.norm()
+        singular = torch.linalg.svdvals(true)
+        assert singular[2:].norm() > 0.4 * true.norm()  # one step with factors of rank 2 cannot send this
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@on_ranks(2)
 def test_non_finite_gradients_reach_all_ranks_and_leave_no_trace(bad: float) -> None:
-    for spoiled, first, second in pool(2).run(_overflow, bad):
-        one, other = _matrices(spoiled)
-        assert one.isnan().all() and other.isfinite().all()
-        assert first and not second
+    """A bad number in one matrix on one rank; the next step of that matrix is as without it."""
+    nexts = []
+    for spoil in (True, False):
+        compression = PowerSGDCompression(rank=2)
+        _reduce(compression, _drawn(dist.get_rank(), 0))
+        if spoil:
+            x = _drawn(dist.get_rank(), 1)
+            if dist.get_rank() == 1:
+                x[10] = bad
+            one, other = _matrices(_reduce(compression, x))
+            assert one.isnan().all() and other.isfinite().all()
+        nexts.append(_matrices(_reduce(compression, _drawn(dist.get_rank(), 2))))
+    (first, second), (first_without, second_without) = nexts
+    assert torch.equal(first, first_without) and not torch.equal(second, second_without)
 
 
-def _resumed() -> tuple[bool, bool, str]:
-    group = dist.group.WORLD
-
-    def steps(compression: PowerSGDCompression, *numbers: int) -> torch.Tensor:
-        for step in numbers:
-            x = _drawn(dist.get_rank(), step)
-            compression.all_reduce(x, 0, MATRICES, group, Traffic())
-        return x
-
-    straight, first = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2)
-    whole = steps(straight, 0, 1, 2)
-    steps(first, 0, 1)
-    state = first.state_dict()
-    second = PowerSGDCompression(rank=2, seed=9)
-    second.load_state_dict(state)
-    same = torch.equal(steps(second, 2), whole)
-    fresh = torch.equal(steps(PowerSGDCompression(rank=2), 2), whole)
-    try:
-        PowerSGDCompression(rank=3).load_state_dict(state)
-    except ValueError as error:
-        return same, fresh, str(error)
-    return same, fresh, ""
-
-
+@on_ranks(2)
 def test_a_run_resumes_from_the_saved_state() -> None:
-    assert pool(2).run(_resumed) == [(True, False, "the state has factors of rank 2: expected 3")] * 2
+    def steps(compression: PowerSGDCompression, *numbers: int) -> torch.Tensor:
+        return [_reduce(compression, _drawn(dist.get_rank(), step)) for step in numbers][-1]
+
+    first, second = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2, seed=9)
+    whole = steps(PowerSGDCompression(rank=2), 0, 1, 2)
+    steps(first, 0, 1)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(steps(second, 2), whole)
+    assert not torch.equal(steps(PowerSGDCompression(rank=2), 2), whole)
+    with pytest.raises(ValueError, match=r"^the state has factors of rank 2: expected 3$"):
+        PowerSGDCompression(rank=3).load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"^the state is PowerSGD's: expected the empty state of compression in bf"):
+        Bf16Compression().load_state_dict(first.state_dict())
 
 
-def _scaled() -> tuple[torch.Tensor, torch.Tensor]:
+@on_ranks(2)
+def test_remainders_are_scaled_with_the_gradients() -> None:
     found = []
     for scale in (1.0, 1024.0):
         compression = PowerSGDCompression(rank=2)
-        for step in range(3):
-            x = _drawn(dist.get_rank(), step)
-            if step == 2:
-                compression.scale_errors(scale)
-                x *= scale
-            compression.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
-        found.append(x / scale)
-    return found[0], found[1]
+        for step in range(2):
+            _reduce(compression, _drawn(dist.get_rank(), step))
+        compression.scale_errors(scale)
+        found.append(_reduce(compression, _drawn(dist.get_rank(), 2) * scale) / scale)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
-def test_remainders_are_scaled_with_the_gradients() -> None:
-    for plain, scaled in pool(2).run(_scaled):
-        torch.testing.assert_close(scaled, plain, rtol=1e-12, atol=1e-12)
-
-
-def _two_groups() -> tuple[bool, str]:
-    """Use one bucket and one first element in two groups: two matrices; another shape in one of them is an error."""
+@on_ranks(2)
+def test_groups_have_separate_states() -> None:
+    """One bucket and one first element in two groups are two matrices; another shape in one of them is an error."""
     other = dist.new_group()
     assert other is not None
     alone, both = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2)
     for step in range(2):
-        x, y = _drawn(dist.get_rank(), step), _drawn(dist.get_rank(), step)
-        alone.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
-        both.all_reduce(y, 0, MATRICES, dist.group.WORLD, Traffic())
+        x, y = (_reduce(each, _drawn(dist.get_rank(), step)) for each in (alone, both))
         both.all_reduce(_drawn(dist.get_rank(), 7), 0, ((7, 10, 32),), other, Traffic())
-    try:
+    assert torch.equal(x, y)
+    with pytest.raises(ValueError, match=r"^bucket 0: the matrix at 7 has shape \(16, 20\), but it had \(10, 32\) be"):
         both.all_reduce(y.clone(), 0, ((7, 16, 20),), other, Traffic())
-    except ValueError as error:
-        return torch.equal(x, y), str(error)
-    return torch.equal(x, y), ""
-
-
-def test_groups_have_separate_states() -> None:
-    message = "bucket 0: the matrix at 7 has shape (16, 20), but it had (10, 32) before"
-    assert pool(2).run(_two_groups) == [(True, message)] * 2
 
 
 def test_options() -> None:

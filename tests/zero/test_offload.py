@@ -17,7 +17,9 @@ from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
 from tpfuse.zero import offload
 from tpfuse.zero.bucket_layout import BucketLayout, Segment
-from tpfuse.zero.offload import DeviceStore, FileStore, HostStore, Staging, StateStore, check_space, state_bytes
+from tpfuse.zero.offload import DeviceStore, FileStore, HostStore, check_space, state_bytes
+from tpfuse.zero.reducer import shard_update
+from tpfuse.zero.reducer.shard_update import Staging, StateStore
 
 RATES = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SIZES = (63, 1000, 5000)  # elements of three shards
@@ -131,54 +133,6 @@ def test_one_block_is_resident_at_a_time(folder: Path) -> None:
     assert _resident(store) <= around
 
 
-_UPDATE = """
-import sys, torch
-from pathlib import Path
-from tpfuse.ops.adamw import adamw_
-from tpfuse.zero import offload
-offload._IN_MEMORY = ()
-torch.set_num_threads(1)
-n, folder = 2**26 // 3, Path(sys.argv[1])
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-def status(name):
-    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) / 1024
-gradient = torch.randn(n)
-parameter = torch.zeros(n, dtype=torch.bfloat16)
-adamw_([x := torch.zeros(8)], [x], [x + 0], [x + 0], [None], lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0,
-       step=torch.ones(()))
-before = max(resident(), status("VmHWM"))
-store = offload.FileStore(folder, 12 * n)
-state = [store.tensor(name, n, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")]
-for step in (1.0, 2.0):
-    for part in store.blocks(state, following=state):
-        a, b, c = (x[part] for x in state)
-        adamw_([a], [gradient[part]], [b], [c], [parameter[part]], lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8,
-               weight_decay=0.0, step=torch.tensor(step))
-after, peak = resident(), status("VmHWM")
-total = float(state[0].abs().sum())
-read = resident()
-store.release()
-print(before, after, peak, read, resident(), total > 0)
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-def test_only_a_few_blocks_are_resident_in_an_update(folder: Path) -> None:
-    """An update of 256 MiB of state needs 48 MiB for one block of each tensor, and the memory that torch uses."""
-    done = subprocess.run([sys.executable, "-c", _UPDATE, folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *numbers, changed = done.stdout.split()
-    before, after, peak, read, released = map(float, numbers)
-    assert after < before + 30, "blocks stay resident after the update"
-    assert 40 < peak - before < 100
-    assert read > before + 75, "the test cannot measure what is resident"
-    assert released < before + 30
-    assert changed == "True"
-    assert not list(folder.iterdir())
-
-
 _KILLED = """
 import sys, time, torch
 from pathlib import Path
@@ -268,8 +222,8 @@ def test_staging_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return target
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(offload, "_on_host", lambda x: False)
-    monkeypatch.setattr(offload, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(shard_update, "_on_host", lambda x: False)
+    monkeypatch.setattr(shard_update, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(Tensor, "copy_", late)
     staging = Staging()
     gradients, parameters = torch.arange(100.0), torch.arange(100.0, 200.0, dtype=torch.float64)

@@ -180,10 +180,13 @@ def test_the_gradient_of_sums_is_divided_by_the_labels_of_all_ranks(
         assert norm_error <= 1e-12 and weight_error <= 1e-12
 
 
-def norm_over_a_context(stage: int, counted: bool) -> float:
-    """Return the norm of the GPT's first gradient, whose loss over a context is a sum over its ranks."""
-    layout = zero_training.Layout(dp=2, cp=2, stage=stage)
-    mesh = mesh_of(2, 1, 2)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_the_ranks_of_a_context_count_once(stage: int, counted: bool) -> None:
+    """The GPT's loss over a context is a sum over its ranks."""
+    layout, mesh = zero_training.Layout(dp=2, cp=2), mesh_of(2, 1, 2)
     case = zero_training.gpt(context_mesh=mesh["cp"])
     optimizer = ZeroOptimizer(case.model, mesh, stage=stage, units=case.units)
     (rows,) = zero_training.micro_batches(layout, 1)
@@ -191,15 +194,7 @@ def norm_over_a_context(stage: int, counted: bool) -> float:
     (loss * zero_training.BATCH if counted else loss * layout.dp).backward()
     if counted:
         optimizer.divide_by(len(rows))
-    return optimizer.clip_grad_norm_(1.0).item()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_ranks_of_a_context_count_once(stage: int, counted: bool) -> None:
-    expected = zero_training.plain("gpt")[1][0]
-    assert pool(4).run(norm_over_a_context, stage, counted) == pytest.approx([expected] * 4, rel=1e-12)
+    assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(zero_training.plain("gpt")[1][0], rel=1e-12)
 
 
 def miscounted(stage: int, kind: str) -> list[str]:
@@ -392,30 +387,22 @@ def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int, impl: Im
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def disagreeing(stage: int) -> tuple[str, float]:
-    """Skip an update on rank 1 alone; return this rank's error and the seconds until it was raised."""
+@pytest.mark.parametrize("stage", [0, *exhaustive(1, 2, 3)])
+@on_ranks(2)
+def test_ranks_that_do_not_agree_to_skip_an_update_raise_at_once(stage: int) -> None:
+    """Rank 1 alone skips an update."""
     model = made()
     optimizer = optimizer_of(model, stage)
     begin = time.monotonic()
-    try:
+    with pytest.raises(Disagreement, match="rank 0 runs") as caught:
         for step in range(3):
             loss_of(model, step, ROWS).backward()
             if step == 0 or dist.get_rank() == 0:
                 optimizer.step()
             optimizer.zero_grad()
-    except Disagreement as error:
-        return str(error), time.monotonic() - begin
-    return "", 0.0
-
-
-@pytest.mark.parametrize("stage", [0, *exhaustive(1, 2, 3)])
-def test_ranks_that_do_not_agree_to_skip_an_update_raise_at_once(stage: int) -> None:
-    messages, seconds = zip(*pool(2).run(disagreeing, stage), strict=True)
-    assert max(seconds) < 30, "half of the deadline of a wait"
-    cause = "every rank must call step(), or every rank must skip it by zero_grad()"
-    assert all("rank 0 runs" in message for message in messages) and cause in messages[1]
-    if stage < 3:  # at stage 3 the next backward pass of rank 0 raises
-        assert cause in messages[0]
+    assert time.monotonic() - begin < 30, "half of the deadline of a wait"
+    if stage < 3 or dist.get_rank():  # at stage 3 the next backward pass of rank 0 raises
+        assert "every rank must call step(), or every rank must skip it by zero_grad()" in str(caught.value)
 
 
 def test_a_gradient_scaler_is_refused() -> None:
@@ -452,18 +439,23 @@ def test_the_norm_of_sharded_parameters_is_that_of_whole_ones() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
-def test_hyperparameters_are_read_at_each_step() -> None:
+def test_hyperparameters_are_read_at_each_step_and_a_closure_computes_the_loss() -> None:
     model, plain = made(), made()
     optimizer = ZeroOptimizer(model, stage=0, weight_decay=0.0)
     reference = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
+
+    def closure(each: torch.optim.Optimizer, x: nn.Module, step: int) -> Tensor:
+        each.zero_grad()
+        loss = loss_of(x, step, ROWS)
+        loss.backward()
+        return loss
+
     for step in range(3):
         for each in (optimizer, reference):
             for group in each.param_groups:
                 group |= {"lr": 0.01 * (step + 1), "betas": (0.5 + 0.1 * step, 0.9), "eps": 1e-3}
-        for each, x in ((optimizer, model), (reference, plain)):
-            each.zero_grad()
-            loss_of(x, step, ROWS).backward()
-            each.step()
+        losses = [each.step(partial(closure, each, x, step)) for each, x in ((optimizer, model), (reference, plain))]
+        torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     optimizer.param_groups[1]["lr"] = 0.5
@@ -472,23 +464,6 @@ def test_hyperparameters_are_read_at_each_step() -> None:
     optimizer.param_groups[1] |= {"lr": 0.03, "weight_decay": 0.1}
     with pytest.raises(ValueError, match=r"param_groups: weight_decay is 0\.0 and 0\.1"):
         optimizer.step()
-
-
-def test_a_closure_computes_the_loss() -> None:
-    model, plain = made(), made()
-    optimizer = ZeroOptimizer(model, stage=0, lr=1e-2, weight_decay=0.0)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-
-    def closure(of: torch.optim.Optimizer, x: nn.Module) -> Tensor:
-        of.zero_grad()
-        loss = loss_of(x, 0, ROWS)
-        loss.backward()
-        return loss
-
-    losses = [each.step(lambda e=each, x=x: closure(e, x)) for each, x in ((optimizer, model), (reference, plain))]
-    assert torch.equal(*losses)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_errors_explain_what_is_wrong_in_a_loop() -> None:

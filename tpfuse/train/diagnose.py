@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.micro_batches import MicroBatches
 
 
 def _finite(x: Any) -> bool:
@@ -37,7 +36,7 @@ def _first_output(model: nn.Module, forward: Callable[[], object]) -> list[str]:
 def find_nonfinite(
     model: nn.Module,
     whole: nn.Module,
-    engine: GradientBuckets | FullySharded,
+    engine: MicroBatches,
     forward: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> str:

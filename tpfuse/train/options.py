@@ -227,14 +227,13 @@ class ZeroOptions:
     Context-parallel ranks count as data-parallel ranks here."""
 
     stage: Rounds[int] = 0
-    """Shard state by this stage of ZeRO. 0: shard nothing; 1: the optimizer's state; 2: also the gradients; 3: also the
-    parameters."""
+    """Stage of ZeRO. 0: shard nothing; 1: the optimizer's state; 2: also the gradients; 3: also the parameters."""
     gradient_dtype: Alters[GradientDtype] = "float32"
-    """Accumulate and keep gradients in this dtype: float32, or parameter for the parameters' dtype. Stage 3 accepts
-    only float32."""
+    """Dtype in which gradients are accumulated and kept: float32, or parameter for the parameters' dtype. Stage 3
+    accepts only float32."""
     reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
-    """Send gradients to other ranks in this dtype: float32, parameter for the parameters' dtype, or gradient for the
-    dtype in which they are kept."""
+    """Dtype in which gradients are sent to other ranks: float32, parameter for the parameters' dtype, or gradient for
+    the dtype in which they are kept."""
     offload: Rounds[str] = "none"
     """Place of the optimizer's state: none (the device), host (the host's memory), or a folder on a local disk."""
     compression: Alters[str] = "none"

@@ -98,7 +98,9 @@ class Bucket:
         if self.accumulated is None and last and max(self._arrivals) == 1:
             self._waiting[segment] = gradient
         else:
-            sum_so_far = self.layout.view(self._accumulation_buffer(), self.layout.segments[segment])
+            if self.accumulated is None:
+                self.accumulated = torch.zeros(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
+            sum_so_far = self.layout.view(self.accumulated, self.layout.segments[segment])
             if segment in self._without_gradient:
                 sum_so_far.copy_(gradient)
             else:
@@ -128,27 +130,20 @@ class Bucket:
     def copy_waiting(self) -> None:
         """Copy the waiting gradients, if there are any, into the reducer's buffer. This frees their memory."""
         if self._waiting:
-            self._copy_waiting()
+            buffer = self._reduce_buffer = self._requested_buffer()
+            for segment, gradient in self._waiting.items():
+                self.layout.view(buffer, self.layout.segments[segment]).copy_(gradient)
+            self._waiting.clear()
 
-    def _copy_waiting(self) -> Tensor:
-        """Copy the waiting gradients into the reducer's buffer, which is requested on the first call; return it."""
-        if self._reduce_buffer is None:
-            self._reduce_buffer = self.reducer.gradient_buffer(self.index)
-        for segment, gradient in self._waiting.items():
-            self.layout.view(self._reduce_buffer, self.layout.segments[segment]).copy_(gradient)
-        self._waiting.clear()
-        return self._reduce_buffer
-
-    def _accumulation_buffer(self) -> Tensor:
-        if self.accumulated is None:
-            self.accumulated = torch.zeros(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
-        return self.accumulated
+    def _requested_buffer(self) -> Tensor:
+        return self.reducer.gradient_buffer(self.index) if self._reduce_buffer is None else self._reduce_buffer
 
     def start_reduce(self) -> None:
         """Start the reduction of the bucket's gradients; the gradient of a segment that had none is zero."""
         layout, accumulated = self.layout, self.accumulated
         if accumulated is None:
-            buffer = self._copy_waiting()
+            self.copy_waiting()
+            buffer = self._requested_buffer()
             ends = [0, *(segment.stop for segment in layout.segments)]
             starts = [*(segment.start for segment in layout.segments), layout.size]
             for start, end in zip(ends, starts, strict=True):  # the padding between segments is in the norm too

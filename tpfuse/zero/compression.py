@@ -32,9 +32,7 @@ from tpfuse.comm.collectives import collective
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.initialize import seed_of
-
-MatrixSpan = tuple[int, int, int]
-"""A matrix in a flat tensor: (first element, rows, columns)."""
+from tpfuse.zero.reducer.inter_node import Compression, MatrixSpan
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> None:
@@ -73,32 +71,20 @@ def shard_of_sum(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent:
     return total
 
 
-class Bf16Compression:
+class Bf16Compression(Compression):
     """Gradients are sent in bfloat16 and summed in float32."""
 
     def all_reduce(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """Replace x [m] by its sum over the group. Raises PeerTimeout."""
+        """See `Compression`."""
         sum_over(x, group, traffic, sent=torch.bfloat16)
 
     def reduce_scatter(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> Tensor:
-        """Return this rank's shard of the sum, [m / world], rounded once; `all_reduce` sends twice as many bytes."""
+        """See `Compression`: the sum is rounded once; `all_reduce` sends twice as many bytes."""
         return shard_of_sum(x, group, traffic, sent=torch.bfloat16)
-
-    def scale_errors(self, factor: float) -> None:
-        """Do nothing: this compression keeps no state that depends on the scale of the gradients."""
-
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return an empty dictionary: this compression keeps no state from one step to the next."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Raise ValueError for the state of a PowerSGD compression."""
-        if state:
-            raise ValueError("the state is PowerSGD's: expected the empty state of compression in bfloat16")
 
 
 _MatrixKey = tuple[int, int, int]  # (index of the group, index of the bucket, first element of the matrix)
@@ -112,7 +98,7 @@ class _MatrixState:
     factor: Tensor
 
 
-class PowerSGDCompression:
+class PowerSGDCompression(Compression):
     """Matrices are sent as two thin factors; the remainder that these leave out is added to the next step's gradient.
 
     rank: the rank of the factors. A matrix whose factors take more than half of its bytes is sent uncompressed, and so
@@ -132,10 +118,6 @@ class PowerSGDCompression:
         self._groups: dict[str, int] = {}
         self._states: dict[_MatrixKey, _MatrixState] = {}
 
-    def gains(self, rows: int, columns: int) -> bool:
-        """Return whether the factors of a matrix take at most half of its bytes."""
-        return 2 * self.rank * (rows + columns) <= rows * columns
-
     @torch.no_grad()
     def all_reduce(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
@@ -144,7 +126,7 @@ class PowerSGDCompression:
 
         Two sums are communicated: that of the uncompressed elements and all P, then that of all Q'.
         """
-        matrices = [span for span in matrices if self.gains(*span[1:])]
+        matrices = [(at, m, n) for at, m, n in matrices if 2 * self.rank * (m + n) <= m * n]
         views = [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in matrices]
         group_index = self._groups.setdefault(group.group_name, len(self._groups))
         keys = [(group_index, index, start) for start, _, _ in matrices]
@@ -154,7 +136,7 @@ class PowerSGDCompression:
             matrix += state.error
         projections = [matrix @ state.factor for matrix, state in zip(views, states, strict=True)]
         _sum_all([*plain, *projections], group, traffic)
-        bases = [_orthonormal(projection) for projection in projections]
+        bases = [torch.linalg.qr(projection).Q for projection in projections]  # dependent columns too
         local_factors = [matrix.T @ basis for matrix, basis in zip(views, bases, strict=True)]
         factors = [factor.clone() for factor in local_factors]
         _sum_all(factors, group, traffic)
@@ -166,13 +148,6 @@ class PowerSGDCompression:
             state.error = torch.where(finite, error, state.error)
             state.factor = torch.where(finite, factor, state.factor)
             torch.mm(basis, factor.T, out=matrix)
-
-    def reduce_scatter(
-        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
-    ) -> Tensor:
-        """Return this rank's shard of the sum, [m / world], a view of x, which holds the whole sum."""
-        self.all_reduce(x, index, matrices, group, traffic)
-        return x.view(group.size(), -1)[group.rank()]
 
     def _state_of(self, key: _MatrixKey, matrix: Tensor) -> _MatrixState:
         state = self._states.get(key)
@@ -193,7 +168,7 @@ class PowerSGDCompression:
         return factor.to(device=matrix.device, dtype=matrix.dtype)
 
     def scale_errors(self, factor: float) -> None:
-        """Multiply the remainders by `factor`, for a change of the gradients' scale such as float16's loss scale."""
+        """See `Compression`."""
         for matrix in self._states.values():
             matrix.error *= factor
 
@@ -234,13 +209,7 @@ def _sum_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traff
         tensor.copy_(part.view_as(tensor))
 
 
-def _orthonormal(span: Tensor) -> Tensor:
-    """Return orthonormal columns whose span contains those of `span` [rows, rank], also if these are dependent."""
-    basis: Tensor = torch.linalg.qr(span).Q
-    return basis
-
-
-def compression_of(name: str, *, seed: int = 0) -> Bf16Compression | PowerSGDCompression | None:
+def compression_of(name: str, *, seed: int = 0) -> Compression | None:
     """Return the compression of this name: "none", "bf16" or "powersgd-RANK". Raises ValueError for another name."""
     if name == "none":
         return None

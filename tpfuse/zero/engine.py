@@ -80,10 +80,10 @@ def shard(
     compression: for stages 0 to 2: the compression of gradients that nodes send each other
     (`tpfuse.zero.compression`).
 
-    Collective. Raises ValueError, before it communicates, for arguments of another kind, for a mesh that lacks ranks of
-    the model, and for parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several
-    dtypes, and those that two units share). Raises ValueError on every rank if data-parallel ranks have parameters of
-    other names, shapes or dtypes. Raises PeerTimeout.
+    Collective. Raises ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
+    parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
+    that two units share). Raises ValueError on every rank if data-parallel ranks have parameters of other names, shapes
+    or dtypes. Raises PeerTimeout.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -109,7 +109,10 @@ def shard(
     if shared.ends is not None and "pp" not in (mesh.mesh_dim_names or () if mesh else ()):
         raise ValueError('shard: mesh has no dimension "pp", along which the stages that share parameters are')
     data = default_group() if mesh is None else flat_group(mesh, *DATA_AXES)
-    fully = stage == 3 and rank_and_size(data)[1] > 1
+    _, ranks = rank_and_size(data)
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(f"replicas {replicas}: expected a number that divides the {ranks} data-parallel ranks")
+    fully = stage == 3 and ranks > 1
     groups = RankGroups(data, data, data)
     if mesh is not None:
         kept = () if fully else DATA_AXES
@@ -117,8 +120,8 @@ def shard(
         groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends)
     if fully:
         if mesh is None:
-            device = next((parameter.device for parameter in model.parameters()), None)
-            mesh = init_device_mesh("cpu" if device is None else device.type, (data.size(),), mesh_dim_names=("dp",))  # type: ignore[union-attr]
+            device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+            mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
         return FullySharded(
             model,
             groups,

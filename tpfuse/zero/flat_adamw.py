@@ -9,10 +9,10 @@ from tpfuse.comm.layout import local_slices
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.offload import DeviceStore, Staging, StateStore
+from tpfuse.zero.offload import DeviceStore
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.base import GradientReducer
-from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
 from tpfuse.zero.shard_slices import StateKind, StateRectangle, state_rectangles
 
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")

@@ -62,16 +62,15 @@ _REPLACED = (
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A trained parameter: `sharded` is the DTensor of its shards, float32 for half types.
-
-    in_norm: whether this rank adds its shard to the norm. is_owner: whether this rank saves its shard. Among the ranks
-    with the same shard exactly one adds it, and exactly one saves it.
-    """
+    """A trained parameter."""
 
     name: str
+    # The DTensor of its shards, float32 for half types.
     sharded: Parameter
     decay: bool
+    # Whether this rank adds its shard to the norm; exactly one of the ranks with the same shard does.
     in_norm: bool
+    # Whether this rank saves its shard; exactly one of the ranks with the same shard does.
     is_owner: bool
 
     @property
@@ -189,11 +188,10 @@ class FullySharded(MicroBatches):
 
     def _check_gathered(self) -> None:
         """Raise ValueError if others have written to a gathered parameter: its shards do not have that."""
-        for group in _parameter_groups(*self._units):
-            for parameter in group.fsdp_params:
-                gathered = _gathered(parameter)
-                if gathered is not None and writes(gathered) != self._counted[parameter]:
-                    raise ValueError(_LOST.format(name=parameter._param_fqn))
+        for parameter in _parameters_of(*self._units):
+            gathered = _gathered(parameter)
+            if gathered is not None and writes(gathered) != self._counted[parameter]:
+                raise ValueError(_LOST.format(name=parameter._param_fqn))
 
     def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
         """Shard the units, then the model, which has the parameters that no unit has taken."""
@@ -241,7 +239,7 @@ class FullySharded(MicroBatches):
     def _described(self, unit: int) -> str:
         """Return the name of a unit in messages, with its first parameter."""
         names = {module: name for name, module in self.model.named_modules()}
-        parameters = [p._param_fqn for group in _parameter_groups(self._units[unit]) for p in group.fsdp_params]
+        parameters = [parameter._param_fqn for parameter in _parameters_of(self._units[unit])]
         what = f"unit {names[self._units[unit]]}" if unit < len(self._units) - 1 else "the model's own parameters"
         return f"{what} ({', '.join(parameters[:1] + ['…'] * (len(parameters) > 1))})"
 
@@ -261,7 +259,10 @@ class FullySharded(MicroBatches):
             self.clear_gradients()
         elif last:
             for group in _parameter_groups(*self._units):
-                _complete_half_gradients(group)
+                # Gradients arrive in another dtype than that in which some are accumulated.
+                if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+                    for parameter in group.fsdp_params:
+                        _complete_gradient(parameter)
         self._keep_whole(last and self._pipelined)
         self._unreduced = [*self._units[-2::-1], self._units[-1]] if self._kept_whole else []
         self._awaited, self._arrived = set(), set()
@@ -298,15 +299,16 @@ class FullySharded(MicroBatches):
     @contextmanager
     def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
         """See `MicroBatches`."""
-        every = [parameter for group in _parameter_groups(*self._units) for parameter in group.fsdp_params]
         # The modules have the gathered parameters, unless the unit has not computed in this step.
-        self._awaited = {p for p in every if p.sharded_param in parameters or _gathered(p) in parameters}
+        self._awaited = {
+            p for p in _parameters_of(*self._units) if p.sharded_param in parameters or _gathered(p) in parameters
+        }
         yield
         self._arrived |= self._awaited
         self._awaited = set()
         self._start_reductions(complete=True)
 
-    def _take(self, parameter: Any) -> None:
+    def _take(self, parameter: Any, _: Tensor) -> None:
         """Take a gradient of a parameter of `fully_shard`, which has arrived in `.grad` of the gathered one."""
         if not self._kept_whole:
             return
@@ -320,15 +322,14 @@ class FullySharded(MicroBatches):
         """Start the reduction of the next units in order. complete: stop at the first unit that lacks a gradient."""
         while self._unreduced:
             unit = self._unreduced[0]
-            groups = _parameter_groups(unit)
-            trained = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
-            if complete and not self._arrived.issuperset(trained):
+            parameters = _parameters_of(unit)
+            if complete and not self._arrived.issuperset(p for p in parameters if p.sharded_param.requires_grad):
                 return
             self._unreduced.pop(0)
             unit.set_requires_gradient_sync(True, recurse=False)
-            for group in groups:
-                for parameter in group.fsdp_params:
-                    _complete_gradient(parameter)
+            for parameter in parameters:
+                _complete_gradient(parameter)
+            for group in _parameter_groups(unit):
                 group.post_backward()  # it frees no parameters: this pass may still compute with them
             unit.set_requires_gradient_sync(False, recurse=False)
 
@@ -345,11 +346,10 @@ class FullySharded(MicroBatches):
         It accumulates them in the reduction's dtype, not in a half type. `fully_shard` does so itself at the end of a
         backward pass, but not in the second half of a split one.
         """
-        for group in _parameter_groups(cast(FSDPModule, unit)):
-            for parameter in group.fsdp_params:
-                gathered = parameter.unsharded_param
-                if gathered.requires_grad and not gathered._post_accumulate_grad_hooks:
-                    gathered.register_post_accumulate_grad_hook(_Taking(self, parameter))
+        for parameter in _parameters_of(cast(FSDPModule, unit)):
+            gathered = parameter.unsharded_param
+            if gathered.requires_grad and not gathered._post_accumulate_grad_hooks:
+                gathered.register_post_accumulate_grad_hook(partial(self._take, parameter))
 
     def _abandon(self, *, begun: bool) -> None:
         root = self._units[-1]
@@ -380,18 +380,15 @@ class FullySharded(MicroBatches):
         if any(member.sharded.grad is not None for member in self.members):
             return False
         return not self._kept_whole or not any(
-            parameter.unsharded_accumulated_grad is not None
-            or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-            for group in _parameter_groups(*self._units)
-            for parameter in group.fsdp_params
+            parameter.unsharded_accumulated_grad is not None or getattr(_gathered(parameter), "grad", None) is not None
+            for parameter in _parameters_of(*self._units)
         )
 
     def _drop(self) -> None:
-        for group in _parameter_groups(*self._units):  # fully_shard keeps unsharded gradients of earlier micro-batches
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+        for parameter in _parameters_of(*self._units):  # fully_shard keeps unsharded gradients of earlier micro-batches
+            parameter.unsharded_accumulated_grad, gathered = None, _gathered(parameter)
+            if gathered is not None:
+                gathered.grad = None
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
@@ -400,10 +397,7 @@ class FullySharded(MicroBatches):
             member.sharded.grad = None
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's contribution to the squared norm of the whole gradient, float64 [].
-
-        The sum over all ranks is the squared norm: a shard that several ranks have is counted on one of them.
-        """
+        """See `MicroBatches`."""
         parts = [member.gradient for member in self.members if member.in_norm]
         norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
         if norms:
@@ -411,7 +405,7 @@ class FullySharded(MicroBatches):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def nonfinite(self) -> list[str]:
-        """Return the names of the parameters with a gradient that is not finite in this rank's shards."""
+        """See `MicroBatches`."""
         return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]
 
     def free_gathered(self) -> None:
@@ -430,17 +424,6 @@ class FullySharded(MicroBatches):
         return local_tensor(self.members[0].sharded).device
 
 
-@dataclass(frozen=True, eq=False)
-class _Taking:
-    """A hook that tells the engine of a gradient of a gathered parameter, which has arrived."""
-
-    engine: FullySharded
-    parameter: Any
-
-    def __call__(self, _: Tensor) -> None:
-        self.engine._take(self.parameter)
-
-
 def shard_dim(shape: Sequence[int], world: int) -> int:
     """Return the dimension in which stage 3 cuts a parameter of this local shape.
 
@@ -456,15 +439,12 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
     """Return two one-dimensional meshes: the ranks that share a copy of the model, and those with the same shard of it.
 
     mesh: all its dimensions except "tp" and "pp" are data-parallel; together they are `replicas` × shards. Collective:
-    all ranks of the mesh must call it. Raises ValueError if `replicas` does not divide the number of these ranks, or
-    if they are not in ascending order.
+    all ranks of the mesh must call it. Raises ValueError if these ranks are not in ascending order.
     """
     names = _data_dimensions(mesh)
     wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
     data = mesh[wide] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     check_order(data)
-    if replicas < 1 or data.size() % replicas:
-        raise ValueError(f"replicas {replicas}: expected a number that divides the {data.size()} data-parallel ranks")
     both = data._unflatten(0, (replicas, data.size() // replicas), ("replicate", "shard"))
     return both["shard"], both["replicate"]
 
@@ -482,13 +462,6 @@ def _complete_gradient(parameter: Any) -> None:
         parameter.to_accumulated_grad_if_needed()
 
 
-def _complete_half_gradients(group: Any) -> None:
-    """Complete the gradients of a unit that has accumulated some in another dtype than that in which they arrive."""
-    if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
-        for parameter in group.fsdp_params:
-            _complete_gradient(parameter)
-
-
 def _gathered(parameter: Any) -> Parameter | None:
     """Return the gathered parameter of one of `fully_shard`; None if it has never been gathered."""
     return getattr(parameter, "_unsharded_param", None)
@@ -499,6 +472,11 @@ def _parameter_groups(*units: FSDPModule) -> list[Any]:
     states = [unit._get_fsdp_state() for unit in units]
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return [group for of_unit in groups for group in of_unit if group is not None]
+
+
+def _parameters_of(*units: FSDPModule) -> list[Any]:
+    """Return the parameters of these units, as `fully_shard` keeps them."""
+    return [parameter for group in _parameter_groups(*units) for parameter in group.fsdp_params]
 
 
 def _data_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:

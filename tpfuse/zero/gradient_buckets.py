@@ -120,7 +120,9 @@ class GradientBuckets(MicroBatches):
         )
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, group_of, local_tensor(first).device)
-        self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # 0 if all are plain
+        self._model_rank = max(
+            p.device_mesh.get_local_rank() if isinstance(p, DTensor) else 0 for p in trained.values()
+        )
         self.trained = trained
         self._taken_gradients = {
             name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()
@@ -142,7 +144,7 @@ class GradientBuckets(MicroBatches):
         for layout in layouts:
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
             families.setdefault((group_of[layout.kind], sent), []).append(layout)
-        reducer_of: dict[int, tuple[GradientReducer, int]] = {}
+        reducer_of: dict[int, tuple[GradientReducer, int]] = {}  # by id, since layouts may be equal
         self.reducers: list[GradientReducer] = []
         for (group, sent), family in families.items():
             specs = [_spec(layout, sent) for layout in family]
@@ -271,10 +273,7 @@ class GradientBuckets(MicroBatches):
         return [dist.get_process_group_ranks(group) for group in groups if group is not None]
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's contribution to the squared norm of the whole gradient, float64 [].
-
-        The sum over `world_group` is the squared norm: a shard that several ranks have is counted on one of them.
-        """
+        """See `MicroBatches`."""
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device)
         for bucket in self.buckets:
             whole = self.stage == 0 and bucket.reducer.shard_index > 0
@@ -291,12 +290,12 @@ class GradientBuckets(MicroBatches):
         return self.stage > 0 or index % reducer.world == reducer.shard_index
 
     def nonfinite(self) -> list[str]:
-        """Return the names of parameters with a non-finite gradient in this rank's shards, in the buckets' order."""
+        """See `MicroBatches`; the names are in the buckets' order."""
         return [
             segment.name
             for bucket in self.buckets
             for segment, part in bucket.layout.segments_in(bucket.shard)
-            if not bool(torch.isfinite(_within(bucket.reduced_shard, bucket.shard, part)).all())
+            if not bool(torch.isfinite(bucket.reduced_shard[part.start - bucket.shard.start :][: len(part)]).all())
         ]
 
     def close(self) -> None:
@@ -341,11 +340,6 @@ def _has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks) or any(not isinstance(hook, _Taking) for hook in hooks)
 
 
-def _within(shard: Tensor, whole: range, part: range) -> Tensor:
-    """Return the elements `part` of a bucket, given the tensor of its shard `whole`."""
-    return shard[part.start - whole.start : part.stop - whole.start]
-
-
 def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:
     """Raise ValueError for a tied parameter that several tensor-parallel ranks would add to the norm."""
     for name in tied:
@@ -360,7 +354,3 @@ def _spec(layout: BucketLayout, sent: torch.dtype) -> BucketSpec:
 
 def _is_on_several_ranks(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 and is_sharded(parameter)
-
-
-def _mesh_rank(parameter: Tensor) -> int:
-    return parameter.device_mesh.get_local_rank() if isinstance(parameter, DTensor) else 0

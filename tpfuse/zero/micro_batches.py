@@ -47,7 +47,7 @@ class MicroBatches(ABC):
     # The number of ranks with different sequences; the ranks of a model's context share one loss. Gradients are summed
     # over all of them.
     data_ranks: int
-    # All ranks that train the model, over which `squared_norm()` must be summed; None for one rank.
+    # All ranks that train the model; None for one rank.
     world_group: dist.ProcessGroup | None
     # The compression of the gradients that are sent between nodes.
     compression: Compression | None = None
@@ -191,7 +191,14 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def squared_norm(self) -> Tensor:
-        """Return this rank's contribution to the squared norm of the whole gradient, float64 [], after `finish()`."""
+        """Return this rank's contribution to the squared norm of the whole gradient, float64 [], after `finish()`.
+
+        The sum over `world_group` is the squared norm: a shard that several ranks have is counted on one of them.
+        """
+
+    @abstractmethod
+    def nonfinite(self) -> list[str]:
+        """Return the names of the parameters with a gradient that is not finite in this rank's shards."""
 
     def take_sums(self) -> None:
         """Mark the sums of `finish()` as used, before an update. Raises ValueError if there are no new sums."""

@@ -18,7 +18,6 @@ import errno
 import mmap
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -28,30 +27,11 @@ from torch import Tensor
 
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket_layout import ALIGNMENT, BucketLayout
+from tpfuse.zero.reducer.shard_update import StateStore
 
 BLOCK = 4 * 2**20  # elements, 16 MiB in float32: large enough for a disk, and a few blocks take little memory
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MADV_POPULATE_WRITE = 23  # Python's mmap module does not define it
-
-
-class StateStore(ABC):
-    """A store allocates tensors of state and yields the blocks in which the update reads and writes them."""
-
-    @abstractmethod
-    def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [size], which are valid as long as the store exists. key: their name in error messages."""
-
-    @abstractmethod
-    def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        """Yield slices that together cover `tensors` [n], in order. The caller uses a slice until it requests the next.
-
-        tensors: tensors of this store or parts of them; other tensors of the same length may be among them. following:
-        the tensors of the next call, if they are known.
-        """
-
-    def release(self) -> None:
-        """Release memory that is not needed, after a checkpoint has read or written the state without `blocks`."""
-        return
 
 
 class DeviceStore(StateStore):
@@ -104,7 +84,7 @@ class FileStore(StateStore):
         nbytes = max(nbytes, 1)  # an empty file cannot be mapped
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the store exists
         try:
-            _allocate(self._file.fileno(), nbytes)
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)  # if the file were sparse, a full disk would end the run
             self._map = mmap.mmap(self._file.fileno(), nbytes)
         except OSError as error:
             self._file.close()
@@ -184,58 +164,6 @@ def _parts(length: int, block: int) -> list[slice]:
     """Return slices that end between the processor's vectors: torch rounds elements after the last one differently."""
     assert block % ALIGNMENT == 0, f"blocks of {block} elements: expected a multiple of {ALIGNMENT}"
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
-
-
-def _allocate(descriptor: int, nbytes: int) -> None:
-    """Allocate the space of a file; if it were sparse, a full disk would end the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, nbytes)
-    else:
-        os.ftruncate(descriptor, nbytes)
-
-
-def _on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu"
-
-
-def _pinned(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-class Staging:
-    """Copies blocks of gradients from a device to the host, and new parameters back. On the CPU it copies nothing.
-
-    Both are copied through pinned memory. Before the memory is used again, `host` waits for the stream, and so for the
-    copy of the new parameters to the device.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    def _buffer(self, name: str, block: Tensor) -> Tensor:
-        """Return pinned memory for a block, which may be larger than earlier blocks."""
-        if name not in self._memory or self._memory[name].nbytes < block.nbytes:
-            self._memory[name] = _pinned(block.nbytes)
-        return self._memory[name][: block.nbytes].view(block.dtype)
-
-    @contextlib.contextmanager
-    def host(self, gradient: Tensor, parameter: Tensor, *, read: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield both blocks [n] on the host: the gradient to read, and the parameter to write.
-
-        read: whether the block of the parameter must have its present values, which is so if it is its own master. On
-        exit the new values are copied to the device's parameter on the current stream.
-        """
-        if _on_host(gradient):
-            yield gradient, parameter
-            return
-        stream = torch.cuda.current_stream(gradient.device)
-        on_host, new = self._buffer("gradient", gradient), self._buffer("parameter", parameter)
-        on_host.copy_(gradient, non_blocking=True)
-        if read:
-            new.copy_(parameter, non_blocking=True)
-        stream.synchronize()
-        yield on_host, new
-        parameter.copy_(new, non_blocking=True)
 
 
 def state_bytes(layouts: Iterable[BucketLayout], stage: int) -> int:

@@ -74,11 +74,9 @@ class ShardedAdamW:
         for member in self._engine.members:
             shape, slices = tuple(member.sharded.shape), local_slices(member.sharded)
             shard: Tensor = local_tensor(member.sharded)
-            yield StateRectangle(member.name, "model", shape, slices, shard, member.is_owner)
-            yield StateRectangle(member.name, "exp_avg", shape, slices, self._exp_avg[member.name], member.is_owner)
-            yield StateRectangle(
-                member.name, "exp_avg_sq", shape, slices, self._exp_avg_sq[member.name], member.is_owner
-            )
+            state = {"model": shard, "exp_avg": self._exp_avg[member.name], "exp_avg_sq": self._exp_avg_sq[member.name]}
+            for kind, tensor in state.items():
+                yield StateRectangle(member.name, kind, shape, slices, tensor, member.is_owner)  # type: ignore[arg-type]
 
     def release(self) -> None:
         """Do nothing after a checkpoint has read the state: all of the state stays in memory."""

@@ -121,7 +121,7 @@ class Pipeline:
 
         batches: the micro-batches, which are tuples of tensors, equal on all ranks of the pipeline and of equal shapes
         and dtypes. Gradients are added to `.grad`; those of tied parameters are summed over both ends. engine:
-        `GradientBuckets` or `FullySharded`, which then takes all gradients; `step` may be called once before an update.
+        that of `tpfuse.zero.shard`, which then takes all gradients; `step` may be called once before an update.
         Raises ValueError for another number of micro-batches than the pipeline has, for micro-batches of other types or
         shapes, and on the rank concerned for a block that changes the shape and for a loss that is not a scalar. Raises
         PeerTimeout if a rank is missing.

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.traffic import Traffic
+from tpfuse.zero.reducer.inter_node import MatrixSpan
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 
@@ -49,7 +50,7 @@ class BucketSpec:
     size: int
     dtype: torch.dtype
     sent: torch.dtype
-    matrices: tuple[tuple[int, int, int], ...] = ()
+    matrices: tuple[MatrixSpan, ...] = ()
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -156,52 +157,50 @@ class GradientReducer(ABC):
         """Free symmetric memory. Collective; the reducer and its tensors must not be used afterwards."""
 
 
-class LazyBuffers:
-    """Buffers of zeros that are allocated when they are first requested.
+class OwnMemoryReducer(GradientReducer):
+    """A reducer whose buffers are this rank's alone. Each is allocated when it is first requested.
 
     Parameters move into their buckets one bucket after another, so the memory that they leave is free for the next
     buckets.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[BucketSpec], stage: int, shard_index: int, world: int, device: torch.device
+    ) -> None:
+        super().__init__(specs, stage, shard_index, world)
         self._device = device
-        self._buffers: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
 
-    def get(self, index: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Return buffer `index`, [size], and allocate it on the first call."""
-        if index not in self._buffers:
-            self._buffers[index] = torch.zeros(size, dtype=dtype, device=self._device)
-        return self._buffers[index]
+    def _buffer(self, buffers: dict[int, Tensor], index: int, dtype: torch.dtype) -> Tensor:
+        if index not in buffers:
+            buffers[index] = torch.zeros(self.specs[index].size, dtype=dtype, device=self._device)
+        return buffers[index]
 
-    def drop(self, index: int) -> None:
-        """Drop buffer `index`; the next request allocates another one."""
-        self._buffers.pop(index, None)
+    def values(self, index: int) -> Tensor:
+        return self._buffer(self._values, index, self.specs[index].dtype)
+
+    def gradient_buffer(self, index: int) -> Tensor:
+        return self._buffer(self._gradients, index, self.specs[index].sent)
+
+    def end_backward(self) -> None:
+        pass
 
 
-class SingleRankReducer(GradientReducer):
+class SingleRankReducer(OwnMemoryReducer):
     """The reducer of a single rank, which communicates nothing."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, device: torch.device) -> None:
-        super().__init__(specs, stage, 0, 1)
-        self._values, self._gradients = LazyBuffers(device), LazyBuffers(device)
+        super().__init__(specs, stage, 0, 1, device)
 
     @property
     def keeps_gradients(self) -> bool:
         return True
 
-    def values(self, index: int) -> Tensor:
-        return self._values.get(index, self.specs[index].size, self.specs[index].dtype)
-
     def begin(self) -> None:
         pass
 
-    def gradient_buffer(self, index: int) -> Tensor:
-        return self._gradients.get(index, self.specs[index].size, self.specs[index].sent)
-
     def start_reduce(self, index: int) -> None:
-        pass
-
-    def end_backward(self) -> None:
         pass
 
     def reduced_shard(self, index: int) -> Tensor:

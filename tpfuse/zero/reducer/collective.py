@@ -12,29 +12,22 @@ from torch import Tensor
 
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.handle import DONE, Handle
-from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, LazyBuffers
+from tpfuse.zero.reducer.base import BucketSpec, OwnMemoryReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 _CONCURRENT_REDUCTIONS = 2  # at stage 2, at most this many buckets are reduced at the same time
 
 
-class CollectiveReducer(GradientReducer):
+class CollectiveReducer(OwnMemoryReducer):
     """The reducer of ranks that share no memory; it uses NCCL or Gloo."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(specs, stage, group.rank(), group.size())
+        super().__init__(specs, stage, group.rank(), group.size(), device)
         self._group = group
-        self._values, self._gradient_buffers = LazyBuffers(device), LazyBuffers(device)
         self._reductions: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
-
-    def values(self, index: int) -> Tensor:
-        return self._values.get(index, self.specs[index].size, self.specs[index].dtype)
 
     def begin(self) -> None:
         self._reductions = [None] * len(self.specs)
-
-    def gradient_buffer(self, index: int) -> Tensor:
-        return self._gradient_buffers.get(index, self.specs[index].size, self.specs[index].sent)
 
     def start_reduce(self, index: int) -> None:
         gradients = self.gradient_buffer(index)
@@ -48,12 +41,9 @@ class CollectiveReducer(GradientReducer):
         self._reductions[index] = out, handle, gradients  # `gradients` must stay alive until it has been sent
         self.traffic.exchange((self.world - 1) * part)
         if self.stage == 2:
-            self._gradient_buffers.drop(index)
+            self._gradients.pop(index, None)
             if index >= _CONCURRENT_REDUCTIONS:
                 self.reduced_shard(index - _CONCURRENT_REDUCTIONS)  # waits, and frees the gradients that were sent
-
-    def end_backward(self) -> None:
-        pass
 
     def reduced_shard(self, index: int) -> Tensor:
         reduced = self._reductions[index]

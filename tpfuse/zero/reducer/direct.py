@@ -31,7 +31,7 @@ from torch import Tensor
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
-from tpfuse.zero.reducer.inter_node import InterNodeReducer
+from tpfuse.zero.reducer.inter_node import InterNodeReducer, MatrixSpan
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 _BUFFER_ALIGNMENT = 64  # bytes
@@ -119,12 +119,9 @@ class DirectReducer(GradientReducer):
         for what in (["parameters"] if self.stage else []) + ["gradients", "flags"]:
             self.memory.free(f"{self._name}: {what}")
 
-    def _node_shard(self, index: int) -> slice:
-        """Return the elements that this rank sums for its node."""
-        return self._node_shard_of(index, self.memory.rank)
-
-    def _node_shard_of(self, index: int, rank: int) -> slice:
-        size = self.specs[index].size // self.memory.world
+    def _node_shard(self, index: int, rank: int | None = None) -> slice:
+        """Return the elements that a rank, by default this one, sums for its node."""
+        size, rank = self.specs[index].size // self.memory.world, self.memory.rank if rank is None else rank
         return slice(rank * size, (rank + 1) * size)
 
     def _rank_gradients(self, index: int) -> list[Tensor]:
@@ -228,7 +225,7 @@ class DirectReducer(GradientReducer):
             blocks[own] = blocks[own].clone()
         sum_in_rank_order(blocks, out)
 
-    def _matrices(self, index: int) -> tuple[tuple[int, int, int], ...]:
+    def _matrices(self, index: int) -> tuple[MatrixSpan, ...]:
         """Return the whole rows of matrices in this rank's part of the bucket; elements count from its beginning."""
         node_shard, matrices = self._node_shard(index), []
         for first, rows, columns in self.specs[index].matrices:
@@ -262,7 +259,7 @@ class DirectReducer(GradientReducer):
             with self.memory.guard(op):
                 for rank in self._others:
                     self._wait_for_peer(rank, "buckets_reduced", self._buckets_before + index + 1, op)
-                    node_shard = self._node_shard_of(index, rank)
+                    node_shard = self._node_shard(index, rank)
                     gradients[own][node_shard].copy_(gradients[rank][node_shard])
                     self.traffic.exchange(gradients[own][node_shard].nbytes)
             self._reduced_shards[index] = gradients[own]

@@ -4,8 +4,8 @@ Only one shard per rank crosses the network, once each way: its sums in a reduce
 all-gather.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,41 +13,38 @@ from torch import Tensor
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.traffic import Traffic
 
+MatrixSpan = tuple[int, int, int]
+"""A matrix, or whole rows of one, in a flat tensor: (first element, rows, columns)."""
 
-class Compression(Protocol):
-    """A reduction that sends fewer bytes than the gradients have (`tpfuse.zero.compression`)."""
 
+class Compression(ABC):
+    """A reduction that sends fewer bytes than the gradients have, without a state (`tpfuse.zero.compression`)."""
+
+    @abstractmethod
     def all_reduce(
-        self,
-        x: Tensor,
-        index: int,
-        matrices: tuple[tuple[int, int, int], ...],
-        group: dist.ProcessGroup,
-        traffic: Traffic,
+        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """Replace x [m] float32, of bucket `index`, by its sum over the group.
-
-        matrices: (first element, rows, columns) of the matrices in x, or of their whole rows in x.
-        """
+        """Replace x [m] float32, of bucket `index`, by its sum over the group. Raises PeerTimeout."""
 
     def reduce_scatter(
-        self,
-        x: Tensor,
-        index: int,
-        matrices: tuple[tuple[int, int, int], ...],
-        group: dist.ProcessGroup,
-        traffic: Traffic,
+        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> Tensor:
         """Return this rank's shard of that sum, [m / world]; x may be overwritten."""
+        self.all_reduce(x, index, matrices, group, traffic)
+        return x.view(group.size(), -1)[group.rank()]
 
     def scale_errors(self, factor: float) -> None:
         """Multiply the remainders of earlier gradients by `factor`, because later gradients are multiplied by it."""
+        return
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return the state that this rank keeps from one step to the next."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from the result of `state_dict` on this rank. Raises ValueError for a state of another kind."""
+        if state:
+            raise ValueError("the state is PowerSGD's: expected the empty state of compression in bfloat16")
 
 
 class InterNodeReducer:
@@ -57,7 +54,7 @@ class InterNodeReducer:
         self.group, self.compression = group, compression
         self.node, self.nodes = group.rank(), group.size()
 
-    def all_reduce(self, x: Tensor, index: int, matrices: tuple[tuple[int, int, int], ...], traffic: Traffic) -> None:
+    def all_reduce(self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], traffic: Traffic) -> None:
         """Replace x [n] by its sum over the nodes, added from node 0 on."""
         if self.compression is not None:
             self.compression.all_reduce(x, index, matrices, self.group, traffic)
@@ -65,9 +62,7 @@ class InterNodeReducer:
         part = self.reduce_scatter(x, index, matrices, traffic)
         self.all_gather(part, x, traffic)
 
-    def reduce_scatter(
-        self, x: Tensor, index: int, matrices: tuple[tuple[int, int, int], ...], traffic: Traffic
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], traffic: Traffic) -> Tensor:
         """Return this node's shard, [n / nodes], of the sum of x [n] over the nodes; x may be overwritten."""
         if self.compression is not None:
             return self.compression.reduce_scatter(x, index, matrices, self.group, traffic)

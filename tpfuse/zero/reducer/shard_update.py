@@ -4,11 +4,12 @@ On CPUs a block stays in the cache from the sum of its gradients to its update a
 GPUs the shard is one block, unless its state is in other memory and is updated in blocks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tpfuse.ops.adamw import adamw_
@@ -34,20 +35,68 @@ class Rates:
     factor: float = 1.0
 
 
-class Store(Protocol):
-    """The memory of the shards' state (`tpfuse.zero.offload`)."""
+class StateStore(ABC):
+    """A store allocates tensors of state and yields the blocks in which the update reads and writes them."""
 
+    @abstractmethod
+    def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros [size], which are valid as long as the store exists. key: their name in error messages."""
+
+    @abstractmethod
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        """Yield slices that together cover `tensors` [n], in order. following: the tensors of the next call."""
+        """Yield slices that together cover `tensors` [n], in order. The caller uses a slice until it requests the next.
+
+        tensors: tensors of this store or parts of them; other tensors of the same length may be among them. following:
+        the tensors of the next call, if they are known.
+        """
+
+    def release(self) -> None:
+        """Release memory that is not needed, after a checkpoint has read or written the state without `blocks`."""
+        return
 
 
-class Staging(Protocol):
-    """Copies blocks from the parameters' device to the state's device and back (`tpfuse.zero.offload`)."""
+def _on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
-    def host(
-        self, gradient: Tensor, parameter: Tensor, *, read: bool = False
-    ) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        """Yield both blocks on the state's device; on exit the parameter's block is copied back."""
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class Staging:
+    """Copies blocks of gradients from a device to the host, and new parameters back. On the CPU it copies nothing.
+
+    Both are copied through pinned memory. Before the memory is used again, `host` waits for the stream, and so for the
+    copy of the new parameters to the device.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def _buffer(self, name: str, block: Tensor) -> Tensor:
+        """Return pinned memory for a block, which may be larger than earlier blocks."""
+        if name not in self._memory or self._memory[name].nbytes < block.nbytes:
+            self._memory[name] = _pinned(block.nbytes)
+        return self._memory[name][: block.nbytes].view(block.dtype)
+
+    @contextmanager
+    def host(self, gradient: Tensor, parameter: Tensor, *, read: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield both blocks [n] on the host: the gradient to read, and the parameter to write.
+
+        read: whether the block of the parameter must have its present values, which is so if it is its own master. On
+        exit the new values are copied to the device's parameter on the current stream.
+        """
+        if _on_host(gradient):
+            yield gradient, parameter
+            return
+        stream = torch.cuda.current_stream(gradient.device)
+        on_host, new = self._buffer("gradient", gradient), self._buffer("parameter", parameter)
+        on_host.copy_(gradient, non_blocking=True)
+        if read:
+            new.copy_(parameter, non_blocking=True)
+        stream.synchronize()
+        yield on_host, new
+        parameter.copy_(new, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -64,7 +113,7 @@ class ShardUpdate:
     master: Tensor | None
     decay_end: int
     rates: Rates
-    store: Store
+    store: StateStore
     staging: Staging | None = None
     following: tuple[Tensor, ...] = ()
 
