@@ -28,7 +28,7 @@ from tests.support.staged_model import (
     parts,
     run_step,
 )
-from tests.support.tiers import exhaustive
+from tests.support.tiers import pairwise
 from tests.support.zero_training import ADAMW, LR
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_slices, local_tensor
@@ -87,21 +87,12 @@ CASES = [
     (Layout(INTERLEAVED), 2, 5, False),
     (Layout(tp=2), 2, 2, True),
 ]
-MORE = [
-    (Layout(stages, dp, tp), zero, batches, split)
-    for stages, dp, tp in (
-        (((0,), (1,)), 1, 1), (((0,), (1,)), 2, 1), (((0,), (1,)), 1, 2), (INTERLEAVED, 2, 1), (V_SHAPE, 1, 1),
-        (V_SHAPE, 2, 1), (V_SHAPE, 1, 2), (FOUR, 1, 1),
-    )
-    for zero in range(4)
-    for batches in (1, 2, 5)
-    for split in (False, True)
-]  # fmt: skip
+LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2), Layout(INTERLEAVED, 2), Layout(V_SHAPE), Layout(V_SHAPE, 2)]
+LAYOUTS += [Layout(V_SHAPE, 1, 2), Layout(FOUR)]
+NAMES, ROWS = pairwise(first=0, layout=LAYOUTS, zero=range(4), batches=[5, 1, 2], split=[True, False])
 
 
-@pytest.mark.parametrize(
-    ("layout", "zero", "batches", "split"), [*CASES, *exhaustive(*(case for case in MORE if case not in CASES))]
-)
+@pytest.mark.parametrize(NAMES, [*CASES, *(row for row in ROWS if row.values not in CASES)])
 def test_stages_train_like_the_whole_model(layout: Layout, zero: int, batches: int, split: bool) -> None:
     """Check layouts, ZeRO's stages, numbers of micro-batches, and whole and split backward passes."""
     check_saved_once(layout, pool(layout.world).run(train, layout, zero, batches, split))

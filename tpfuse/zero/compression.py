@@ -77,7 +77,6 @@ class Bf16Compression(Compression):
     def all_reduce(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """See `Compression`."""
         sum_over(x, group, traffic, sent=torch.bfloat16)
 
     def reduce_scatter(
@@ -168,7 +167,6 @@ class PowerSGDCompression(Compression):
         return factor.to(device=matrix.device, dtype=matrix.dtype)
 
     def scale_errors(self, factor: float) -> None:
-        """See `Compression`."""
         for matrix in self._states.values():
             matrix.error *= factor
 

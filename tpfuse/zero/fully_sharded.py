@@ -298,7 +298,6 @@ class FullySharded(MicroBatches):
 
     @contextmanager
     def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
-        """See `MicroBatches`."""
         # The modules have the gathered parameters, unless the unit has not computed in this step.
         self._awaited = {
             p for p in _parameters_of(*self._units) if p.sharded_param in parameters or _gathered(p) in parameters
@@ -376,7 +375,6 @@ class FullySharded(MicroBatches):
 
     @property
     def unused(self) -> bool:
-        """See `MicroBatches`."""
         if any(member.sharded.grad is not None for member in self.members):
             return False
         return not self._kept_whole or not any(
@@ -397,7 +395,6 @@ class FullySharded(MicroBatches):
             member.sharded.grad = None
 
     def squared_norm(self) -> Tensor:
-        """See `MicroBatches`."""
         parts = [member.gradient for member in self.members if member.in_norm]
         norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
         if norms:
@@ -405,7 +402,6 @@ class FullySharded(MicroBatches):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def nonfinite(self) -> list[str]:
-        """See `MicroBatches`."""
         return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]
 
     def free_gathered(self) -> None:

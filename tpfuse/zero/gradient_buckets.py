@@ -144,15 +144,16 @@ class GradientBuckets(MicroBatches):
         for layout in layouts:
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
             families.setdefault((group_of[layout.kind], sent), []).append(layout)
-        reducer_of: dict[int, tuple[GradientReducer, int]] = {}  # by id, since layouts may be equal
+        opened: dict[int, Bucket] = {}  # by the layout's id, since layouts may be equal
         self.reducers: list[GradientReducer] = []
         for (group, sent), family in families.items():
             specs = [_spec(layout, sent) for layout in family]
             reducer, reason = make_reducer(specs, self.stage, group, device, compression=self.compression)
             self.reducers.append(reducer)
             self.reasons.append(reason)
-            reducer_of |= {id(layout): (reducer, index) for index, layout in enumerate(family)}
-        return [Bucket(x, *reducer_of[id(x)], self._dtype(x, self._gradient_dtype)) for x in layouts]
+            for index, layout in enumerate(family):
+                opened[id(layout)] = Bucket(layout, reducer, index, self._dtype(layout, self._gradient_dtype))
+        return [opened[id(layout)] for layout in layouts]
 
     @staticmethod
     def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
@@ -201,7 +202,6 @@ class GradientBuckets(MicroBatches):
 
     @contextmanager
     def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
-        """See `MicroBatches`."""
         yield
         for bucket in self.buckets:
             bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in parameters})
@@ -246,7 +246,6 @@ class GradientBuckets(MicroBatches):
 
     @property
     def unused(self) -> bool:
-        """See `MicroBatches`."""
         return all(bucket.untouched for bucket in self.buckets)
 
     def _abandon(self, *, begun: bool) -> None:
@@ -273,7 +272,6 @@ class GradientBuckets(MicroBatches):
         return [dist.get_process_group_ranks(group) for group in groups if group is not None]
 
     def squared_norm(self) -> Tensor:
-        """See `MicroBatches`."""
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device)
         for bucket in self.buckets:
             whole = self.stage == 0 and bucket.reducer.shard_index > 0

@@ -41,11 +41,9 @@ class DeviceStore(StateStore):
         self._device = device
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        """See `StateStore`."""
         return torch.zeros(size, dtype=dtype, device=self._device)
 
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        """See `StateStore`."""
         yield slice(0, _length(tensors))
 
 
@@ -60,11 +58,9 @@ class HostStore(StateStore):
         self._block, self._pinned = block, pinned
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        """See `StateStore`."""
         return torch.zeros(size, dtype=dtype, pin_memory=self._pinned)
 
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        """See `StateStore`."""
         yield from _parts(_length(tensors), self._block)
 
 
@@ -101,7 +97,6 @@ class FileStore(StateStore):
         return self._bytes[start:stop].view(dtype)
 
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        """See `StateStore`."""
         parts = _parts(_length(tensors), self._block)
         for part in parts[:1]:
             self._read_ahead(tensors, part)
@@ -117,7 +112,6 @@ class FileStore(StateStore):
                 self._release_pages(tensors, part)
 
     def release(self) -> None:
-        """See `StateStore`."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def _read_ahead(self, tensors: Sequence[Tensor], part: slice) -> None:
