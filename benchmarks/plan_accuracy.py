@@ -1,54 +1,260 @@
-"""Compare the model of cost (`tpfuse.cost`) with iteration times that others measured.
+"""Compare the model of cost (`tpfuse.plan`) with runs that others measured, and print the table of docs/planning.md.
 
-    python -m benchmarks.plan_accuracy [--data FOLDER]        `make figures` does not run this
+    python -m benchmarks.plan_accuracy [--keep]        `make figures` does not run this
 
-vTrain (VIA-Research/vTrain, MIT licence; arXiv:2312.12391) published iteration times of Megatron-DeepSpeed on up to 8
-A100. The few parameters of PARAMETERS are fitted to a part of the rows, and the others are predicted: in five folds
-that hold out whole models, and from 2 and 4 GPUs to 8. The links come from its measured all-reduces alone.
+benchmarks/data/README.md names the sources. --keep adds the table to benchmarks/results/plan.jsonl and draws the
+picture of the page.
 
-The rows are said to recompute activations. Products would need more than the A100's rate if that were the whole block,
-and so `selective` recomputation is assumed. Rows of the same width, tp and micro-batch agree within 1 % about the time
-of a layer, whatever their depth, pp and dp. Between these groups the times jump by up to 30 % where the host limits
-them: tp 4 of width 2,048 takes 2.7 ms for 2 sequences, 3.0 for 1 and 5.0 for 4. No parameter here explains that.
+**vTrain** (arXiv:2312.12391) published iteration times of Megatron-DeepSpeed on up to 8 A100. The few parameters of
+PARAMETERS are fitted to a part of the rows, and the others are predicted: in five folds that hold out whole models, and
+from 2 and 4 GPUs to 8. The links come from its measured all-reduces alone. The rows are said to recompute activations.
+Products would need more than the A100's rate if that were the whole block, and so `selective` recomputation is assumed.
+Rows of the same width, tp and micro-batch agree within 1 % about the time of a layer, whatever their depth, pp and dp.
+Between these groups the times jump by up to 30 % where the host limits them: tp 4 of width 2,048 takes 2.7 ms for 2
+sequences, 3.0 for 1 and 5.0 for 4. No parameter here explains that.
 
-The regret of a planner is how much longer its choice takes than the best measured layout, for the same model, GPUs and
-batch. It is what a user loses, and a small error does not bound it.
+**SimuMax** published the times, and the peak of allocated memory of the first pipeline stage, of Llama-3 70B with 12
+layers on 8 B200. Megatron-core trained with TransformerEngine, sequences of 4,096 tokens, micro-batches of one,
+sequence parallelism, ZeRO-1, the fused cross entropy, and gradients that are accumulated in float32 and reduced at the
+end. Times are predicted twice: with the numbers of hardware.toml, and with a share of the rate for products that is
+fitted to the steps of three of the four layouts to predict those of the fourth.
+
+**Megatron-LM** (arXiv:2104.04473, table 1) trained GPTs on 32 to 3,072 A100 with sequences of 2,048 tokens, a
+vocabulary of 51,200, float16, recomputation of all blocks, and 8 x 200 Gb/s of InfiniBand in each node. The time of a
+step follows from its formula of operations. How large the micro-batches were, and how many stages a rank had, comes
+from the script that the authors published for it. Its gradients have 16 bits; torch's DistributedDataParallel overlaps
+their all-reduce, and Megatron's own does not. Dropout is on, which is the default. The ranks of tp do not share the
+tokens, and attention writes its scores, since this was before arXiv:2205.05198 and FlashAttention.
+
+**torchtitan** trained Llamas in bfloat16 by FSDP2, which is stage 3 of ZeRO, some with tensor parallelism too. Rows
+with float8 are left out. "selective layer" recomputes some blocks: every second one is assumed. "selective op"
+recomputes every second product and what is elementwise. The time of both is predicted as the mean of the times without
+recomputation and with that of all blocks. The network of the A100 is not named: 200 Gb/s are assumed. The H100 have
+HBM2e with 2.4 TB/s and a limit of 500 W, so that they are slower than those of hardware.toml. The model has no term for
+operators that eager PyTorch does not fuse.
+
+The baselines are one rate of operations, whose median ratio to the rows that it predicts is 1, the same with the idle
+share of 1F1B, and the layout with the most data-parallel ranks. The regret of a planner is how much longer its choice
+takes than the best measured layout, for the same model, GPUs and batch: what a user loses.
 """
 
 import argparse
 import csv
+import json
+import math
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import harness, plan_b200, plan_page, plan_published
-from benchmarks.plan_published import MEGATRON
-from tpfuse.cost.hardware import Cluster, Gpu, Link
-from tpfuse.cost.layout import Layout
-from tpfuse.cost.program import Program
-from tpfuse.cost.sizes import ModelSizes
-from tpfuse.cost.step import step_times
+from benchmarks import harness
+from tpfuse.choices import PipelineSchedule, Recompute
+from tpfuse.plan.hardware import Cluster, GpuSpec, Link, load_gpu, parse_network
+from tpfuse.plan.memory import memories
+from tpfuse.plan.sizes import ModelSizes, RankLayout, TrainingProgram
+from tpfuse.plan.time import step_times
 
 DATA = Path(__file__).parent / "data"
 FOLDS = 5
 _SPREAD = 0.05
 # NVIDIA A100 data sheet, 2021: dense products in 16-bit types, and memory. Most of the rest is fitted. The products are
 # cuBLAS's, which chooses among many tiles: waves of tiles are not counted (multiprocessors is 0).
-A100 = Gpu("A100", 80e9, 312e12, 156e12, 0.8, 0.5, 1.5e12, 0, 2e-6, 50e-6)
-# Megatron's fused softmax takes 4 heads of all sequences at once; otherwise torch computes it, with a cast to float32,
-# the scale, the mask and a cast back besides.
+A100 = GpuSpec("A100", 80e9, 312e12, 156e12, 0.8, 0.5, 1.5e12, 0, 2e-6, 50e-6)
+# Megatron's fused softmax takes 4 heads of all sequences at a time; otherwise torch computes it, with a cast to
+# float32, the scale, the mask and a cast back in addition.
 _SOFTMAX_HEADS, _SOFTMAX_OPERATORS = 4, 5
 _VOCABULARY, _VOCABULARY_MULTIPLE = 50257, 128  # GPT-2's, which tensor-parallel ranks pad
+_SHARES = [share / 1000 for share in range(300, 700, 2)]
+# Megatron-LM, and Megatron-DeepSpeed of 2022: attention writes its scores, tensor-parallel ranks all-reduce, gradients
+# have 16 bits and are reduced at the end, and the blocks are cut equally. A block launches about 20 operators forward.
+MEGATRON = TrainingProgram(
+    "Megatron",
+    fused_attention=False,
+    sequence_parallel=False,
+    overlap_tp=False,
+    overlap_dp=False,
+    block_operators=20,
+    equal_stages=True,
+    gradient_bytes=2,
+    reduce_bytes=2,
+)
+MEGATRON_CORE = TrainingProgram(
+    "Megatron-core with TransformerEngine",
+    overlap_tp=False,
+    overlap_dp=False,
+    equal_stages=True,
+    fused_gate=True,  # bias_swiglu_fusion
+    placeholder_gradients=True,  # get_dummy_wgrad of transformer_engine/pytorch/module/base.py
+    symmetric_slots=False,
+    reserve=0.0,  # the peak is that of torch's allocator
+)
+TORCHTITAN = TrainingProgram("torchtitan", overlap_tp=False)
+# layers, width, heads, heads of keys and values, inner width, vocabulary (arXiv:2307.09288, arXiv:2407.21783)
+LLAMAS = {
+    "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": (80, 8192, 64, 8, 28672, 32000),
+    "llama3-8b": (32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
+}
+RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
+    "none": ("none",),
+    "full": ("full",),
+    "selective layer": ("none", "full"),
+    "selective op": ("none", "full"),
+}
+HEAD = ("measured", "prediction", "fitted to", "error", "worst", "regret: median", "mean", "worst")
+Array = NDArray[np.float64]
 
 
-class Parameters(NamedTuple):
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run that others measured."""
+
+    source: str
+    name: str
+    sizes: ModelSizes
+    # Layouts that differ in recomputation: the time is predicted as the mean over them.
+    layouts: tuple[RankLayout, ...]
+    cluster: Cluster
+    program: TrainingProgram
+    # The measured time of a step.
+    seconds: float
+    # The most bytes that the first pipeline stage has allocated; 0 if that is not known.
+    peak: float = 0.0
+
+    @property
+    def layout(self) -> RankLayout:
+        """Return the layout with the least recomputation."""
+        return self.layouts[0]
+
+    def predicted_seconds(self, product_share: float | None = None) -> float:
+        """Return the predicted time of a step. product_share: in place of that of hardware.toml."""
+        cluster = self.cluster
+        if product_share is not None:
+            cluster = replace(cluster, gpu=replace(cluster.gpu, product_share=product_share))
+        times = [step_times(self.sizes, layout, cluster, self.program).total for layout in self.layouts]
+        return sum(times) / len(times)
+
+    def predicted_peak(self) -> float:
+        """Return the predicted bytes of the first pipeline stage."""
+        return memories(self.sizes, self.layout, self.program)[0].total
+
+    def least_seconds(self) -> float:
+        """Return the time of a step in which all GPUs reach their highest rate, without recomputation."""
+        operations = self.sizes.flops_per_token * self.layout.batch * self.sizes.tokens
+        return operations / self.layout.ranks / self.cluster.gpu.half_rate
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    with (DATA / name).open() as file:
+        yield from csv.DictReader(file)
+
+
+def vtrain() -> list[MeasuredRun]:
+    """Return the measured iterations of vTrain."""
+    found, link = [], fitted_link()
+    for row in _rows("vtrain_a100_single_node.csv"):
+        number = {key: int(value) for key, value in row.items() if key != "iteration_ms"}
+        width, layers, tp, heads, length = (number[key] for key in ("hidden", "layers", "tp", "heads", "sequence"))
+        padded = _VOCABULARY_MULTIPLE * tp * -(-_VOCABULARY // (_VOCABULARY_MULTIPLE * tp))
+        sizes = ModelSizes(
+            f"{width} x {layers}", layers, width, heads, heads, width // heads, 4 * width, False,
+            _VOCABULARY if tp == 1 else padded, length, positions=length, dropout=True,
+        )  # fmt: skip
+        batch, size = number["global_batch"], number["micro_batch"]
+        layout = RankLayout(tp, 1, number["dp"], number["pp"], "1f1b", 1, 0, "selective", size, batch)
+        cluster = Cluster(replace(A100, link=link), 8, 8, link)
+        found.append(
+            MeasuredRun(
+                "vTrain", sizes.name, sizes, (layout,), cluster, MEGATRON, float(row["iteration_ms"]) * 1e-3
+            )
+        )  # fmt: skip
+    return found
+
+
+@cache
+def fitted_link() -> Link:
+    """Return the link whose all-reduces are nearest to the measured ones on A100, by relative error."""
+    rows = [row for row in _rows("nccl_all_reduce_vtrain.csv") if row["gpu"] == "a100"]
+    ranks, size, seconds = (np.array([float(row[key]) for row in rows]) for key in ("ranks", "bytes", "time_ns"))
+    seconds *= 1e-9
+    terms = np.stack([np.ones_like(size), 2 * (ranks - 1), 2 * (ranks - 1) / ranks * size], axis=1)
+    start, latency, per_byte = np.linalg.lstsq(terms / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
+    return Link("NVLink of A100", float(1 / per_byte), float(latency), float(start))
+
+
+def b200() -> Iterator[MeasuredRun]:
+    """Yield the runs of SimuMax. Megatron adds an end token to the vocabulary, and rows up to a multiple of 128 tp."""
+    cluster = Cluster(load_gpu("b200"), 8, 8, parse_network("400Gb"))
+    for row in _rows("simumax_b200_llama3_70b.csv"):
+        tp, pp, dp, count = (int(re.search(rf"_{key}(\d+)", row["case"])[1]) for key in ("tp", "pp", "dp", "mbc"))  # type: ignore[index]
+        vocabulary = -(-(128256 + 1) // (128 * tp)) * 128 * tp
+        sizes = ModelSizes(
+            "llama3-70b, 12 layers", 12, 8192, 64, 8, 128, 28672, True, vocabulary, 4096,
+            tied=False, biases=False, norm_bias=False,
+        )  # fmt: skip
+        layout = RankLayout(tp, 1, dp, pp, "1f1b", 1, 1, "none", 1, count * dp)
+        yield MeasuredRun(
+            "Megatron on 8 B200 (SimuMax)", f"tp {tp} pp {pp} dp {dp}", sizes, (layout,), cluster, MEGATRON_CORE,
+            float(row["iteration_ms"]) / 1e3, float(row["peak_allocated_GiB"]) * 2**30,
+        )  # fmt: skip
+
+
+def megatron() -> Iterator[MeasuredRun]:
+    """Yield the runs of Megatron-LM."""
+    for row in _rows("megatron_a100_weak_scaling.csv"):
+        width, layers, heads, batch = (int(row[key]) for key in ("hidden", "layers", "heads", "batch"))
+        tp, pp, gpus, stages = (int(row[key]) for key in ("tp", "pp", "gpus", "stages_per_rank"))
+        dp = gpus // (tp * pp)
+        name = f"{row['billions']}B, tp {tp} pp {pp} dp {dp}"
+        sizes = ModelSizes(
+            name, layers, width, heads, heads, width // heads, 4 * width, False, 51200, 2048,
+            positions=2048, dropout=True,
+        )  # fmt: skip
+        schedule: PipelineSchedule = "1f1b" if stages == 1 else "interleaved_1f1b"
+        layout = RankLayout(tp, 1, dp, pp, schedule, stages, 0, "full", int(row["micro_batch"]), batch)
+        # Formula 3 of the paper, with recomputation.
+        operations = 96 * batch * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
+        yield MeasuredRun(
+            "Megatron-LM, A100", name, sizes, (layout,), Cluster(load_gpu("a100"), gpus, 8, parse_network("200Gb")),
+            replace(MEGATRON, overlap_dp=row["data_parallel"] == "torch"),
+            operations / (gpus * float(row["teraflops"]) * 1e12),
+        )  # fmt: skip
+
+
+def torchtitan() -> Iterator[MeasuredRun]:
+    """Yield the runs of torchtitan."""
+    networks = {"a100": parse_network("200Gb"), "h100": parse_network("400Gb")}
+    for row in _rows("torchtitan_llama.csv"):
+        gpus, tp, tokens, local = (int(row[key]) for key in ("gpus", "tp", "sequence", "local_batch"))
+        layers, width, heads, kv_heads, inner, vocabulary = LLAMAS[row["model"]]
+        sizes = ModelSizes(
+            row["model"], layers, width, heads, kv_heads, 128, inner, True, vocabulary, tokens,
+            tied=False, biases=False, norm_bias=False,
+        )  # fmt: skip
+        dp = gpus // tp
+        yield MeasuredRun(
+            f"torchtitan, {row['gpu'].upper()}",
+            f"{row['model']}, tp {tp} dp {dp}, {row['checkpointing']}, {row['runs']}",
+            sizes,
+            tuple(
+                RankLayout(tp, 1, dp, 1, "1f1b", 1, 3, recompute, local, local * dp)
+                for recompute in RECOMPUTED[row["checkpointing"]]
+            ),
+            Cluster(load_gpu(row["gpu"]), gpus, 8, networks[row["gpu"]]),
+            replace(TORCHTITAN, overlap_tp=row["runs"] == "async TP"),
+            local * tokens / tp / float(row["tokens_per_second"]),
+        )  # fmt: skip
+
+
+class FittedParameters(NamedTuple):
     """The fields of the GPU and of the program that are fitted, with the values that the fit begins with."""
 
     product_share: float = 0.8
@@ -59,116 +265,32 @@ class Parameters(NamedTuple):
     collective_operators: float = 1.5
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A measured iteration. seconds: its time. model: a name, by which models are held out."""
+def predicted(rows: Sequence[MeasuredRun], parameters: FittedParameters) -> Array:
+    """Return the predicted seconds of runs of vTrain. The softmax that runs depends on the heads of a rank."""
+    of_gpu = {name: getattr(parameters, name) for name in FittedParameters._fields[:4]}
+    of_program = {name: getattr(parameters, name) for name in FittedParameters._fields[4:]}
+    cluster = replace(rows[0].cluster, gpu=replace(rows[0].cluster.gpu, **of_gpu))
+    fused = replace(MEGATRON, **of_program)
+    unfused = replace(fused, block_operators=MEGATRON.block_operators + _SOFTMAX_OPERATORS)
 
-    sizes: ModelSizes
-    layout: Layout
-    seconds: float
+    def seconds(run: MeasuredRun) -> float:
+        heads = run.layout.micro_batch * run.sizes.heads // run.layout.tp
+        return step_times(run.sizes, run.layout, cluster, unfused if heads % _SOFTMAX_HEADS else fused).total
 
-    @property
-    def model(self) -> str:
-        """Return the name of the model."""
-        return self.sizes.name
-
-
-Array = NDArray[np.float64]
-Predict = Callable[[Sequence[Measured]], Array]
+    return np.array([seconds(run) for run in rows])
 
 
-def read_vtrain(folder: Path) -> list[Measured]:
-    """Return the measured iterations of vTrain."""
-    result = []
-    with (folder / "vtrain_a100_single_node.csv").open() as file:
-        for row in csv.DictReader(file):
-            number = {key: int(value) for key, value in row.items() if key != "iteration_ms"}
-            width, layers, tp = number["hidden"], number["layers"], number["tp"]
-            padded = _VOCABULARY_MULTIPLE * tp * -(-_VOCABULARY // (_VOCABULARY_MULTIPLE * tp))
-            sizes = ModelSizes(
-                name=f"{width} x {layers}",
-                layers=layers,
-                width=width,
-                heads=number["heads"],
-                kv_heads=number["heads"],
-                head_size=width // number["heads"],
-                inner=4 * width,
-                gated=False,
-                vocabulary=_VOCABULARY if tp == 1 else padded,
-                tokens=number["sequence"],
-                positions=number["sequence"],
-                dropout=True,
-            )
-            layout = Layout(
-                tp,
-                1,
-                number["dp"],
-                number["pp"],
-                "1f1b",
-                1,
-                0,
-                "selective",
-                number["micro_batch"],
-                number["global_batch"],
-            )
-            result.append(Measured(sizes, layout, float(row["iteration_ms"]) * 1e-3))
-    return result
-
-
-@cache
-def fitted_link(folder: Path, gpu: str) -> Link:
-    """Return the link whose all-reduces are nearest to the measured ones, by relative error."""
-    with (folder / "nccl_all_reduce_vtrain.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["gpu"] == gpu]
-    ranks, size, seconds = (np.array([float(row[key]) for row in rows]) for key in ("ranks", "bytes", "time_ns"))
-    seconds *= 1e-9
-    terms = np.stack([np.ones_like(size), 2 * (ranks - 1), 2 * (ranks - 1) / ranks * size], axis=1)
-    start, latency, per_byte = np.linalg.lstsq(terms / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
-    return Link(f"NVLink of {gpu.upper()}", float(1 / per_byte), float(latency), float(start))
-
-
-def program_of(measured: Measured, parameters: Parameters) -> Program:
-    """Return the program that ran a layout: the softmax that it uses depends on the heads of a rank."""
-    heads = measured.layout.micro_batch * measured.sizes.heads // measured.layout.tp
-    operators = MEGATRON.block_operators + (_SOFTMAX_OPERATORS if heads % _SOFTMAX_HEADS else 0)
-    return replace(
-        MEGATRON,
-        block_operators=operators,
-        pass_operators=parameters.pass_operators,
-        collective_operators=parameters.collective_operators,
-    )
-
-
-def predictor(parameters: Parameters, link: Link) -> Predict:
-    """Return the function that predicts iterations with the model of cost."""
-    gpu = replace(
-        A100,
-        product_share=parameters.product_share,
-        bandwidth=parameters.bandwidth,
-        host_seconds=parameters.host_seconds,
-        unaligned_share=parameters.unaligned_share,
-    )
-    cluster = Cluster(gpu, 8, 8, link, link)
-
-    def predict(rows: Sequence[Measured]) -> Array:
-        return np.array(
-            [step_times(each.sizes, each.layout, cluster, program_of(each, parameters)).total for each in rows]
-        )
-
-    return predict
-
-
-def fit(rows: Sequence[Measured], link: Link, rounds: int = 8) -> Parameters:
+def fit(rows: Sequence[MeasuredRun], rounds: int = 8) -> FittedParameters:
     """Return the parameters with the least relative errors, by Gauss and Newton's method on logarithms.
 
     An error far above _SPREAD weighs by its absolute value, a smaller one by its square.
     """
-    seconds = np.array([each.seconds for each in rows])
+    seconds = measured_seconds(rows)
 
     def errors(logarithms: Array) -> Array:
-        return predictor(Parameters(*np.exp(logarithms)), link)(rows) / seconds - 1
+        return predicted(rows, FittedParameters(*np.exp(logarithms))) / seconds - 1
 
-    at, step = np.log(np.array(Parameters())), 1e-3
+    at, step = np.log(np.array(FittedParameters())), 1e-3
     now = errors(at)
     for _ in range(rounds):
         slopes = np.stack([(errors(at + step * unit) - now) / step for unit in np.eye(len(at))], axis=1)
@@ -176,101 +298,143 @@ def fit(rows: Sequence[Measured], link: Link, rounds: int = 8) -> Parameters:
         move = np.linalg.lstsq(slopes * weight[:, None], -now * weight, rcond=None)[0]
         at = at + np.clip(move, -0.3, 0.3)
         now = errors(at)
-    return Parameters(*(float(each) for each in np.exp(at)))
+    return FittedParameters(*(float(each) for each in np.exp(at)))
 
 
-def held_out(rows: Sequence[Measured], folder: Path) -> Array:
+def measured_seconds(rows: Sequence[MeasuredRun]) -> Array:
+    """Return the measured time of each run."""
+    return np.array([run.seconds for run in rows])
+
+
+def held_out(rows: Sequence[MeasuredRun]) -> Array:
     """Return predictions of all rows, each by parameters that were fitted without any row of its model."""
-    link, models = fitted_link(folder, "a100"), sorted({each.model for each in rows})
-    result = np.zeros(len(rows))
+    models, result = sorted({run.name for run in rows}), np.zeros(len(rows))
     for fold in range(FOLDS):
         held = set(models[fold::FOLDS])
-        parameters = fit([each for each in rows if each.model not in held], link)
-        chosen = [index for index, each in enumerate(rows) if each.model in held]
-        result[chosen] = predictor(parameters, link)([rows[index] for index in chosen])
+        parameters = fit([run for run in rows if run.name not in held])
+        chosen = [index for index, run in enumerate(rows) if run.name in held]
+        result[chosen] = predicted([rows[index] for index in chosen], parameters)
     return result
 
 
-def regrets(rows: Sequence[Measured], predicted: Array) -> Array:
-    """Return the regret of the smallest prediction for each model, number of GPUs and batch with several layouts."""
+def regrets(rows: Sequence[MeasuredRun], order: Array) -> Array:
+    """Return the regret of the first in `order` for each model, number of GPUs and batch with several layouts."""
     groups: dict[tuple[int, int, str], list[tuple[float, float]]] = defaultdict(list)
-    for each, seconds in zip(rows, predicted, strict=True):
-        groups[each.layout.ranks, each.layout.batch, each.model].append((float(seconds), each.seconds))
+    for run, place in zip(rows, order, strict=True):
+        groups[run.layout.ranks, run.layout.batch, run.name].append((float(place), run.seconds))
     choices = [(min(group)[1], min(seconds for _, seconds in group)) for group in groups.values() if len(group) > 1]
     return np.array([chosen / best - 1 for chosen, best in choices])
 
 
-def constant_rate(rows: Sequence[Measured], *, bubble: bool) -> Array:
-    """Return the relative shape of a planner with one rate of operations, and with `bubble` the idle share of 1F1B."""
-    result = []
-    for each in rows:
-        layout = each.layout
-        seconds = each.sizes.flops_per_token * layout.batch * each.sizes.tokens / layout.ranks
-        result.append(seconds * (1 + (layout.pp - 1) / layout.micro_batches if bubble else 1.0))
-    return np.array(result)
+def constant_rate(rows: Sequence[MeasuredRun], known: Sequence[MeasuredRun], *, bubble: bool = False) -> Array:
+    """Return the predictions of one rate of operations, fitted to the known rows.
+
+    bubble: whether the idle share of 1F1B is added.
+    """
+
+    def relative(some: Sequence[MeasuredRun]) -> Array:
+        idle = [1 + bubble * (run.layout.pp - 1) / run.layout.micro_batches for run in some]
+        return np.array([run.least_seconds() for run in some]) * np.array(idle)
+
+    return relative(rows) * float(np.median(measured_seconds(known) / relative(known)))
 
 
-def pure_dp(rows: Sequence[Measured]) -> Array:
+def pure_dp(rows: Sequence[MeasuredRun]) -> Array:
     """Return an order of layouts: the most data-parallel ranks first, and of these the largest micro-batch."""
-    return np.array([-each.layout.dp - each.layout.micro_batch / 1000 for each in rows])
+    return np.array([-run.layout.dp - run.layout.micro_batch / 1000 for run in rows])
 
 
-def _scaled(relative: Array, seconds: Array, known: NDArray[np.bool_]) -> Array:
-    """Return predictions scaled so that their median ratio to the known rows is 1."""
-    return relative * float(np.median(seconds[known] / relative[known]))
-
-
-def scores(folder: Path) -> tuple[list[harness.Row], list[Measured], Array]:
-    """Return the table's rows, the measurements, and the held-out predictions of the model of cost."""
-    rows, link = read_vtrain(folder), fitted_link(folder, "a100")
-    seconds = np.array([each.seconds for each in rows])
-    eight = np.array([each.layout.ranks == 8 for each in rows])
-    small, large = ([each for each, is_large in zip(rows, eight, strict=True) if is_large == side] for side in (0, 1))
-    ours = held_out(rows, folder)
-    to_eight = predictor(fit(small, link), link)(large)
-    table = [_row("tpfuse.cost", rows, ours, ours, to_eight)]
-    for name, bubble in (("constant rate", False), ("constant rate and bubble", True)):
-        relative = constant_rate(rows, bubble=bubble)
-        # One number is scaled on all rows at once: holding models out changes nothing that shows.
-        predicted = _scaled(relative, seconds, np.ones_like(eight))
-        table.append(_row(name, rows, predicted, predicted, _scaled(relative, seconds, ~eight)[eight]))
-    table.append(_row("pure dp, largest micro-batch", rows, pure_dp(rows), None, None))
-    return table, rows, ours
-
-
-def _row(
-    name: str, rows: Sequence[Measured], order: Array, predicted: Array | None, to_eight: Array | None
+def row_of(
+    measured: str,
+    planner: str,
+    fitted: str,
+    predictions: Array | None,
+    truth: Array,
+    regret: Array | None = None,
 ) -> harness.Row:
-    """Return the errors and regrets of a planner in percent; errors are None for one that predicts no time."""
-    seconds = np.array([each.seconds for each in rows])
-    eight = np.array([each.layout.ranks == 8 for each in rows])
-    lost = regrets(rows, order)
-
-    def error(values: Array | None, measured: Array, of: Callable[[Array], Any] = np.mean) -> float | None:
-        return None if values is None else float(of(np.abs(values / measured - 1))) * 100
-
-    return {
-        "planner": name,
-        "error_folds": error(predicted, seconds),
-        "worst_folds": error(predicted, seconds, np.max),
-        "error_to_8_gpus": error(to_eight, seconds[eight]),
-        "worst_to_8_gpus": error(to_eight, seconds[eight], np.max),
-        "regret_median": float(np.median(lost)) * 100,
-        "regret_mean": float(np.mean(lost)) * 100,
-        "regret_worst": float(np.max(lost)) * 100,
-        "choices": len(lost),
-    }
+    """Return a row of the table, in percent. predictions: None for a planner that predicts no time."""
+    row: harness.Row = {"measured": measured, "prediction": planner, "fitted to": fitted}
+    errors = None if predictions is None else np.abs(predictions / truth - 1)
+    for name, of, values in (
+        ("error", np.mean, errors), ("worst", np.max, errors), ("regret_median", np.median, regret),
+        ("regret_mean", np.mean, regret), ("regret_worst", np.max, regret),
+    ):  # fmt: skip
+        row[name] = None if values is None else float(of(values)) * 100
+    return row
 
 
-def draw(rows: Sequence[Measured], predicted: Array, path: Path) -> None:
+def vtrain_table(rows: Sequence[MeasuredRun], ours: Array) -> Iterator[harness.Row]:
+    """Yield the rows of vTrain. ours: the held-out predictions of the model of cost."""
+    seconds, what = measured_seconds(rows), f"{len(rows):,} runs of Megatron-DeepSpeed on 2 to 8 A100 (vTrain)"
+    baselines = {"constant rate": False, "constant rate and bubble": True}
+    yield row_of(what, "tpfuse.plan", "other models", ours, seconds, regrets(rows, ours))
+    for name, bubble in baselines.items():
+        # One number is fitted to all rows: holding models out changes nothing that shows.
+        found = constant_rate(rows, rows, bubble=bubble)
+        yield row_of("the same", name, "all: one rate", found, seconds, regrets(rows, found))
+    lost = regrets(rows, pure_dp(rows))
+    yield row_of("the same", "pure dp, largest micro-batch", "nothing", None, seconds, lost)
+    small, large = ([run for run in rows if (run.layout.ranks == 8) == side] for side in (False, True))
+    seconds, what = measured_seconds(large), "those on 8 A100"
+    yield row_of(what, "tpfuse.plan", "2 and 4 A100", predicted(large, fit(small)), seconds)
+    for name, bubble in baselines.items():
+        yield row_of(what, name, "2 and 4 A100: one rate", constant_rate(large, small, bubble=bubble), seconds)
+
+
+def fitted_share(rows: Sequence[MeasuredRun]) -> float:
+    """Return the share of the rate for products with the least mean relative error."""
+    return min(_SHARES, key=lambda share: sum(abs(math.log(r.predicted_seconds(share) / r.seconds)) for r in rows))
+
+
+def published_table() -> Iterator[harness.Row]:
+    """Yield the rows of SimuMax, Megatron-LM and torchtitan, which are computed in seconds."""
+    rows = list(b200())
+    shares = {name: fitted_share([run for run in rows if run.name != name]) for name in {run.name for run in rows}}
+    plain, fitted = (
+        np.array([run.predicted_seconds(share) for run, share in zip(rows, each, strict=True)])
+        for each in ([None] * len(rows), [shares[run.name] for run in rows])
+    )
+    peaks, truth = (np.array(each) for each in zip(*((run.predicted_peak(), run.peak) for run in rows), strict=True))
+    what = f"{len(rows)} runs of {rows[0].source}"
+    others = "other layouts: the rate of products"
+    yield row_of(f"time of {what}", "tpfuse.plan", "nothing", plain, measured_seconds(rows))
+    yield row_of(f"time of {what}", "tpfuse.plan", others, fitted, measured_seconds(rows))
+    yield row_of(f"peak memory of {what}", "tpfuse.plan", "nothing", peaks, truth)
+    sources: dict[str, list[MeasuredRun]] = defaultdict(list)
+    for run in (*megatron(), *torchtitan()):
+        sources[run.source].append(run)
+    for source, rows in sources.items():
+        seconds, found = measured_seconds(rows), np.array([run.predicted_seconds() for run in rows])
+        yield row_of(f"{len(rows)} runs of {source}", "tpfuse.plan", "nothing", found, seconds)
+        yield row_of("the same", "constant rate", "all: one rate", constant_rate(rows, rows), seconds)
+
+
+def page(rows: Sequence[harness.Row]) -> str:
+    """Return the table of docs/planning.md."""
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for row in rows:
+        words, numbers = [*row.values()][:3], [*row.values()][3:]
+        lines.append((*words, *("–" if value is None else f"{value:.1f} %" for value in numbers)))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def newest() -> list[harness.Row]:
+    """Return the table that was kept last."""
+    last = (harness.RESULTS / "plan.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    rows: list[harness.Row] = json.loads(last)["table"]
+    return rows
+
+
+def draw(rows: Sequence[MeasuredRun], predictions: Array, path: Path) -> None:
     """Draw predicted against measured iterations, one colour for each number of tensor-parallel ranks."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 6))
-    for tp in sorted({each.layout.tp for each in rows}):
-        chosen = [index for index, each in enumerate(rows) if each.layout.tp == tp]
-        axes.scatter([rows[i].seconds * 1e3 for i in chosen], predicted[chosen] * 1e3, s=8, alpha=0.6, label=f"tp {tp}")
-    ends = [min(each.seconds for each in rows) * 1e3, max(each.seconds for each in rows) * 1e3]
+    for tp in sorted({run.layout.tp for run in rows}):
+        chosen = [index for index, run in enumerate(rows) if run.layout.tp == tp]
+        measured = [rows[index].seconds * 1e3 for index in chosen]
+        axes.scatter(measured, predictions[chosen] * 1e3, s=8, alpha=0.6, label=f"tp {tp}")
+    ends = [limit(measured_seconds(rows)) * 1e3 for limit in (np.min, np.max)]
     axes.plot(ends, ends, color="#333333", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="measured iteration, ms", ylabel="predicted iteration, ms")
     axes.set_title(
@@ -283,21 +447,18 @@ def draw(rows: Sequence[Measured], predicted: Array, path: Path) -> None:
 
 
 def main() -> int:
-    """Keep the errors for each source, print them, and draw the picture."""
+    """Print the fitted numbers and the table; with --keep, keep the table and draw the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, default=DATA, help="the folder of the measurements")
-    folder = parser.parse_args().data
-    table, rows, predicted = scores(folder)
-    parameters = fit(rows, fitted_link(folder, "a100"))
+    parser.add_argument("--keep", action="store_true", help="keep the table, and draw the picture of the page")
+    keep, rows = parser.parse_args().keep, vtrain()
+    parameters, predictions = fit(rows), held_out(rows)
     print("fitted to all rows:", ", ".join(f"{name} {value:.3g}" for name, value in parameters._asdict().items()))
-    print(fitted_link(folder, "a100"))
-    figures = {"subject": "vtrain", "runs": len(rows), "table": table, "parameters": parameters._asdict()}
-    harness.write_row("plan", figures, keep=True)
-    draw(rows, predicted, DATA.parents[1] / "docs" / "images" / "plan.png")
-    for published in (plan_b200, plan_published):
-        print()
-        harness.write_row("plan", published.main(), keep=True)
-    print(f"\n{plan_page.table(plan_page.newest())}")
+    print(fitted_link())
+    table = [*vtrain_table(rows, predictions), *published_table()]
+    if keep:
+        harness.write_row("plan", {"parameters": parameters._asdict(), "table": table}, keep)
+        draw(rows, predictions, DATA.parents[1] / "docs" / "images" / "plan.png")
+    print(f"\n{page(table)}")
     return 0
 
 

@@ -154,7 +154,7 @@ def _plan(arguments: Sequence[str]) -> int:
     options = parse_command(PlanCommand, arguments, "plan")
     gc.disable()  # a third of the search's time would pass in looking for garbage, of which it makes none
     try:
-        from tpfuse.plan.command import plan
+        from tpfuse.plan.command.run import plan
 
         print(plan(options))
     finally:

@@ -1,32 +1,30 @@
-"""`tpfuse memory` prints a table, counts the shapes that real ranks have, and refuses bad input."""
+"""`tpfuse memory` prints what `tpfuse plan` counts (`tests/plan/test_memory.py`), and refuses bad input."""
 
 import inspect
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from benchmarks.long_context import SavedBytes
 from tests.support.command import Commands
-from tests.support.meshes import mesh_of
-from tpfuse.comm.layout import local_tensor
-from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import pool
+from tests.support.decoders import decoder
 from tpfuse.train.config import parse_train
-from tpfuse.train.memory import BUCKET_BYTES, count
-from tpfuse.train.setup import with_layout
+from tpfuse.train.memory import memory_of
+from tpfuse.train.setup import model_config, with_layout
 from tpfuse.zero import shard
-from tpfuse.zero.memory import MemoryAccount, account
+from tpfuse.zero.bucket_layout import BUCKET_BYTES
 
-TOY = "--model.n-layer 3 --model.n-embd 48 --model.n-head 4 --model.n-positions 16 --train.batch 6 --kernels torch"
-
-SMALL = 20_000  # bytes of gradients of a bucket, so that there are several, and their order matters
+KINDS = ["parameters", "gradients", "optimizer", "buffers", "activations", "workspace", "total"]
+LLAMA = (
+    '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,'
+    ' "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}'
+)
 
 
 def _table(text: str) -> dict[str, list[int]]:
-    """Returns the bytes in the table by kind, one number for each stage."""
+    """Return the bytes in the table by kind, one number for each stage."""
     rows = [line.split() for line in text.splitlines()]
     return {row[0]: [int(x.replace(",", "")) for x in row[3::3]] for row in rows if len(row) > 3 and row[2] == "GiB"}
 
@@ -35,27 +33,17 @@ def test_the_table_of_a_preset(commands: Commands) -> None:
     out = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60")
     assert out.startswith("gpt2-124m: 124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 8\n")
     assert "micro-batches of 60 x 1024 tokens, 1 in each step; recompute none" in out
-    assert "stage 0" in out and "stage 3" in out and "workspaces are not counted" in out
+    assert "stage 0" in out and "stage 3" in out and "the first rank, which needs the most" in out
+    assert "Gradients" not in out
     table = _table(out)
-    assert list(table) == [
-        "parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding"
-    ]  # fmt: skip
+    assert list(table) == KINDS
     n = 124_439_808  # one rank has only the padding that eight equal shards of 16 need
     assert 2 * n <= table["parameters"][0] == table["parameters"][1] == table["parameters"][2] <= 2 * n + 2**16
-    assert table["moments"][1] * 8 == table["moments"][0] == 2 * table["master"][0] == 4 * table["parameters"][0]
-    assert len(set(table["activations"])) == 1
+    assert table["optimizer"][1] * 8 == table["optimizer"][0] == 6 * table["parameters"][0]
     for column in zip(*table.values(), strict=True):
         assert sum(column[:6]) == column[6]
-
-
-def test_a_note_says_that_micro_batches_accumulate_whole_gradients(commands: Commands) -> None:
-    alone = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60")
-    assert "Gradients:" not in alone
-    out = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15")
-    kept = [f"{_table(alone)['gradients'][stage] / 2**30:.3f} GiB at stage {stage}" for stage in (2, 3)]
-    assert "Gradients: 4 micro-batches are accumulated in whole gradients before ranks exchange them" in out
-    assert f"In a step of one micro-batch gradients would be {' and '.join(kept)}.\n" in out
-    assert "Gradients:" not in commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15", "--stage", "1")
+    several = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15")
+    assert "Gradients are whole at stages 2 and 3 too: 4 micro-batches are accumulated" in several
 
 
 def test_recomputing_more_holds_less(commands: Commands) -> None:
@@ -67,13 +55,33 @@ def test_recomputing_more_holds_less(commands: Commands) -> None:
     assert found[0] > found[1] > found[2]
 
 
-def test_a_file_gives_the_layout(tmp_path: Path, commands: Commands) -> None:
-    file = tmp_path / "run.toml"
+def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, commands: Commands) -> None:
+    file, tables = tmp_path / "run.toml", []
     file.write_text('[model]\npreset = "gpt2-350m"\nn_layer = 2\n[parallel]\ntp = 4\ncp = 2\n[train]\nbatch = 24\n')
     out = commands.do("memory", file, "--ranks", "16")
     assert "ranks 16: tp 4 x cp 2 x dp 2" in out and "12 x 1024 tokens, 1 in each step" in out
     assert "ranks 8: tp 4 x cp 2 x dp 1" in commands.do("memory", file)
     assert not dist.is_initialized()
+    for zero in ("", 'gradient_dtype = "parameter"', 'reduce_dtype = "parameter"'):
+        file.write_text(f'[train]\ndtype = "bfloat16"\n[zero]\n{zero}\n')
+        tables.append(_table(commands.do("memory", file, "--ranks", "4")))
+    plain, narrow, apart = tables
+    assert narrow["gradients"][0] * 2 == plain["gradients"][0] == apart["gradients"][0]
+    assert narrow["buffers"][2] * 2 == plain["buffers"][2] == apart["buffers"][2] * 2
+    file.write_text("[parallel]\nreplicas = 2\n")
+    shared = _table(commands.do("memory", file, "--ranks", "4"))["optimizer"]
+    assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
+    file.write_text('[zero]\noffload = "optimizer"\n')
+    assert "are in the host's memory" in commands.do("memory", file)
+    for text, error in (
+        ("[parallel]\nreplicas = 3\n", "parallel.replicas 3 does not divide 4 data-parallel ranks"),
+        ("[train]\nbatch = 6\n", "train.batch 6 cannot be divided among 4 data-parallel ranks"),
+        ('[data]\ntokenizer = "chars"\n', "give --vocab-size"),
+    ):
+        file.write_text(text)
+        assert error in commands.fail("memory", file, "--ranks", "4")
+    commands.do("memory", file, "--vocab-size", "77")
+    assert "--pp -1: expected at least 0" in commands.fail("memory", "gpt2-124m", "--pp", "-1")
 
 
 @pytest.mark.parametrize(
@@ -83,71 +91,72 @@ def test_a_file_gives_the_layout(tmp_path: Path, commands: Commands) -> None:
 def test_the_automatic_schedule_is_the_one_that_ranks_choose(heads: int, impl: str, schedule: str) -> None:
     """The ranks exchange heads if they can divide them, and the fused implementation gathers."""
 
-    def activations(schedule: str) -> int:
-        flags = f"--model.n-head {heads} --parallel.cp 4 --parallel.impl {impl} --parallel.cp-schedule {schedule}"
-        options = parse_train([*TOY.split(), *flags.split(), "--train.batch", "1", "--model.n-positions", "15"])
-        return count(with_layout(options, 4), 61, [0]).accounts[0].activations
+    def activations(schedule: str) -> float:
+        flags = (
+            "--model.n-layer 3 --model.n-embd 48 --model.n-positions 15 --train.batch 1 --kernels torch"
+            f" --model.n-head {heads} --parallel.cp 4 --parallel.impl {impl} --parallel.cp-schedule {schedule}"
+        )
+        options = with_layout(parse_train(flags.split()), 4)
+        return memory_of(options, model_config(options, 61), None, 0)[1].activations
 
     assert activations("auto") == activations(schedule)
     if heads == 4:
         assert activations("ulysses") > activations("all_gather")
 
 
-def test_the_options_of_zero_are_taken_from_the_configuration(tmp_path: Path, commands: Commands) -> None:
-    file, tables = tmp_path / "run.toml", []
-    for zero in ("", 'gradient_dtype = "parameter"', 'reduce_dtype = "parameter"'):
-        file.write_text(f'[train]\ndtype = "bfloat16"\n[zero]\n{zero}\n')
-        tables.append(_table(commands.do("memory", file, "--ranks", "4")))
-    plain, narrow, apart = tables
-    assert narrow["gradients"][0] * 2 == plain["gradients"][0] == apart["gradients"][0]
-    assert narrow["buffers"][2] * 2 == plain["buffers"][2] == apart["buffers"][2] * 2
-    file.write_text("[parallel]\nreplicas = 2\n")
-    shared = _table(commands.do("memory", file, "--ranks", "4"))["moments"]
-    assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
-    file.write_text('[zero]\noffload = "host"\n')
-    assert "are in the host's memory" in commands.do("memory", file)
-    file.write_text("[parallel]\nreplicas = 3\n")
-    assert "parallel.replicas 3 does not divide 4 data-parallel ranks" in commands.fail("memory", file, "--ranks", "4")
+@pytest.mark.parametrize("model", ["gpt2-124m", "llama"])
+def test_the_command_counts_what_the_plan_counts(model: str, tmp_path: Path, commands: Commands) -> None:
+    name: str | Path = model
+    if model == "llama":
+        (tmp_path / "config.json").write_text(LLAMA)
+        name = tmp_path
+    document = json.loads(commands.do("plan", "--model", name, "--gpus", "2", "--json", "-"))
+    entries = [each for each in document["layouts"] if each["layout"]["cp"] == each["layout"]["tp"] == 1][::9]
+    options = parse_train(document["train"])
+    config = model_config(with_layout(options, 2), 50257 if model == "gpt2-124m" else 0)
+    assert {each["layout"]["pp"] for each in entries} == {1, 2}
+    for each in entries:
+        layout = each["layout"]
+        parallel = replace(
+            options.parallel, tp=1, dp=layout["dp"], pp=layout["pp"], pp_schedule=layout["schedule"],
+            pp_stages_per_rank=layout["stages_per_rank"] if layout["pp"] > 1 else 0, cp=1,
+        )  # fmt: skip
+        train = replace(options.train, recompute=layout["recompute"], micro_batch=layout["micro_batch"])
+        asked = replace(options, parallel=parallel, train=train)
+        assert memory_of(asked, config, None, layout["zero"])[1].total == each["bytes"], layout
+    table = _table(commands.do("memory", name, "--ranks", "2", "--tp", "2", "--stage", "1"))
+    assert table["activations"][0] > 0 and table["total"][0] > 0
 
 
-def _real(tp: int, dp: int) -> MemoryAccount:
-    """Returns the bytes of the buckets that real ranks make."""
-    mesh = mesh_of(dp, tp)
-    model = GPT(GPTConfig(61, 16, 48, 3, 4), device_mesh=mesh["tp"], device="cpu")
-    buckets = shard(model, mesh, stage=2, bucket_bytes=SMALL)
-    return account([bucket.layout for bucket in buckets.buckets], 2)
+def test_a_mixture_of_experts_and_unknown_blocks(tmp_path: Path, commands: Commands) -> None:
+    for family, count in (("mixtral", True), ("doge", False)):
+        model = decoder(family)
+        (tmp_path / "config.json").write_text(model.config.to_json_string())
+        if not count:
+            assert "tpfuse does not know the memory and times of other blocks" in commands.fail("memory", tmp_path)
+            continue
+        out = commands.do("memory", tmp_path, "--stage", "0", "--micro-batch", "1")
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert f"{parameters:,} parameters" in out and "Activations of mixtures of experts are not counted." in out
+        assert 2 * parameters <= _table(out)["parameters"][0] <= 2 * parameters + 2**10
 
 
-def test_shapes_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpfuse.train.memory.BUCKET_BYTES", SMALL)
-    first, *others = pool(4).run(_real, 2, 2)
-    options = with_layout(parse_train([*TOY.split(), "--parallel.tp", "2"]), 4)
-    found = count(options, 61, [0, 2]).accounts[2]
-    assert found.activations > 0
-    assert MemoryAccount(**{**vars(found), "activations": 0}) == first
-    assert all(other.total <= first.total for other in others)
+def test_layers_that_tensor_parallel_ranks_do_not_share_are_refused(tmp_path: Path, commands: Commands) -> None:
+    (tmp_path / "config.json").write_text(decoder("bigcode_heads").config.to_json_string())
+    assert "count it for tp 1" in commands.fail("memory", tmp_path, "--tp", "2")
 
 
-def test_activations_are_those_of_a_real_model() -> None:
-    options = with_layout(parse_train([*TOY.split(), "--train.micro-batch", "2", "--train.recompute", "selective"]), 1)
-    counted = count(options, 61, [0])
-    assert counted.micro_batches == 3
-    model = GPT(counted.config, recompute="selective")
-    for parameter in model.parameters():
-        local_tensor(parameter).zero_()
-    ids = integers(1, 2, 16, low=0, high=60, dtype=torch.int64)
-    saved = SavedBytes(list(model.parameters()))
-    with saved.hooks:
-        model(ids, ids, loss_weight=0.1)
-    assert saved.total == counted.accounts[0].activations
+def test_the_command_counts_a_pipeline(commands: Commands) -> None:
+    flags = ["gpt2-124m", "--ranks", "8", "--stage", "1", "--micro-batch", "2"]
+    whole, cut = (commands.do("memory", *flags, "--pp", pp) for pp in ("1", "4"))
+    assert "124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 2 x pp 4\n" in cut
+    assert "pp" not in whole and "of pipeline rank 1, which needs the most" in cut, (
+        "rank 0 has fewer layers beside the embeddings"
+    )
+    tables = _table(whole), _table(cut)
+    assert tables[1]["parameters"][0] < tables[0]["parameters"][0] / 2
+    assert tables[1]["buffers"][0] > 0 == tables[0]["buffers"][0]
 
 
 def test_the_size_of_buckets_is_that_of_training() -> None:
     assert inspect.signature(shard).parameters["bucket_bytes"].default == BUCKET_BYTES
-
-
-def test_the_tokenizer_chars_needs_the_size_of_the_vocabulary(tmp_path: Path, commands: Commands) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('[data]\ntokenizer = "chars"\n')
-    assert "give --vocab-size" in commands.fail("memory", file)
-    commands.do("memory", file, "--vocab-size", "77")

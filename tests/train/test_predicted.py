@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tpfuse.cost.hardware import known_gpu
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.plan.cluster import planned_cluster
-from tpfuse.plan.model import planned_model
-from tpfuse.plan.search import search, train_options
+from tpfuse.plan.command.planned import planned_cluster, planned_model
+from tpfuse.plan.command.search import search, train_options
+from tpfuse.plan.hardware import known_gpu
 from tpfuse.train.config import parse_train
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import prediction
@@ -62,7 +61,7 @@ def test_the_cut_of_the_options_counts() -> None:
     assert found.times.total > 1.1 * even.times.total, "so the step takes longer"
 
 
-@pytest.mark.parametrize("flag", ["--train.autocast bfloat16", "--zero.offload host"])
+@pytest.mark.parametrize("flag", ["--train.autocast bfloat16", "--zero.offload host", "--train.dtype float64"])
 def test_unknown_options_and_gpus_are_not_predicted(flag: str) -> None:
     config = GPTConfig(256, 128, 128, 4, 4)
     assert prediction(_options("--model.preset tiny", 1), config, *H100, 1) is not None

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from tpfuse.cost.hardware import known_gpu
+from tpfuse.plan.hardware import known_gpu
 
 PROBE_SECONDS = 0.3
 

@@ -47,7 +47,7 @@ from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.language_model import as_json as model_as_json
 from tpfuse.train.language_model import outlined
 from tpfuse.train.launch import RankInfo, device_of, join
-from tpfuse.train.memory import count_on
+from tpfuse.train.memory import memory_of
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
 from tpfuse.train.pipeline import (
@@ -343,14 +343,17 @@ class TrainingLoop:
         return f"{'; '.join(parts)} in {train.steps} steps{validation}"
 
     def _counted(self) -> str:
-        """Returns in words the memory that `tpfuse memory` counts for this rank."""
-        stage, mesh = self.options.zero.stage, self.trainer.language_model.device_mesh
-        account = count_on(mesh, self.options, self.run.config, (stage,)).accounts[stage]
-        kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
-        sizes = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
-        by = f" ({self.trainer.exchanged_by})" if self.trainer.replicas > 1 else ""
-        more = "" if account.activations else ", without activations"
-        return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(sizes)}{more}"
+        """Returns in words the memory that `tpfuse memory` counts, without the workspace."""
+        stage, trainer = self.options.zero.stage, self.trainer
+        by = f" ({trainer.exchanged_by})" if trainer.replicas > 1 else ""
+        try:
+            _, counted = memory_of(self.options, self.run.config, trainer.language_model.device_mesh, stage)
+        except UserError as error:
+            return f"ZeRO stage {stage}{by}, not counted: {error}"
+        kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
+        sizes = [f"{kind} {getattr(counted, kind) / 2**20:.1f}" for kind in kinds if getattr(counted, kind)]
+        more = "" if counted.activations else ", without activations"
+        return f"ZeRO stage {stage}{by}, counted {counted.held / 2**20:.1f} MiB a rank: {', '.join(sizes)}{more}"
 
     def _measured(self) -> str:
         """Returns in words the memory in use after a step, which includes the parts that the count leaves out."""

@@ -438,9 +438,7 @@ class PlanCommand:
     gpus: int = 8
     """Plan for this number of GPUs in total."""
     gpu: str = "h100"
-    """Plan for GPUs of this kind, such as h100 or a100, or for those that a FILE.toml describes."""
-    links: str = ""
-    """Connect the GPUs of a node by these links, such as nvlink4 or pcie4. Default: those of the GPU."""
+    """Plan for GPUs of this kind, such as h100 or a100, or for those that a FILE.toml describes, with their links."""
     nodes: int = 0
     """Divide the GPUs among this number of nodes. 0: nodes of 8 GPUs."""
     network: str = "400Gb"
@@ -450,11 +448,9 @@ class PlanCommand:
     report."""
     toml: OptionalPath = None
     """Write the options of the best layout to this file, for `tpfuse train --config`."""
-    picture: OptionalPath = None
-    """Draw the predicted schedule of the best layout that is a pipeline to this PNG file."""
     calibrate: OptionalPath = None
-    """Plan nothing, but measure the GPUs of this machine, or its CPU ranks if it has none, and write this TOML file,
-    for --gpu. This takes about half a minute."""
+    """Plan nothing, but measure the GPUs of this machine and write this TOML file, for --gpu. This takes about half a
+    minute."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""This module predicts a run by the model of cost (`tpfuse.cost`), and counts models and options for `tpfuse plan`.
+"""A run as the model of cost sees it (`tpfuse.plan`): its model's sizes, its layout, its program, and its prediction.
 
-A run is predicted if `tpfuse.cost.hardware` describes its GPUs and the model of cost knows its options.
+A run is predicted if `tpfuse.plan.hardware` describes its GPUs and the model of cost knows its options.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -10,40 +10,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpfuse.cost.hardware import Cluster, known_gpu, load_link, parse_network
-from tpfuse.cost.layout import Layout
-from tpfuse.cost.program import TPFUSE, Program
-from tpfuse.cost.sizes import ModelSizes
-from tpfuse.cost.step import Times, played_step, step_times
 from tpfuse.parallel.pipeline.timeline import Timeline
+from tpfuse.plan.hardware import Cluster, known_gpu, parse_network
+from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, TrainingProgram
+from tpfuse.plan.time import StepTimes, simulated_step, step_times
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import ModelConfig, blocks_of
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.pipeline import micro_batch_size, pipeline_stages, stages_per_rank
+from tpfuse.train.setup import ulysses_ranks
 
-_STATES = {"float32": (4, 8), "bfloat16": (2, 12), "float16": (2, 12)}  # parameter_bytes and state_bytes of a Program
+_TIMED = ("float32", "bfloat16", "float16")  # the dtypes whose rates are known
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run as the model of cost sees it. blocks: the number of blocks of each stage of the pipeline."""
+    """A run as the model of cost sees it."""
 
     sizes: ModelSizes
-    layout: Layout
+    layout: RankLayout
     cluster: Cluster
-    program: Program
+    program: TrainingProgram
+    # The number of blocks of each stage of the pipeline.
     blocks: tuple[int, ...]
 
     @property
-    def times(self) -> Times:
+    def times(self) -> StepTimes:
         """Return the seconds of a step, by kind."""
         return step_times(self.sizes, self.layout, self.cluster, self.program, self.blocks)
 
     @property
     def timeline(self) -> Timeline:
         """Return the passes of a step of the pipeline, in seconds."""
-        return played_step(self.sizes, self.layout, self.cluster, self.program, self.blocks)
+        return simulated_step(self.sizes, self.layout, self.cluster, self.program, self.blocks)
 
     def described(self) -> str:
         """Return the step in words: its time, and the kinds that take at least a twentieth of it."""
@@ -56,85 +56,125 @@ class Prediction:
 
 
 def prediction(options: TrainCommand, config: ModelConfig, gpu: str, memory: int, per_node: int) -> Prediction | None:
-    """Returns the prediction of a run; None if its GPU or its options are not known.
+    """Return the prediction of a run; None if its device is no known GPU, or its options are not known.
 
-    options: with the layout filled in. gpu: the name that torch gives to each GPU. memory: its bytes. per_node: the
-    ranks of a node.
+    options: with the layout filled in. gpu: the name that torch gives to each GPU; "" for a CPU. memory: its bytes.
+    per_node: the ranks of a node.
     """
     known = known_gpu(gpu, memory)
     if known is None:
         return None
     layout = layout_of(options)
     try:
-        sizes, program = sizes_of("the model", config), program_of(options)
+        sizes, program = sizes_of("the model", config), program_of(options, config.n_head)
+        check_timed(options, sizes)
     except UserError:
         return None
-    cluster = Cluster(known, layout.ranks, per_node, load_link(known.links[0]), parse_network(PlanCommand.network))
-    blocks = tuple(len(stage.layers) for stage in pipeline_stages(options, config))
-    return Prediction(sizes, layout, cluster, program, blocks)
+    cluster = Cluster(known, layout.ranks, per_node, parse_network(PlanCommand.network))
+    return Prediction(sizes, layout, cluster, program, stage_blocks(options, config))
 
 
-def layout_of(options: TrainCommand) -> Layout:
-    """Returns the layout of a run. options: with the layout filled in."""
+def check_timed(options: TrainCommand, sizes: ModelSizes | None = None) -> None:
+    """Raise UserError for options and models whose times the model of cost does not know."""
+    train, zero, parallel = options.train, options.zero, options.parallel
+    if train.dtype not in _TIMED:
+        raise UserError(f"train.dtype {train.dtype}: tpfuse plan knows {', '.join(_TIMED)}")
+    unknown = {"train.autocast": train.autocast, "zero.offload": zero.offload}
+    for name, value in unknown.items():
+        if value != "none":
+            raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")
+    if parallel.replicas != 1:
+        raise UserError(f"parallel.replicas {parallel.replicas}: tpfuse plan does not know its cost yet: leave it out")
+    if sizes is not None and sizes.experts:
+        raise UserError(
+            f"{sizes.name}: tpfuse plan does not know the times of mixtures of experts; `tpfuse memory` counts"
+            " their parameters"
+        )
+
+
+def layout_of(options: TrainCommand) -> RankLayout:
+    """Return the layout of a run. options: with the layout filled in."""
     parallel, train = options.parallel, options.train
-    return Layout(
+    return RankLayout(
         parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.pp_schedule, stages_per_rank(parallel),
-        options.zero.stage, train.recompute, micro_batch_size(options), train.batch,
+        options.zero.stage, train.recompute, micro_batch_size(options), train.batch, parallel.replicas,
     )  # fmt: skip
 
 
-def program_of(options: TrainCommand) -> Program:
-    """Returns how the run computes. Raises UserError for options that the model of cost does not know."""
-    train, zero = options.train, options.zero
-    if train.dtype not in _STATES:
-        raise UserError(f"train.dtype {train.dtype}: tpfuse plan knows {', '.join(_STATES)}")
-    for name, value in (("train.autocast", train.autocast), ("zero.offload", zero.offload)):
-        if value != "none":
-            raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")
-    parameters, states = _STATES[train.dtype]
-    gradients = 4 if zero.gradient_dtype == "float32" else parameters
-    return replace(TPFUSE, parameter_bytes=parameters, gradient_bytes=gradients, state_bytes=states)
+def stage_blocks(options: TrainCommand, config: ModelConfig) -> tuple[int, ...]:
+    """Return the number of blocks of each stage of the pipeline; () without one."""
+    if options.parallel.pp == 1:
+        return ()
+    return tuple(len(stage.layers) for stage in pipeline_stages(options, config))
+
+
+def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
+    """Return how the run computes. heads: those of a layer. Raise ValueError as `ulysses_ranks` does."""
+    train, zero, parallel = options.train, options.zero, options.parallel
+    size = getattr(torch, train.dtype).itemsize
+    widths = {"float32": max(4, size), "parameter": size}
+    gradients = widths[zero.gradient_dtype]
+    return replace(
+        TPFUSE,
+        parameter_bytes=size,
+        gradient_bytes=gradients,
+        reduce_bytes=gradients if zero.reduce_dtype == "gradient" else widths[zero.reduce_dtype],
+        autocast_bytes=0 if train.autocast == "none" else getattr(torch, train.autocast).itemsize,
+        triton=options.kernels != "torch" and train.dtype != "float64",
+        context_schedule=parallel.cp_schedule,
+        # Only running ranks know which implementation "auto" stands for. That of any group can be collective.
+        implementation="collective" if parallel.impl == "auto" else parallel.impl,
+        balance=parallel.cp_balance,
+        ulysses=ulysses_ranks(parallel, heads // parallel.tp),
+    )
 
 
 def sizes_of(name: str, config: ModelConfig) -> ModelSizes:
-    """Returns the sizes of a model. Raises UserError for blocks that are not attention and an MLP."""
+    """Return the sizes of a model. Raise UserError for blocks that are not attention and an MLP, or experts."""
     if isinstance(config, DecoderConfig):
         return _sizes_of_decoder(name, config)
     return ModelSizes(
         name, config.n_layer, config.n_embd, config.n_head, config.n_head, config.n_embd // config.n_head,
         4 * config.n_embd, False, config.vocab_size, config.n_positions, positions=config.n_positions,
-        biases=config.bias, norm_bias=config.bias, dropout=config.dropout > 0,
+        biases=config.bias, norm_bias=config.bias, dropout=config.dropout > 0, is_gpt=True,
     )  # fmt: skip
 
 
 def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
-    """Returns the sizes of a model of transformers. Raises UserError for blocks that are not attention and an MLP.
+    """Return the sizes of a model of transformers. Raise UserError as `sizes_of` does.
 
     What its configuration leaves open is found in the parameters of the model, which is made without memory.
     """
     model = config.empty(torch.float32)
     theirs: Any = model.config
     block = [tuple(parameter.shape) for parameter in blocks_of(model)[0].parameters()]
-    parameters = sum(prod(shape) for shape in block)
+    parameters, weights = (sum(prod(shape) for shape in block if len(shape) >= least) for least in (1, 2))
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()  # type: ignore[operator]
-    inner = [getattr(theirs, key, None) for key in ("intermediate_size", "n_inner", "ffn_dim")]
-    sizes = ModelSizes(
+    inner = [getattr(theirs, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")]
+    experts = _first(theirs, "num_local_experts", "num_experts")
+    plain = ModelSizes(
         name, config.n_layer, config.n_embd, config.n_head,
-        kv_heads=getattr(theirs, "num_key_value_heads", None) or config.n_head,
-        head_size=getattr(theirs, "head_dim", None) or config.n_embd // config.n_head,
-        inner=next((size for size in inner if size), 4 * config.n_embd), gated=False, vocabulary=config.vocab_size,
+        kv_heads=_first(theirs, "num_key_value_heads") or config.n_head,
+        head_size=_first(theirs, "head_dim") or config.n_embd // config.n_head,
+        inner=4 * config.n_embd, gated=False, vocabulary=config.vocab_size,
         tokens=config.n_positions, positions=sum(len(table) for table in tables if len(table) != config.vocab_size),
         tied=head is None or any(head.weight is table for table in tables), biases=False,
         norm_bias=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
     )  # fmt: skip
-    found = sum(shape[0] * shape[1] for shape in block if len(shape) == 2)
-    for gated in (False, True):
-        sizes = replace(sizes, gated=gated)
-        if sizes.block_weights == found and all(len(shape) < 3 for shape in block):
-            biased = replace(sizes, biases=True)
-            return min(sizes, biased, key=lambda each: abs(each.block_parameters - parameters))
+    dense = [replace(plain, inner=size) for size in inner if size] + [plain]
+    expert = replace(dense[0], experts=experts, inner=_first(theirs, "moe_intermediate_size") or dense[0].inner)
+    for sizes in (replace(each, gated=gated) for each in (*dense, expert) for gated in (False, True)):
+        if sizes.block_weights == weights:
+            extra = {biases: parameters - replace(sizes, biases=biases).block_parameters for biases in (False, True)}
+            biases = min(extra, key=lambda each: (extra[each] < 0, abs(extra[each])))
+            return replace(sizes, biases=biases, more_norms=max(0, extra[biases]))
     raise UserError(
-        f"--model {name}: a block of {theirs.model_type} has {found:,} weights, and attention with an MLP"
-        f" would have {sizes.block_weights:,}: tpfuse plan knows no other blocks, such as mixtures of experts"
+        f"{name}: a block of {theirs.model_type} has {weights:,} weights, and attention with an MLP would have"
+        f" {replace(dense[0], gated=True).block_weights:,}: tpfuse does not know the memory and times of other blocks"
     )
+
+
+def _first(settings: Any, *names: str) -> int:
+    """Return the first of these sizes that the configuration gives; 0 if it gives none."""
+    return next((size for name in names if (size := getattr(settings, name, None))), 0)

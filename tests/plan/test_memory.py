@@ -1,0 +1,381 @@
+"""The formula of memory counts what autograd saves, what ZeRO's engines hold, and what papers and measurements say."""
+
+import dataclasses
+import timeit
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import tpfuse
+from benchmarks.long_context import SavedBytes
+from benchmarks.plan_accuracy import MeasuredRun, b200
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
+from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
+from tpfuse.backend import implementation, kernels
+from tpfuse.choices import PipelineSchedule, Recompute
+from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.messages.symmetric import SymmetricMessages
+from tpfuse.comm.rank_order import HALF
+from tpfuse.models.gpt_config import GPTConfig
+from tpfuse.parallel.pipeline.order import Action, Kind, order
+from tpfuse.parallel.pipeline.runner import Runner
+from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, most_held, most_in_flight
+from tpfuse.plan.activations import activations
+from tpfuse.plan.in_flight import parts
+from tpfuse.plan.memory import RankMemory, memories, rank_memory
+from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, RankShare, TrainingProgram
+from tpfuse.testing.ranks import pool
+from tpfuse.train.batches import MicroBatch
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
+from tpfuse.zero.counted_collectives import CountedReduceScatter
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameter_groups
+from tpfuse.zero.gradient_buckets import GradientBuckets
+
+DEEP = dataclasses.replace(CONFIG, n_layer=9, dropout=0.0)
+WIDE = GPTConfig(vocab_size=61, n_positions=12, n_embd=32, n_layer=2, n_head=2)
+
+
+def _formula(options: TrainCommand, config: GPTConfig) -> dict[int, RankMemory]:
+    program = program_of(options, config.n_head)
+    return memories(sizes_of("toy", config), layout_of(options), program, stage_blocks(options, config))
+
+
+def _tensors_of(runner: Runner) -> Iterator[Tensor]:
+    """Yield the tensors that a rank holds of micro-batches in flight, beside those that autograd has saved."""
+    yield from runner._handed.values()
+    for flight in runner._flights.values():
+        inputs = [] if flight.x is None else [flight.x, flight.x.grad]
+        kept = [gradient for group in flight.groups or [] for of_node in group["grads"] for gradient in of_node]
+        for x in (*inputs, flight.output, flight.gradient, *kept):
+            if isinstance(x, Tensor) and x.ndim:  # not the loss
+                yield x
+
+
+def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, int, int, int, int]:
+    """Train a step. Return the bytes of parameters, gradients, optimizer, message slots and activations of this rank.
+
+    Gradients are those that exist all the time: at stage 2 the sums of shards.
+    """
+    held: list[dict[int, int]] = []  # after each action of a pipeline, the bytes of storages by address
+    with implementation("direct"):
+        trainer, windows = new_trainer(options, config)
+        runner, engine, optimizer = trainer.runner, trainer.engine, trainer.optimizer
+        assert isinstance(engine, GradientBuckets) and isinstance(optimizer, FlatAdamW)
+        saved: dict[tuple[int, int], dict[int, int]] = {}
+        own = [local_tensor(parameter) for parameter in trainer.model.parameters()]
+        alone = SavedBytes(own)
+        if runner is not None:
+            run = runner._run
+
+            def counted(action: Action, batch: MicroBatch, taken: Any) -> list[Tensor]:
+                found = SavedBytes([])
+                with found.hooks if action.kind is Kind.FORWARD else nullcontext():
+                    losses = run(action, batch, taken)
+                if action.kind is Kind.FORWARD:
+                    saved[action.stage, action.micro_batch] = found.sizes
+                now = {address: size for at in runner._flights for address, size in saved[at].items()}
+                now |= {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors_of(runner)}
+                held.append(now)
+                return losses
+
+            runner._run = counted  # type: ignore[method-assign]
+        with alone.hooks if runner is None else nullcontext():
+            trainer.train_step(windows, lambda: False)
+    slots, most = 0, alone.total
+    if runner is not None:
+        assert most_in_flight(runner.order, runner.rank) == runner.most_in_flight
+        messages = runner._messages
+        assert isinstance(messages, SymmetricMessages)
+        slots = messages._slots.local.nbytes
+        elsewhere = {x.untyped_storage().data_ptr() for x in (messages._slots.local, *own)}
+        most = max(sum(size for address, size in now.items() if address not in elsewhere) for now in held)
+    gradients = sum(x.nbytes for bucket in engine.buckets if (x := bucket.accumulated) is not None)
+    if engine.stage == 2:
+        gradients += sum(bucket.reduced_shard.nbytes for bucket in engine.buckets)
+    state = [optimizer.state(bucket) for bucket in engine.buckets]
+    kept = sum(x["exp_avg"].nbytes + x["exp_avg_sq"].nbytes for x in state)
+    kept += sum(x["model"].nbytes for x in state if engine.buckets[0].values.dtype in HALF)
+    parameters = sum(bucket.values.nbytes for bucket in engine.buckets)
+    return parameters, gradients, kept, slots, most
+
+
+LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
+    (WIDE, {"dtype": "bfloat16", "dp": 2, "tp": 2, "stage": 1}),
+    (WIDE, {"dtype": "float32", "cp": 2, "cp_schedule": "ulysses", "recompute": "selective", "stage": 0}),
+    (WIDE, {"autocast": "bfloat16", "dtype": "float32", "dp": 2, "stage": 1}),
+    (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "stage": 1, "dp": 2}),
+    (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "pp_schedule": "zbv"}),
+    *exhaustive(
+        (WIDE, {"dtype": "bfloat16", "dp": 2, "stage": 2, "accumulation": 2, "recompute": "full"}),
+        (WIDE, {"dtype": "bfloat16", "recompute": "full", "dp": 2, "stage": 2}),
+        (WIDE, {"dtype": "float64", "tp": 2, "cp": 2, "cp_schedule": "ring"}),
+        (dataclasses.replace(WIDE, dropout=0.2), {"dtype": "float32"}),
+        (dataclasses.replace(WIDE, bias=False), {"dtype": "float32", "cp": 2, "cp_schedule": "all_gather"}),
+        *(
+            (DEEP, {"pp": pp, "accumulation": 2 * pp, "batch": 12 * pp, "pp_schedule": schedule})
+            for pp in (2, 4)
+            for schedule in ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv")
+        ),
+        *(
+            (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "pp_schedule": schedule, **more})
+            for schedule in ("1f1b", "zbv")
+            for more in (
+                {"tp": 2}, {"cp": 2, "cp_schedule": "ring"}, {"recompute": "selective"}, {"recompute": "full"},
+                {"dp": 2, "stage": 2}, {"dp": 2, "stage": 0},
+            )
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "more"), LAYOUTS)
+def test_ranks_hold_what_the_formula_counts(config: GPTConfig, more: dict[str, Any]) -> None:
+    options = dataclasses.replace(options_of(**more), kernels="torch")
+    formula = _formula(options, config)
+    found = pool(ranks_of(options)).run(_held, options, config)
+    size, zero, tp = ranks_of(options) // options.parallel.pp, options.zero.stage, options.parallel.tp
+    for index, (parameters, gradients, optimizer, slots, kept) in enumerate(found):
+        rank = index // size
+        if index % tp or rank not in formula:
+            continue  # the first tensor-parallel rank is counted, which holds the most; another rank dominates this one
+        counted = formula[rank]
+        assert (counted.parameters, counted.optimizer) == (parameters, optimizer)
+        if zero < 2:
+            assert counted.gradients == gradients and counted.buffers == slots
+        elif options.train.micro_batch * options.parallel.dp < options.train.batch:
+            whole = parameters // getattr(torch, options.train.dtype).itemsize * program_of(options, 1).gradient_bytes
+            assert counted.gradients - gradients == whole, "several micro-batches accumulate"
+        else:
+            assert 0 < counted.gradients - gradients <= parameters, "one bucket of gradients is not sent yet"
+        if not (config.dropout and options.train.recompute == "none"):
+            assert counted.activations == kept
+        else:
+            assert counted.activations == pytest.approx(kept, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dropout", "dtype", "autocast"),
+    [
+        ("none", 0.2, "bfloat16", "none"),
+        *exhaustive(
+            ("none", 0.0, "float32", "bfloat16"), ("selective", 0.0, "float32", "none"),
+            ("full", 0.2, "float32", "none"),
+        ),
+    ],
+)  # fmt: skip
+def test_kernels_of_triton_save_what_the_formula_counts(
+    recompute: Recompute, dropout: float, dtype: str, autocast: str
+) -> None:
+    config = dataclasses.replace(WIDE, dropout=dropout)
+    options = options_of(recompute=recompute, dtype=dtype, autocast=autocast, batch=3)
+    [found] = pool(1).run(_saved_by_triton, options, config)
+    assert _formula(options, config)[0].activations == found
+
+
+def _saved_by_triton(options: TrainCommand, config: GPTConfig) -> int:
+    with kernels("triton"):
+        return _held(options, config)[-1]
+
+
+def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int]:
+    """Train a step. Return the bytes of shards, gathered parameters, whole gradients, sums, and of a unit that is sent.
+
+    Each is the most that this rank has held at the same time after an action of the pipeline.
+    """
+    trainer, windows = new_trainer(options, DEEP)
+    engine, runner = trainer.engine, trainer.runner
+    assert isinstance(engine, FullySharded) and runner is not None
+    parameters = [p for group in _parameter_groups(*engine._units) for p in group.fsdp_params]
+    run, reduce = runner._run, CountedReduceScatter.__call__
+    gathered, whole, sent = [0], [0], [0]
+
+    def counted(*arguments: Any) -> list[Tensor]:
+        losses = run(*arguments)
+        present = [_gathered(p) for p in parameters]
+        gathered.append(sum(local_tensor(x).untyped_storage().nbytes() for x in present if x is not None))
+        gradients = [
+            p.unsharded_accumulated_grad if x is None or x.grad is None else x.grad
+            for p, x in zip(parameters, present, strict=True)
+        ]
+        whole.append(sum(local_tensor(x).nbytes for x in gradients if x is not None))
+        return losses
+
+    def sending(self: CountedReduceScatter, **arguments: Any) -> Any:
+        sent.append(arguments["input_tensor"].nbytes)
+        return reduce(self, **arguments)
+
+    runner._run = counted  # type: ignore[method-assign, assignment]
+    with mock.patch.object(CountedReduceScatter, "__call__", sending):
+        trainer.train_step(windows, lambda: False)
+    shards = sum(local_tensor(member.sharded).nbytes for member in engine.members)
+    sums = sum(member.gradient.nbytes for member in engine.members)
+    return shards, max(gathered), max(whole), sums, max(sent)
+
+
+@pytest.mark.parametrize(("dp", "tp", "cp"), [(2, 1, 1), *exhaustive((1, 1, 2), (2, 2, 1))])
+@pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("zbv")])
+def test_ranks_at_stage_3_hold_what_the_formula_counts(schedule: PipelineSchedule, dp: int, tp: int, cp: int) -> None:
+    options = options_of(accumulation=4, batch=24, stage=3, pp=2, pp_schedule=schedule, dp=dp, tp=tp, cp=cp)
+    found = pool(ranks_of(options)).run(_held_at_stage_3, options)
+    at_0 = _formula(dataclasses.replace(options, zero=dataclasses.replace(options.zero, stage=0)), DEEP)
+    for rank, counted in _formula(options, DEEP).items():
+        shards, gathered, whole, sums, sent = found[rank * dp * tp * cp]
+        assert (counted.parameters, counted.optimizer) == (shards, 2 * shards)
+        assert counted.buffers - at_0[rank].buffers == gathered + sent
+        assert 0 < counted.gradients - whole - sums < sent + gathered, "gradients of a unit arrive beside their sums"
+
+
+def _saved_by_llama(sizes: ModelSizes, sequences: int) -> int:
+    """Return the bytes that autograd saves of a model of transformers after `parallelize`, on one rank."""
+    config = transformers.LlamaConfig(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.width, intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=sizes.tokens, tie_word_embeddings=sizes.tied,
+    )  # fmt: skip
+    with kernels("triton"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = tpfuse.parallelize(model, mesh_of(1, 1)["tp"])
+        ids = torch.arange(sequences * sizes.tokens).view(sequences, -1) % sizes.vocabulary
+        counted = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
+        with counted.hooks:
+            model(ids, labels=ids)
+    return counted.total
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ModelSizes("a", 1, 96, 6, 3, 16, 256, True, 256, 20, tied=False, biases=False, norm_bias=False),
+        *exhaustive(
+            ModelSizes("b", 2, 128, 4, 2, 32, 352, True, 512, 64, tied=False, biases=False, norm_bias=False),
+            ModelSizes("c", 3, 96, 6, 6, 16, 128, True, 1000, 40, biases=False, norm_bias=False),
+        ),
+    ],
+)
+def test_activations_of_models_of_transformers(sizes: ModelSizes) -> None:
+    [expected] = pool(1).run(_saved_by_llama, sizes, 2)
+    layout = RankLayout(1, 1, 1, 1, "1f1b", 1, 0, "none", 2, 2)
+    assert rank_memory(sizes, layout, TPFUSE).activations == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages", "micro_batches"),
+    [
+        ("1f1b", 4, 1, 12),
+        ("zbv", 4, 2, 8),
+        *exhaustive(
+            ("gpipe", 4, 1, 7), ("1f1b", 8, 1, 100), ("interleaved_1f1b", 4, 2, 64), ("interleaved_1f1b", 2, 4, 24),
+            ("zero_bubble", 4, 1, 24), ("zero_bubble", 2, 2, 8), ("zbv", 2, 2, 16),
+        ),
+    ],
+)  # fmt: skip
+def test_parts_keep_the_most_that_any_rank_keeps(
+    schedule: PipelineSchedule, ranks: int, stages: int, micro_batches: int
+) -> None:
+    """The short order and the ranks that are left out do not change the most bytes that a rank keeps."""
+    found, _ = parts(dataclasses.replace(SIZES, layers=32), (schedule, ranks, stages), micro_batches, True)
+    whole = order(schedule, ranks, stages, micro_batches)
+    for first, last, block, gradients, passed in ((0, 0, 3, 0, 0), (50, 0, 3, 2, 0), (0, 90, 3, 2, 4), (0, 0, 1, 9, 4)):
+        each = [Held(32 // whole.stages * block, gradients)] * whole.stages
+        each[0] = Held(each[0].saved + first, gradients)
+        each[-1] = Held(each[-1].saved + last, gradients)
+        expected = max(
+            most_held(whole, rank, {stage: each[stage] for stage in whole.stages_of(rank)}, passed)
+            for rank in range(ranks)
+        )
+        sums = []
+        for part in found:
+            held = [Held(layers * block, gradients) for layers in part.layers]
+            for at, extra in ((part.first, first), (part.last, last)):
+                if at is not None:
+                    held[at] = Held(held[at].saved + extra, gradients)
+            sums += [holding_bytes(peak, held, passed) for peak in part.peaks]
+        assert max(sums) == expected
+
+
+SIZES = ModelSizes("7.5B", 36, 4096, 32, 32, 128, 16384, False, 50257, 1024, positions=1024)
+# Korthikanti et al., arXiv:2205.05198, counts 16-bit activations of a GPT with dropout and scores in memory.
+MEGATRON_2022 = TrainingProgram(
+    "Megatron 2022", fused_attention=False, sequence_parallel=False, mask_bytes=1, keeps_statistics=False,
+    symmetric_slots=False, reserve=0.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "micro_batch"), [(1, 1), (8, 4)])
+def test_formulas_of_megatron_for_a_block(tp: int, micro_batch: int) -> None:
+    """Table 2 of the paper: s tokens, b sequences, h features, a heads, t tensor-parallel ranks."""
+    s, b, h, a, t = 2048, micro_batch, 6144, 64, tp
+    sizes = ModelSizes("22B", 48, h, a, a, h // a, 4 * h, False, 51200, s, positions=s, dropout=True)
+    shared = dataclasses.replace(MEGATRON_2022, sequence_parallel=True)
+
+    def check(program: TrainingProgram, recompute: Recompute, each: float) -> None:
+        block = activations(sizes, RankShare(t, 1, b, recompute), program).block
+        assert block == pytest.approx(s * b * h * each, rel=1e-12)
+
+    check(MEGATRON_2022, "none", 10 + 24 / t + 5 * a * s / (h * t))
+    check(shared, "none", 34 / t + 5 * a * s / (h * t))
+    check(MEGATRON_2022, "selective", 10 + 24 / t)
+    check(shared, "selective", 34 / t)
+    check(MEGATRON_2022, "full", 2)
+    # Section 4.3: the first stage of 1F1B keeps as many micro-batches as there are stages, hence all layers. The paper
+    # does not count the ids, and tpfuse keeps the inputs of stages in buffers, of which the first stage has none.
+    layout = RankLayout(t, 1, 1, 8, "1f1b", 1, 0, "selective", b, 64 * b)
+    masks, ids = s * b * h / t, 8 * s * b
+    expected = 48 * s * b * h * 34 / t + 8 * (masks + ids)
+    assert memories(sizes, layout, shared)[0].activations == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(0, 120e9), (1, 31.4e9), (2, 16.6e9), (3, 1.88e9)])
+def test_table_of_zero(zero: int, expected: float) -> None:
+    """arXiv:1910.02054, table 1: 7.5 billion parameters on 64 ranks, 16-bit parameters and gradients, K = 12.
+
+    The paper does not count the gradients that are not sent yet: here those of the embedding. tpfuse sums shards of
+    gradients in float32, and at stage 3 has no 16-bit shard of the parameters beside the masters.
+    """
+    program = dataclasses.replace(TPFUSE, gradient_bytes=2)
+    memory = rank_memory(SIZES, RankLayout(1, 1, 64, 1, "1f1b", 1, zero, "full", 1, 64), program)
+    unsent = SIZES.table_parameters * 2 if zero >= 2 else 0
+    wider = 2 / 64 * 7.5e9 if zero == 2 else 0
+    held = (memory.parameters + memory.gradients + memory.optimizer - unsent) * 7.5e9 / SIZES.parameters
+    assert held == pytest.approx(expected + wider, rel=0.01)
+
+
+def test_narrow_gradients_have_buffers_of_their_own() -> None:
+    """A bucket of 96 elements on two ranks: gradients are rounded to be sent, and their sums are float32."""
+    sizes = ModelSizes("toy", 1, 1, 1, 1, 1, 1, False, 64, 1, biases=False, norm_bias=False)  # 5 small parameters
+    found = {}
+    for kept, sent in ((4, 4), (4, 2), (2, 2)):
+        program = dataclasses.replace(TPFUSE, gradient_bytes=kept, reduce_bytes=sent)
+        memory = rank_memory(sizes, RankLayout(1, 1, 2, 1, "1f1b", 1, 1, "none", 1, 2), program)
+        found[kept, sent] = memory.gradients, memory.buffers
+    size = found[4, 4][0] // 4
+    assert found == {(4, 4): (4 * size, 0), (4, 2): (4 * size, 2 * size + 2 * size), (2, 2): (2 * size, 2 * size)}
+
+
+def test_stages_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="stage 4: expected 0, 1, 2 or 3"):
+        rank_memory(SIZES, RankLayout(1, 1, 2, 1, "1f1b", 1, 4, "none", 1, 2), TPFUSE)
+
+
+@pytest.mark.parametrize("run", [run for run in b200() if run.layout.micro_batches == 4], ids=lambda run: run.name)
+def test_peaks_that_were_measured_on_b200(run: MeasuredRun) -> None:
+    """Nothing is fitted to them: the formulas count Megatron's tensors."""
+    assert run.predicted_peak() == pytest.approx(run.peak, rel=0.01)
+
+
+def test_the_memory_of_a_layout_is_found_fast() -> None:
+    """`tpfuse plan` counts tens of thousands of layouts: 50 microseconds each, and more on a busy machine."""
+    layouts = [RankLayout(4, 1, 2, 4, "1f1b", 1, zero, "full", size, 64) for zero in (0, 1, 2) for size in (1, 2, 4)]
+    for layout in layouts:
+        rank_memory(SIZES, layout, TPFUSE)
+    seconds = min(timeit.repeat(lambda: [rank_memory(SIZES, each, TPFUSE) for each in layouts], number=10, repeat=5))
+    assert seconds / 90 < 500e-6

@@ -1,0 +1,91 @@
+"""`tpfuse plan` reads the sizes of a model from presets, TOML files, flags and configurations of Hugging Face."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.support.decoders import FAMILIES, SIZES
+from tpfuse.plan.command.planned import planned_model
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import PlanCommand
+
+
+def _folder(path: Path, kind: str, **settings: Any) -> Path:
+    sizes = {key: value for key, value in SIZES.items() if (kind, key) != ("GPT2Config", "intermediate_size")}
+    config = getattr(transformers, kind)(**{**sizes, **settings})
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+    return path
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama_tied", "qwen3", "gemma2", "gemma3", "neox"])
+def test_sizes_of_transformers_have_the_parameters_of_the_model(family: str, tmp_path: Path) -> None:
+    _, kind, settings = FAMILIES[family]
+    folder = _folder(tmp_path, kind, **settings)
+    real = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    counted = sum(parameter.numel() for parameter in real.parameters())
+    for name in (folder, folder / "config.json"):
+        model = planned_model(PlanCommand(model=str(name)))
+        assert model.parameters == counted
+        assert model.sizes.parameters == counted
+        assert model.sizes.gated == (family not in ("gpt2", "neox")) and model.recomputes == ("none", "full")
+        assert model.sizes.tokens == 64 and model.sizes.vocabulary == 101
+        assert model.options.train.batch * 64 == 2**20
+
+
+def test_a_preset_and_flags_give_the_gpt() -> None:
+    preset = planned_model(PlanCommand(model="gpt2-1558m"))
+    assert preset.sizes.parameters == 1_557_611_200 and preset.options.train.batch == 960
+    flags = planned_model(PlanCommand(layers=48, width=1600, heads=25, gpus=24))
+    assert flags.sizes.parameters == preset.sizes.parameters
+    assert flags.options.train.batch % 24 == 0 and 2**20 <= flags.options.train.batch * 1024 < 2**20 + 24 * 1024
+    assert planned_model(PlanCommand(model="gpt2-1558m", tokens=512, batch=8)).sizes.tokens == 512
+
+
+def test_a_file_of_a_run_gives_its_model_and_its_dtypes(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nn_layer = 3\nbias = false\n[train]\nbatch = 12\n[zero]\ngradient_dtype = "parameter"\n')
+    model = planned_model(PlanCommand(model=str(file)))
+    assert (model.sizes.layers, model.sizes.vocabulary, model.options.train.batch) == (3, 256, 12)
+    assert not model.sizes.biases and not model.sizes.norm_bias
+    assert (model.program.parameter_bytes, model.program.gradient_bytes, model.program.optimizer_bytes) == (4, 4, 8)
+    file.write_text('[train]\ndtype = "bfloat16"\n[zero]\ngradient_dtype = "parameter"\n')
+    program = planned_model(PlanCommand(model=str(file))).program
+    assert (program.parameter_bytes, program.gradient_bytes, program.optimizer_bytes) == (2, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [
+        ('[train]\ndtype = "float64"', "train.dtype float64: tpfuse plan knows float32, bfloat16, float16"),
+        ('[train]\nautocast = "bfloat16"', "train.autocast bfloat16: tpfuse plan does not know its cost"),
+        ('[zero]\noffload = "host"', "zero.offload host: tpfuse plan does not know its cost"),
+    ],
+)
+def test_what_the_model_of_cost_does_not_know_is_refused(table: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(table)
+    with pytest.raises(UserError, match=error):
+        planned_model(PlanCommand(model=str(tmp_path / "run.toml")))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "config.json: Expecting property name"),
+        ("[]", "config.json: it is no JSON object"),
+        ('{"model_type": "nonsense"}', "model_type is 'nonsense': expected a model that transformers knows"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
+        ('{"model_type": "gemma3", "text_config": {"hidden_size": 64}}', "takes more than text: .* text_config"),
+        (
+            '{"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "hidden_size": 64,'
+            ' "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4, "num_key_value_heads": 4}',
+            "does not know the times of mixtures of experts; `tpfuse memory` counts their parameters",
+        ),
+    ],
+)
+def test_broken_and_unsupported_configurations_are_refused(text: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=error):
+        planned_model(PlanCommand(model=str(tmp_path)))

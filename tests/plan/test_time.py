@@ -1,0 +1,259 @@
+"""The times of a step, and of its parts: products, messages and pipelines."""
+
+import csv
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from benchmarks.plan_accuracy import DATA, fitted_link
+from tpfuse.choices import PipelineSchedule
+from tpfuse.parallel.pipeline.order import order, stage_ranks
+from tpfuse.parallel.pipeline.timeline import timeline
+from tpfuse.plan import communication
+from tpfuse.plan.bubble import (
+    KINDS,
+    Cut,
+    StageKind,
+    StageSeconds,
+    cut_of,
+    index_of,
+    simulated,
+    simulated_length,
+    step_length,
+    usual_cut,
+)
+from tpfuse.plan.hardware import Cluster, GpuSpec, Link
+from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, TrainingProgram
+from tpfuse.plan.time import StepTimes, simulated_step, step_times
+from tpfuse.plan.work import TILES, MatrixProduct, product_seconds
+
+NVLINK, NETWORK = Link("nvlink", 400e9, 2e-6, 10e-6), Link("network", 50e9, 5e-6, 20e-6)
+GPU = GpuSpec("toy", 80e9, 990e12, 495e12, 0.7, 0.6, 3e12, 132, 2e-6, 10e-6, link=NVLINK)
+CLUSTER = Cluster(GPU, 64, 8, NETWORK)
+SIZES = ModelSizes("toy", 32, 4096, 32, 8, 128, 14336, True, 128256, 4096)
+LAYOUT = RankLayout(1, 1, 1, 1, "1f1b", 1, 0, "none", 1, 64)
+
+
+def _times(program: TrainingProgram = TPFUSE, **options: object) -> StepTimes:
+    return step_times(SIZES, replace(LAYOUT, **options), CLUSTER, program)  # type: ignore[arg-type]
+
+
+def test_one_rank_computes_its_operations() -> None:
+    times = _times()
+    assert times.total == pytest.approx(sum(getattr(times, kind.name) for kind in fields(times)))
+    assert times.tensor == times.context == times.pipeline == times.data == times.bubble == 0
+    least = SIZES.flops_per_token * 64 * SIZES.tokens / GPU.half_rate
+    assert least / 0.7 * 0.9 < times.products + times.attention < least / 0.7 * 1.4
+
+
+@pytest.mark.parametrize(
+    "options, kind",
+    [
+        ({"tp": 8}, "tensor"),
+        ({"cp": 8}, "context"),
+        ({"dp": 8}, "data"),
+        ({"pp": 8}, "pipeline"),
+        ({"pp": 8}, "bubble"),
+    ],
+)
+def test_each_dimension_adds_its_kind(options: dict[str, int], kind: str) -> None:
+    slow, layout = replace(CLUSTER, gpu=replace(GPU, link=replace(NVLINK, bandwidth=10e9))), replace(LAYOUT, **options)
+    times, slower = step_times(SIZES, layout, CLUSTER, TPFUSE), step_times(SIZES, layout, slow, TPFUSE)
+    assert getattr(slower, kind) > 0 and slower.total > times.total
+    also = {"pp": {"pipeline", "bubble"}, "cp": {"context", "data"}}  # context-parallel ranks reduce gradients too
+    others = {"tensor", "context", "data", "pipeline", "bubble"} - {kind}
+    others -= also.get(next(iter(options)), set())
+    assert all(getattr(slower, other) == 0 for other in others)
+
+
+def test_overlap_hides_communication() -> None:
+    alone = replace(TPFUSE, overlap_tp=False, overlap_dp=False)
+    for options, kind in (({"tp": 8}, "tensor"), ({"dp": 8, "zero": 3}, "data")):
+        assert getattr(_times(**options), kind) < getattr(_times(alone, **options), kind)
+
+
+def test_a_share_of_what_could_be_hidden_is_hidden() -> None:
+    alone, all_hidden = replace(TPFUSE, overlap_tp=False), replace(TPFUSE, hidden_share=1.0)
+    most, least = (_times(program, tp=8).tensor for program in (alone, all_hidden))
+    assert _times(tp=8).tensor == pytest.approx(most - TPFUSE.hidden_share * (most - least)) and least < 0.5 * most
+
+
+def test_recomputation_and_the_host_cost_time() -> None:
+    assert _times().total < _times(recompute="selective").total < _times(recompute="full").total
+    lazy = replace(CLUSTER, gpu=replace(GPU, host_seconds=10e-3))
+    times = step_times(SIZES, LAYOUT, lazy, TPFUSE)
+    issued = 64 * 32 * 2 * TPFUSE.block_operators * 10e-3
+    assert times.total == pytest.approx(issued, rel=0.1), "a step cannot be shorter than its operators take to issue"
+
+
+def test_more_micro_batches_shrink_the_share_of_the_bubble() -> None:
+    shares = [(t := _times(pp=8, batch=batch)).bubble / t.total for batch in (8, 64, 4096)]
+    assert shares[0] > shares[1] > shares[2] > 0
+
+
+def test_zero_shards_the_optimizer_and_gathers() -> None:
+    none, two, three = (_times(dp=8, zero=stage) for stage in (0, 2, 3))
+    assert two.optimizer == pytest.approx(none.optimizer / 8)
+    assert three.data > 0
+
+
+def test_a_step_is_predicted_quickly() -> None:
+    layouts = [
+        replace(LAYOUT, tp=tp, pp=pp, batch=batch)
+        for tp in (1, 2, 4)
+        for pp in (1, 2, 4)
+        for batch in range(64, 4096, 64)
+    ]
+    start = perf_counter()
+    for layout in layouts:
+        step_times(SIZES, layout, CLUSTER, TPFUSE)
+    assert (perf_counter() - start) / len(layouts) < 1e-3, "150 microseconds on a quiet core"
+
+
+def test_accumulated_gradients_are_reduced_once_and_stage_3_gathers_for_each_micro_batch_without_a_pipeline() -> None:
+    alone = replace(TPFUSE, overlap_dp=False)
+    for options, grows in (
+        ({"zero": 0}, False),
+        ({"zero": 2}, False),
+        ({"zero": 3}, True),
+        ({"zero": 3, "pp": 2}, False),
+    ):
+        few, many = (_times(alone, dp=8, batch=8 * count, **options).data for count in (4, 16))
+        assert (many > 2 * few) if grows else (many == pytest.approx(few)), options
+
+
+def test_the_simulated_step_of_a_pipeline_takes_the_time_of_its_passes() -> None:
+    for schedule, turns in (("1f1b", 1), ("zbv", 2)):
+        layout = replace(LAYOUT, pp=4, schedule=schedule, stages_per_rank=turns, micro_batch=4)  # type: ignore[arg-type]
+        for blocks in ((), (32 - 4 * turns + 1,) + (1,) * (4 * turns - 1)):
+            times, played = (step(SIZES, layout, CLUSTER, TPFUSE, blocks) for step in (step_times, simulated_step))
+            apart = times.pipeline + times.data + times.optimizer + TPFUSE.step_operators * GPU.host_seconds
+            assert played.length == pytest.approx(times.total - apart, rel=0.02), schedule
+            last = played.order.rank_of[-1]
+            assert played.busy(last) == pytest.approx(times.total - apart - times.bubble, rel=1e-9), schedule
+            idle = played.idle_share(last)
+            assert idle == pytest.approx(times.bubble / (times.total - apart), abs=0.01), schedule
+
+
+def test_a_large_product_reaches_the_share_of_the_rate_and_a_thin_one_that_of_the_memory() -> None:
+    free = replace(GPU, multiprocessors=0, unaligned_share=0.25)
+    product = MatrixProduct(128 * 132, 256 * 40, 8192)
+    assert product_seconds(product, GPU) == pytest.approx(product.flops / (990e12 * 0.7), rel=1e-9)
+    thin = MatrixProduct(8, 8192, 8192)
+    assert product_seconds(thin, free) == pytest.approx(2 * (8 * 8192 * 2 + 8192**2) / 3e12)
+    odd, even = (product_seconds(MatrixProduct(4096, columns, 4096), free) for columns in (50257, 50264))
+    assert odd / even == pytest.approx(4 * 50257 / 50264), "unaligned rows"
+
+
+def test_a_tile_beyond_a_full_wave_takes_another_wave() -> None:
+    full, beyond = MatrixProduct(128 * 132, 256, 8192), MatrixProduct(128 * 133, 256, 8192)
+    assert min(TILES, key=lambda tile: -tile[0] * tile[1])[:2] == (128, 256)
+    ratio = product_seconds(beyond, GPU) / product_seconds(full, GPU)
+    assert 1.2 < ratio <= 2.0, "a smaller tile may fill the second wave better"
+    free = replace(GPU, multiprocessors=0)
+    assert product_seconds(beyond, free) / product_seconds(full, free) == pytest.approx(133 / 132)
+
+
+def test_collectives_follow_the_formulas_of_their_algorithms() -> None:
+    both = communication.reduce_scatter(1e9, 4, NVLINK) + communication.all_gather(1e9, 4, NVLINK)
+    assert communication.all_reduce(1e9, 4, NVLINK) == pytest.approx(both - NVLINK.start)
+    assert communication.all_reduce(1e9, 4, NVLINK) == pytest.approx(10e-6 + 6 * 2e-6 + 2 * 3 / 4 * 1e9 / 400e9)
+    assert communication.all_reduce(1e9, 1, NVLINK) == communication.all_gather(1e9, 1, NVLINK) == 0.0
+    for size, faster in ((1e3, True), (1e11, False)):
+        tree = communication.all_reduce(size, 64, NVLINK, tree=True)
+        assert (tree < communication.all_reduce(size, 64, NVLINK)) == faster, "a tree, for small tensors only"
+
+
+def test_nodes_reduce_inside_first() -> None:
+    """8 ranks of each of 4 nodes send an eighth of the tensor over the network."""
+    inside = 2 * communication.all_gather(1e9, 8, NVLINK)
+    apart = communication.all_reduce(1e9 / 8, 4, NETWORK)
+    assert communication.grouped_all_reduce(1e9, 32, 1, CLUSTER) == pytest.approx(inside + apart)
+    assert communication.grouped_all_reduce(1e9, 4, 8, CLUSTER) == communication.all_reduce(1e9, 4, NETWORK)
+    assert communication.grouped_all_reduce(1e9, 8, 1, CLUSTER) == communication.all_reduce(1e9, 8, NVLINK)
+
+
+def test_measured_all_reduces() -> None:
+    link = fitted_link()
+    with (DATA / "nccl_all_reduce_vtrain.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["gpu"] == "a100"]
+    errors = [
+        communication.all_reduce(float(row["bytes"]), int(row["ranks"]), link) / (float(row["time_ns"]) * 1e-9) - 1
+        for row in rows
+    ]
+    assert len(errors) == 77
+    assert np.mean(np.abs(errors)) < 0.08 and np.max(np.abs(errors)) < 0.25
+    assert 200e9 < link.bandwidth < 300e9, "NVLink 3 has 300 GB/s in each direction"
+
+
+@pytest.mark.parametrize("exposed", [communication.gather_exposed, communication.scatter_exposed])
+def test_chunks_hide_each_other(exposed: Callable[[float, float, int], float]) -> None:
+    assert exposed(8.0, 0.0, 4) == 0
+    assert exposed(8.0, 3.0, 4) == pytest.approx(3 * 3.0 + 2.0 - 8.0), "messages of 3 behind chunks of 2"
+    assert exposed(0.0, 3.0, 4) == 9.0, "nothing to hide behind"
+    assert exposed(8.0, 1.9, 4) == pytest.approx(0.0), "the own chunk covers the first arrival or the last message"
+
+
+def test_rings_and_rests() -> None:
+    assert communication.ring_exposed(8.0, 1.0, 4) == 0 and communication.ring_exposed(8.0, 3.0, 4) == 3.0
+    assert communication.hidden_rest(5.0, 3.0, 1.0) == 2.0 and communication.hidden_rest(5.0, 9.0, 1.0) == 1.0
+
+
+EVEN: list[StageSeconds] = [(1.0, 2.0)] * 3
+UNEVEN: list[StageSeconds] = [(1.125, 2.125), (1.0, 2.0), (1.5, 3.0)]
+PIPELINES: list[tuple[PipelineSchedule, int]] = [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zbv", 2)
+]  # fmt: skip
+
+
+def _cut(schedule: PipelineSchedule, turns: int) -> Cut:
+    """Return a cut on 4 ranks whose stages are the first one, the last one, and those between."""
+    return cut_of([1] * (4 * turns), stage_ranks(schedule, 4, turns))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro_batches", [1, 4, 50])
+def test_the_bubble_of_equal_stages(schedule: PipelineSchedule, micro_batches: int) -> None:
+    """Narayanan et al., arXiv:2104.04473, section 2.2: (p - 1) passes of idle time beside m."""
+    length = step_length(schedule, 4, 1, micro_batches, _cut(schedule, 1), EVEN)
+    assert length == pytest.approx(3.0 * (micro_batches + 3))
+
+
+@pytest.mark.parametrize(("schedule", "turns"), PIPELINES)
+@pytest.mark.parametrize("times", [EVEN, UNEVEN])
+def test_the_extrapolation_equals_the_full_simulation(
+    schedule: PipelineSchedule, turns: int, times: list[StageSeconds]
+) -> None:
+    cut = _cut(schedule, turns)
+    full = simulated(schedule, 4, turns, 40, [times[index] for index in cut.of_stages])
+    # 1.125 and 2.125 are not on the grid of sixteenths of 1.5.
+    assert step_length(schedule, 4, turns, 40, cut, times) == pytest.approx(full, rel=1e-9 if times is EVEN else 2e-3)
+
+
+@pytest.mark.parametrize(("schedule", "turns"), PIPELINES)
+def test_a_simulated_length_is_that_of_the_timeline(schedule: PipelineSchedule, turns: int) -> None:
+    for seed in range(5):
+        draw = random.Random(seed)
+        seconds = [draw.uniform(0.1, 9.0) for _ in range(4 * turns * len(KINDS))]
+        made = order(schedule, 4, turns, 8)
+        times = {action: seconds[index_of(action)] for row in made.actions for action in row}
+        expected = timeline(made, times.__getitem__).length
+        assert simulated_length(schedule, 4, turns, 8, seconds) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_cut_counts_the_head_and_names_each_kind_of_stages_and_ranks_once() -> None:
+    sizes = ModelSizes("toy", 24, 1024, 16, 16, 64, 4096, False, 50304, 1024)
+    equal, usual = (usual_cut(sizes, "1f1b", 4, 1, equal) for equal in (True, False))
+    assert [equal.kinds[index].blocks for index in equal.of_stages] == [6] * 4
+    blocks = [usual.kinds[index].blocks for index in usual.of_stages]
+    assert sum(blocks) == 24 and blocks[-1] < 6 < blocks[0] and usual.last_blocks == blocks[-1]
+    cut = cut_of([2, 3, 3, 3, 3, 1], stage_ranks("zbv", 3, 2))
+    first, middle, last = StageKind(2, True, False), StageKind(3, False, False), StageKind(1, False, True)
+    assert cut == Cut((first, middle, last), (0, 1, 1, 1, 1, 2), ((0, 2), (1, 1)), (0, 2)) and cut.last_blocks == 3
+    assert usual_cut(replace(sizes, layers=5), "zbv", 1, 1, False) == Cut(
+        (StageKind(5, True, True),), (0,), ((0,),), (0,)
+    )

@@ -1,0 +1,236 @@
+"""Every layout of a model on a cluster that `tpfuse train` accepts, and those that fit the memory, fastest first.
+
+Four rules leave out layouts that cannot be better than one that is tried, if the model of cost is what it should be
+(`tests/plan/test_search.py` compares with a search without them):
+
+- More recomputation takes more operations. So it is tried only if the layout does not fit with less.
+- A larger micro-batch never needs less memory. So the search ends at the first size that fits with no stage.
+- A pipeline with fewer than two micro-batches for each rank is idle for a third of the time, but for the schedules that
+  split backward passes. So it is tried only if the batch has no more sequences.
+- The schedule gpipe takes as long as 1f1b, and never less memory. With two stages on a rank, zbv is tried for
+  zero_bubble. More than two stages, at most 8, cut the layers into equal parts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import get_args
+
+from tpfuse.choices import PipelineSchedule, Recompute
+from tpfuse.parallel.pipeline.order import usual_stages
+from tpfuse.plan.command.planned import PlannedModel
+from tpfuse.plan.hardware import Cluster
+from tpfuse.plan.memory import RankMemory, rank_memory
+from tpfuse.plan.sizes import RankLayout
+from tpfuse.plan.time import StepTimes, step_times
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.setup import check_numbers, model_config, with_layout
+
+# A context-parallel rank has at least so many tokens of a sequence: inside a node as many as a tile of attention has
+# rows; across nodes, where these ranks belong only if sequences are long, a thirty-second of the sequences in the last
+# stage of Llama 3's training.
+LEAST_TOKENS, LEAST_TOKENS_ACROSS = 128, 4096
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)  # the least first
+_MOST_STAGES = 8  # of a pipeline rank
+EQUAL = 0.01  # predictions within 1 % count as ties
+_USABLE = 0.97  # the share of a GPU's memory that a layout may need, since predictions are about so exact
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its predicted memory and times."""
+
+    layout: RankLayout
+    memory: RankMemory
+    times: StepTimes
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return (tp, cp, dp, pp)."""
+        return self.layout.tp, self.layout.cp, self.layout.dp, self.layout.pp
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    # The layouts that fit the memory, fastest first.
+    fitting: list[Candidate]
+    # For each (tp, cp, dp, pp) of which no layout fits, the one that needs the least memory; the least of them first.
+    nearest: list[Candidate]
+    # The number of layouts that were tried.
+    compared: int
+
+    @cached_property
+    def best(self) -> list[Candidate]:
+        """Return the layout to choose for each (tp, cp, dp, pp), fastest first.
+
+        Predictions within 1 % count as ties. Of the layouts that tie with the fastest, choose the one that shards and
+        recomputes the least, and of these the fastest.
+        """
+        groups: dict[tuple[int, int, int, int], list[Candidate]] = {}
+        for each in self.fitting:
+            group = groups.setdefault(each.shape, [each])
+            if each.times.total <= (1 + EQUAL) * group[0].times.total:
+                group.append(each)
+        simplest = [min(group, key=_complexity) for group in groups.values()]
+        return sorted(simplest, key=lambda each: each.times.total)
+
+
+def _complexity(candidate: Candidate) -> tuple[int, int, float]:
+    layout = candidate.layout
+    return layout.zero, RECOMPUTES.index(layout.recompute), candidate.times.total
+
+
+def search(model: PlannedModel, cluster: Cluster) -> SearchResult:
+    """Return the layouts of the model on all GPUs of the cluster."""
+    fitting: list[Candidate] = []
+    nearest: list[Candidate] = []
+    compared = 0
+    for shape in shapes(model, cluster):
+        group = _Group(model, cluster)
+        for schedule, stages in schedules(model, shape[3]):
+            group.search(shape, schedule, stages)
+        compared += group.compared
+        fitting += group.fitting
+        if not group.fitting and group.least is not None:
+            layout, memory = group.least
+            nearest.append(Candidate(layout, memory, step_times(model.sizes, layout, cluster, model.program)))
+    fitting.sort(key=lambda each: (each.times.total, each.memory.total))
+    return SearchResult(fitting, sorted(nearest, key=lambda each: each.memory.total), compared)
+
+
+class _Group:
+    """The search among the layouts of one (tp, cp, dp, pp)."""
+
+    def __init__(self, model: PlannedModel, cluster: Cluster) -> None:
+        self.model, self.cluster = model, cluster
+        self.fitting: list[Candidate] = []
+        self.least: tuple[RankLayout, RankMemory] | None = None
+        self.compared = 0
+
+    def search(self, shape: tuple[int, int, int, int], schedule: PipelineSchedule, stages: int) -> None:
+        """Try all micro-batches and stages of ZeRO with a schedule."""
+        tp, cp, dp, pp = shape
+        batch = self.model.options.train.batch
+        share = batch // dp
+        for size in divisors(share):
+            count = share // size
+            if pp > 1 and (count < min(2 * pp, share) or not accepts(schedule, pp, count)):
+                continue
+            layout, fitted = RankLayout(tp, cp, dp, pp, schedule, stages, 0, "none", size, batch), False
+            for zero in zero_stages(self.model.options, dp * cp):
+                fitted = self._recompute(replace(layout, zero=zero)) or fitted
+            if not fitted:
+                break
+
+    def _recompute(self, layout: RankLayout) -> bool:
+        """Try a layout with more and more recomputation, and return whether it fits."""
+        sizes, program = self.model.sizes, self.model.program
+        for recompute in self.model.recomputes:
+            tried = replace(layout, recompute=recompute)
+            memory = rank_memory(sizes, tried, program)
+            self.compared += 1
+            if self.least is None or memory.total < self.least[1].total:
+                self.least = tried, memory
+            if memory.total <= usable_memory(self.cluster):
+                self.fitting.append(Candidate(tried, memory, step_times(sizes, tried, self.cluster, program)))
+                return True
+        return False
+
+
+def usable_memory(cluster: Cluster) -> float:
+    """Return the bytes that a layout may need of a GPU."""
+    return _USABLE * cluster.gpu.memory
+
+
+def smallest(model: PlannedModel, cluster: Cluster) -> tuple[RankLayout, RankMemory]:
+    """Return the layout that needs the least memory, among those with the schedule 1f1b."""
+    batch, found = model.options.train.batch, []
+    for tp, cp, dp, pp in shapes(model, cluster):
+        zero = max(zero_stages(model.options, dp * cp))
+        layout = RankLayout(tp, cp, dp, pp, "1f1b", 1, zero, model.recomputes[-1], 1, batch)
+        found.append((layout, rank_memory(model.sizes, layout, model.program)))
+    return min(found, key=lambda pair: pair[1].total)
+
+
+def shapes(model: PlannedModel, cluster: Cluster) -> Iterator[tuple[int, int, int, int]]:
+    """Yield every (tp, cp, dp, pp) that the model and the batch accept."""
+    sizes = model.sizes
+    for tp in tensor_ranks(model, cluster):
+        for cp in divisors(cluster.gpus // tp):
+            inside = cluster.per_node % (tp * cp) == 0
+            if cp > 1 and sizes.tokens // cp < (LEAST_TOKENS if inside else LEAST_TOKENS_ACROSS):
+                continue
+            for pp in divisors(cluster.gpus // (tp * cp)):
+                dp = cluster.gpus // (tp * cp * pp)
+                if pp <= sizes.layers and model.options.train.batch % dp == 0:
+                    yield tp, cp, dp, pp
+
+
+def tensor_ranks(model: PlannedModel, cluster: Cluster) -> list[int]:
+    """Return the numbers of tensor-parallel ranks that share heads and MLP equally and stay inside a node."""
+    sizes = model.sizes
+    return [
+        tp
+        for tp in divisors(cluster.per_node)
+        if sizes.heads % tp == 0 and sizes.kv_heads % tp == 0 and sizes.inner % tp == 0
+    ]
+
+
+def schedules(model: PlannedModel, ranks: int) -> Iterator[tuple[PipelineSchedule, int]]:
+    """Yield the schedules of a pipeline of `ranks` ranks that are tried, each with its stages on a rank."""
+    yield "1f1b", 1
+    if ranks == 1:
+        return
+    layers, splits = model.sizes.layers, not model.options.train.compile
+    if splits:
+        yield "zero_bubble", 1
+    if splits and layers >= 2 * ranks:
+        yield "zbv", 2
+    for stages in range(2, min(layers // ranks, _MOST_STAGES) + 1):
+        if layers % (ranks * stages) == 0 or stages == 2:
+            yield "interleaved_1f1b", stages
+
+
+def zero_stages(options: TrainCommand, replicas: int) -> Iterator[int]:
+    """Yield the stages of ZeRO that the options accept. Without replicas there is nothing to shard."""
+    zero = options.zero
+    yield 0
+    if replicas > 1:
+        yield from (1, 2)
+        if zero.gradient_dtype == "float32" and zero.compression == "none":
+            yield 3
+
+
+def accepts(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> bool:
+    """Return whether `tpfuse.parallel.pipeline.order` has an order of these numbers, without making it.
+
+    torch's schedules with several stages on a rank divide the micro-batches into equal rounds of at least `ranks`.
+    """
+    if schedule in ("gpipe", "1f1b", "zbv"):
+        return micro_batches >= 1
+    return micro_batches >= 1 and micro_batches % max(1, micro_batches // ranks) == 0
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive number, the smallest first."""
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
+
+
+def train_options(model: PlannedModel, layout: RankLayout) -> TrainCommand:
+    """Return the options of `tpfuse train` for a layout. Raise UserError if it would refuse them."""
+    options, piped = model.options, layout.pp > 1
+    parallel = replace(
+        options.parallel, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, cp_schedule="auto", cp_ulysses=0,
+        pp_schedule=layout.schedule if piped else "1f1b", pp_layers="", replicas=1,
+        pp_stages_per_rank=layout.stages_per_rank
+        if piped and layout.stages_per_rank != usual_stages(layout.schedule) else 0,
+    )  # fmt: skip
+    train = replace(options.train, recompute=layout.recompute, micro_batch=layout.micro_batch)
+    zero = replace(options.zero, stage=layout.zero)
+    options = with_layout(replace(options, parallel=parallel, train=train, zero=zero), layout.ranks)
+    check_numbers(options)
+    model_config(options, model.vocabulary)
+    return options

@@ -1,0 +1,225 @@
+"""The bytes of parameters, gradients and the optimizer's state on a rank, at each stage of ZeRO.
+
+| kind       | stage 0       | stage 1       | stage 2                          | stage 3                           |
+|------------|---------------|---------------|----------------------------------|-----------------------------------|
+| parameters | whole buckets | whole buckets | whole buckets                    | shards, which are the masters     |
+| gradients  | whole buckets | whole buckets | sums of shards, a bucket unsent  | sums of shards, a unit unsent     |
+| master     | whole         | shards        | shards                           |                                   |
+| moments    | two, whole    | two of shards | two of shards                    | two of shards                     |
+| buffers    |               |               | up to three gradient buffers     | gathered units, one that is sent  |
+
+Parameters of a half type have float32 masters. With several micro-batches, stages 2 and 3 also hold whole gradients,
+because only the last micro-batch communicates. A bucket of one rank is held as at stage 1, as one shard. The shapes of
+a block and of the parts outside the blocks give the buckets (`tpfuse.zero.bucket_layout`), with their padding.
+
+The count has the buffers that exist during a whole step and, for buffers that come and go, the largest amount that
+exists at the same time. ZeRO: arXiv:1910.02054.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from tpfuse.plan.sizes import ModelSizes, TrainingProgram
+from tpfuse.zero.bucket_layout import ALIGNMENT, BUCKET_BYTES, Kind
+from tpfuse.zero.fully_sharded import shard_dim
+from tpfuse.zero.reducer.direct import GRADIENT_BUFFERS
+
+Shape = tuple[int, ...]
+
+
+class RankPart(NamedTuple):
+    """The part of a model that a pipeline rank has."""
+
+    # The number of blocks.
+    blocks: int
+    # Whether the rank has the model's first and last stage, and whether these are on two ranks.
+    first: bool
+    last: bool
+    apart: bool
+
+
+class States(NamedTuple):
+    """The bytes of a rank, by kind."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+
+
+@cache
+def states(
+    sizes: ModelSizes,
+    part: RankPart,
+    tp: int,
+    replicas: int,
+    zero: int,
+    accumulating: bool,
+    pipelined: bool,
+    program: TrainingProgram,
+    copies: int = 1,
+) -> States:
+    """Return the bytes of a rank at a stage of ZeRO.
+
+    replicas: the ranks that have the same parameters: data- and context-parallel ones. accumulating: whether a step has
+    several micro-batches. pipelined: whether the rank is one of a pipeline. copies: those of the model at stage 3.
+    Raise ValueError for a stage that does not exist.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"stage {zero}: expected 0, 1, 2 or 3")
+    if zero == 3 and replicas * tp > 1:
+        return _fully_sharded(sizes, part, tp, replicas // copies, accumulating, pipelined, program)
+    parameter, state, sent = program.parameter_bytes, program.state_bytes, program.reduce_bytes
+    parameters = gradients = optimizer = buffers = unsent = 0
+    for group, found in buckets(sizes, part, tp, program.sequence_parallel).items():
+        world = replicas * {"partial": tp, "tied": 2}.get(group, 1)
+        stage = min(zero, 1 if world == 1 else 2)
+        largest = 0
+        for (elements, aligned), count in found.items():
+            size = -(-aligned // (world * ALIGNMENT)) * world * ALIGNMENT
+            largest = max(largest, size)
+            parameters += count * size * parameter
+            optimizer += count * (size if stage == 0 else size // world) * program.optimizer_bytes
+            gradients += count * (size // world * state if stage == 2 else size * program.gradient_bytes)
+            if stage == 2 and accumulating:  # the gradients that are not sent yet are in this buffer
+                gradients += count * size * program.gradient_bytes
+            elif stage == 2:
+                unsent = max(unsent, elements * parameter)
+            elif sent != program.gradient_bytes:  # gradients are rounded into a buffer of their own
+                buffers += count * size * sent
+            if stage == 1 and world > 1 and sent != state:  # and so are the sums of what is sent in less than float32
+                buffers += count * size // world * state
+        if stage == 2:
+            buffers += min(GRADIENT_BUFFERS, found.total()) * largest * sent
+    return States(parameters, gradients + unsent, optimizer, buffers)
+
+
+def _fully_sharded(
+    sizes: ModelSizes,
+    part: RankPart,
+    tp: int,
+    world: int,
+    accumulating: bool,
+    pipelined: bool,
+    program: TrainingProgram,
+) -> States:
+    """Return the bytes of a rank at stage 3 (`tpfuse.zero.fully_sharded`).
+
+    The unit that computes and the next one are gathered at the same time, and the model's own parameters always; in a
+    step of a pipeline all units are. The gradients of one unit are whole: as they arrive, and as they are sent.
+    """
+    block, block_shard = _unit(tuple(shape for _, shape in _block(sizes, tp, True)), world)
+    rest, rest_shard = _unit(tuple(shape for _, shape in _ends(sizes, part, tp, True)), world)
+    whole, shard = part.blocks * block + rest, part.blocks * block_shard + rest_shard
+    parameter, state, sent = program.parameter_bytes, program.state_bytes, program.reduce_bytes
+    gathered = (rest_shard + (part.blocks if pipelined else min(2, part.blocks)) * block_shard) * world
+    if world == 1:
+        gathered = whole if parameter < state else 0
+    gradients = shard * state + max(block, rest) * parameter + (whole * sent if accumulating else 0)
+    buffers = gathered * parameter + max(block_shard, rest_shard) * world * sent
+    return States(shard * state, gradients, 2 * shard * state, buffers)
+
+
+@cache
+def _unit(shapes: tuple[Shape, ...], world: int) -> tuple[int, int]:
+    """Return the elements of a unit of stage 3, and those of a rank's shard with its padding."""
+    shards = 0
+    for shape in shapes:
+        cut = shape[shard_dim(shape, world)]
+        shards += -(-cut // world) * (math.prod(shape) // cut)
+    return sum(map(math.prod, shapes)), shards
+
+
+@cache
+def buckets(sizes: ModelSizes, part: RankPart, tp: int, sequence_parallel: bool) -> dict[str, Counter[tuple[int, int]]]:
+    """Return the buckets of a rank by the ranks that reduce them together: "", "partial" and "tied".
+
+    Each is (elements, elements with every parameter aligned), and counted.
+    """
+    ends = _ends(sizes, part, tp, sequence_parallel)
+    head = len(ends) - len(_first(sizes, tp, sequence_parallel)) * part.first
+    block = [*_block(sizes, tp, sequence_parallel)][::-1]
+    pending: dict[str, tuple[int, int]] = {}
+    found: dict[str, Counter[tuple[int, int]]] = {}
+    for kind, shape in (*ends[:head], *block * part.blocks, *ends[head:]):
+        count = math.prod(shape)
+        elements, aligned = pending.get(kind, (0, 0))
+        pending[kind] = elements + count, aligned + -(-count // ALIGNMENT) * ALIGNMENT
+        if pending[kind][0] * 4 >= BUCKET_BYTES:
+            found.setdefault(_group(kind), Counter())[pending.pop(kind)] += 1
+    for kind, bucket in pending.items():
+        found.setdefault(_group(kind), Counter())[bucket] += 1
+    return found
+
+
+def rank_parameters(sizes: ModelSizes, tp: int) -> int:
+    """Return the number of parameters of a rank that has all blocks."""
+    found = buckets(sizes, RankPart(sizes.layers, True, True, False), tp, True)
+    return sum(elements * count for group in found.values() for (elements, _), count in group.items())
+
+
+def _group(kind: str) -> str:
+    return kind if kind in ("partial", "tied") else ""
+
+
+def _block(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> Iterator[tuple[Kind, Shape]]:
+    """Yield the kind and the shape of each parameter of a block on one rank, in the model's order."""
+    width, inner = sizes.width, -(-sizes.inner // tp)
+    query, key = -(-sizes.heads // tp) * sizes.head_size, -(-sizes.kv_heads // tp) * sizes.head_size
+    norm = _norm(sizes, tp, sequence_parallel)
+    row: Kind = "replicated" if tp > 1 else "sharded"
+    yield from norm
+    if sizes.heads == sizes.kv_heads and not sizes.gated:  # one parameter has the weights of q, k and v, as in GPT-2
+        packed_bias: Kind = "partial" if tp > 1 else "sharded"  # whole on every rank, which uses a part
+        yield from _linear(sizes, packed_bias, (3, query, width), (3 * query * tp,))
+    else:
+        for rows in (query, key, key):
+            yield from _linear(sizes, "sharded", (rows, width), (rows,))
+    yield from _linear(sizes, row, (width, query), (width,))
+    yield from norm
+    if sizes.more_norms:
+        yield norm[0][0], (sizes.more_norms,)
+    if sizes.experts:
+        yield row, (sizes.experts, width)
+        for _ in range(2 + sizes.gated):
+            yield row, (sizes.experts, sizes.inner, width)
+        return
+    for _ in range(1 + sizes.gated):
+        yield from _linear(sizes, "sharded", (inner, width), (inner,))
+    yield from _linear(sizes, row, (width, inner), (width,))
+
+
+def _linear(sizes: ModelSizes, bias: Kind, weight: Shape, biases: Shape) -> Iterator[tuple[Kind, Shape]]:
+    yield "sharded", weight
+    if sizes.biases:
+        yield bias, biases
+
+
+def _norm(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> list[tuple[Kind, Shape]]:
+    kind: Kind = "sharded" if tp == 1 else "partial" if sequence_parallel else "replicated"
+    return [(kind, (sizes.width,))] * (1 + sizes.norm_bias)
+
+
+def _first(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> list[tuple[Kind, Shape]]:
+    """Return the embeddings, in the order in which their gradients arrive."""
+    kind, _ = _norm(sizes, tp, sequence_parallel)[0]
+    positions = [(kind, (sizes.positions, sizes.width))] if sizes.positions else []
+    return [*positions, ("sharded", (-(-sizes.vocabulary // tp), sizes.width))]
+
+
+def _ends(sizes: ModelSizes, part: RankPart, tp: int, sequence_parallel: bool) -> list[tuple[Kind, Shape]]:
+    """Return the parameters outside the blocks: the head and the last norm, and then the embeddings."""
+    found: list[tuple[Kind, Shape]] = []
+    table: Shape = (-(-sizes.vocabulary // tp), sizes.width)
+    if part.last:
+        if part.apart or not part.first or not sizes.tied:
+            found.append(("sharded", table))
+        found += _norm(sizes, tp, sequence_parallel)
+    if part.first:
+        found += _first(sizes, tp, sequence_parallel)
+    if not (sizes.tied and part.apart):
+        return found
+    return [("tied", shape) if shape == table and kind == "sharded" else (kind, shape) for kind, shape in found]
