@@ -294,8 +294,7 @@ def test_ranks_hold_their_own_stages_and_what_is_counted(family: str, schedule: 
         part = config.outlined(None, dtype, own_stages(options, config, rank))
         assert {name: tuple(parameter.shape) for name, parameter in part.named_parameters()} == shapes
         assert (997 * 48 in sizes) == (rank == 0 or (rank == 3 and schedule != "zbv"))
-        if rank in formula:  # another rank dominates one that is left out
-            assert formula[rank].parameters == pytest.approx(held, rel=0.01) and formula[rank].buffers == slots
+        assert formula[rank].parameters == pytest.approx(held, rel=0.01) and formula[rank].buffers == slots
 
 
 def test_the_cut_counts_embeddings_head_and_attention() -> None:

@@ -1,6 +1,5 @@
 """`tpfuse memory` prints what `tpfuse plan` counts (`tests/plan/test_memory.py`), and refuses bad input."""
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,6 @@ from tests.support.decoders import decoder
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import memory_of
 from tpfuse.train.setup import model_config, with_layout
-from tpfuse.zero import shard
-from tpfuse.zero.bucket_layout import BUCKET_BYTES
 
 KINDS = ["parameters", "gradients", "optimizer", "buffers", "activations", "workspace", "total"]
 LLAMA = (
@@ -156,7 +153,3 @@ def test_the_command_counts_a_pipeline(commands: Commands) -> None:
     tables = _table(whole), _table(cut)
     assert tables[1]["parameters"][0] < tables[0]["parameters"][0] / 2
     assert tables[1]["buffers"][0] > 0 == tables[0]["buffers"][0]
-
-
-def test_the_size_of_buckets_is_that_of_training() -> None:
-    assert inspect.signature(shard).parameters["bucket_bytes"].default == BUCKET_BYTES

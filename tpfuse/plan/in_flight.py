@@ -54,8 +54,8 @@ def parts(
 ) -> tuple[tuple[HeldPart, ...], int]:
     """Return the parts of the ranks of a pipeline, and the message slots of the rank that has the most.
 
-    equal: as for `stage_blocks`. blocks: the number of blocks of each stage; () for `stage_blocks`. A rank is left out
-    if another one dominates it. Raise ValueError as `order` and `stage_blocks` do.
+    equal: as for `stage_blocks`. blocks: the number of blocks of each stage; () for `stage_blocks`. Raise ValueError as
+    `order` and `stage_blocks` do.
     """
     schedule, ranks, _ = pipeline
     if ranks == 1:
@@ -74,12 +74,11 @@ def _parts(
     found = [_part(made, layers, rank) for rank in range(ranks)]
     if schedule == "gpipe":  # a rank holds all micro-batches, of which `made` has fewer
         found = [replace(part, peaks=(Holding((micro_batches,), (0,), 0),)) for part in found]
-    kept = [part for part in found if not any(_less(part, other) for other in found)]
     counts = dict.fromkeys(range(ranks), 0)
     for route in routes(made)[0]:
         waiting = micro_batches if schedule == "gpipe" and route.name.startswith("activations") else route.slots
         counts[route.target] += waiting
-    return tuple(kept), max(counts.values())
+    return tuple(found), max(counts.values())
 
 
 def tied_apart(pipeline: Pipeline) -> bool:
@@ -97,32 +96,13 @@ def _part(made: Order, layers: tuple[int, ...], rank: int) -> HeldPart:
         if following is None or following.kind is not Kind.FORWARD
     }
     peaks: list[Holding] = []
-    for holding in sorted(most, key=_count, reverse=True):  # the first of two that are not equal does not hold less
-        if not any(_holds(peak, holding) for peak in peaks):
+    for holding in sorted(most, key=lambda each: sum(_flat(each)), reverse=True):
+        if not any(all(map(ge, _flat(peak), _flat(holding))) for peak in peaks):  # no peak has as much of everything
             peaks.append(holding)
     first = stages.index(0) if 0 in stages else None
     last = stages.index(made.stages - 1) if made.stages - 1 in stages else None
     return HeldPart(rank, tuple(layers[stage] for stage in stages), first, last, tuple(peaks))
 
 
-def _count(holding: Holding) -> int:
-    return sum(holding.saved) + sum(holding.gradients) + holding.passed
-
-
-def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(map(ge, one, other))
-
-
-def _holds(one: Holding, other: Holding) -> bool:
-    """Return whether one holding has at least as much as the other in every respect."""
-    return _covers(one.saved, other.saved) and _covers(one.gradients, other.gradients) and one.passed >= other.passed
-
-
-def _less(part: HeldPart, other: HeldPart) -> bool:
-    """Return whether `other` dominates `part` (ties go to the lower rank)."""
-    if part.rank == other.rank or (part.first, part.last) != (other.first, other.last):
-        return False
-    less = _covers(other.layers, part.layers) and all(
-        any(_holds(peak, mine) for peak in other.peaks) for mine in part.peaks
-    )
-    return less and (other.rank < part.rank or (other.layers, set(other.peaks)) != (part.layers, set(part.peaks)))
+def _flat(holding: Holding) -> tuple[int, ...]:
+    return *holding.saved, *holding.gradients, holding.passed

@@ -58,7 +58,7 @@ def rank_memory(
 def memories(
     sizes: ModelSizes, layout: RankLayout, program: TrainingProgram, blocks: tuple[int, ...] = ()
 ) -> dict[int, RankMemory]:
-    """Return the memory of each pipeline rank, by its number, except of ranks that another one dominates."""
+    """Return the memory of each pipeline rank, by its number."""
     kept = activations(sizes, layout.share, program)
     pipeline = layout.schedule, layout.pp, layout.stages_per_rank
     found, slots = parts(sizes, pipeline, layout.micro_batches, program.equal_stages, blocks)

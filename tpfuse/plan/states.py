@@ -150,8 +150,8 @@ def buckets(sizes: ModelSizes, part: RankPart, tp: int, sequence_parallel: bool)
         pending[kind] = elements + count, aligned + -(-count // ALIGNMENT) * ALIGNMENT
         if pending[kind][0] * 4 >= BUCKET_BYTES:
             found.setdefault(_group(kind), Counter())[pending.pop(kind)] += 1
-    for kind, bucket in pending.items():
-        found.setdefault(_group(kind), Counter())[bucket] += 1
+    for name, bucket in pending.items():
+        found.setdefault(_group(name), Counter())[bucket] += 1
     return found
 
 

@@ -22,16 +22,16 @@ _UNFIT = 3  # layouts that do not fit, below the table
 _MANY = 64  # GPUs from which on failures and stragglers are reported
 _MASTER_BYTES = 12  # of an element in a checkpoint of tpfuse: the master and two moments, in float32
 _WORDS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "elementwise": "elementwise operators",
-    "tensor": "tensor-parallel communication",
-    "context": "context-parallel communication",
-    "pipeline": "messages between stages",
-    "data": "data-parallel communication",
-    "bubble": "the bubble",
-    "optimizer": "the optimizer",
-    "launches": "launches",
+    "products": "matrix products add",
+    "attention": "attention adds",
+    "elementwise": "elementwise operators add",
+    "tensor": "tensor-parallel communication adds",
+    "context": "context-parallel communication adds",
+    "pipeline": "messages between stages add",
+    "data": "data-parallel communication adds",
+    "bubble": "the bubble adds",
+    "optimizer": "the optimizer adds",
+    "launches": "launches add",
 }
 
 
@@ -207,16 +207,12 @@ def slower(best: Candidate, other: Candidate) -> str:
     if share < EQUAL:
         return "equally fast: predictions within 1 % count as ties"
     first, second, *_ = sorted(more, key=lambda kind: -more[kind])
-    reason = f"{share:.1%} slower: {_WORDS[first]} {_verb(first)} {more[first]:.1%}"
-    return reason + (f", {_WORDS[second]} {more[second]:.1%}" if more[second] > share / 4 else "")
+    reason, also = f"{share:.1%} slower: {_WORDS[first]} {more[first]:.1%}", _WORDS[second].rpartition(" ")[0]
+    return reason + (f", {also} {more[second]:.1%}" if more[second] > share / 4 else "")
 
 
 def _further(count: int, fate: str) -> list[str]:
     return [f"{count:,} further combinations of tp, cp, dp and pp {fate}."] if count else []
-
-
-def _verb(kind: str) -> str:
-    return "add" if kind in ("products", "elementwise", "pipeline", "launches") else "adds"
 
 
 def missing(candidate: Candidate, cluster: Cluster) -> float:
