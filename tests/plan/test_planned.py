@@ -81,7 +81,7 @@ def test_what_the_model_of_cost_does_not_know_is_refused(table: str, error: str,
         (
             '{"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "hidden_size": 64,'
             ' "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4, "num_key_value_heads": 4}',
-            "does not know the times of mixtures of experts; `tpfuse memory` counts their parameters",
+            "tpfuse plan does not know the times of mixtures of experts and other blocks; `tpfuse memory` counts",
         ),
     ],
 )

@@ -39,8 +39,8 @@ class RankMemory:
 
 def uncounted(sizes: ModelSizes, program: TrainingProgram) -> str:
     """Return the models whose activations the formula does not know, if this is one of them; otherwise ""."""
-    if sizes.experts:
-        return "mixtures of experts"
+    if sizes.other_weights:
+        return "blocks without an MLP, such as mixtures of experts,"
     return "models of transformers under autocast" if program.autocast_bytes and not sizes.is_gpt else ""
 
 

@@ -20,7 +20,7 @@ class ModelSizes:
     kv_heads: int
     # The features of a head.
     head_size: int
-    # The width inside the MLP, or inside each expert.
+    # The width inside the MLP.
     inner: int
     # Whether the MLP has a gate beside its first product.
     gated: bool
@@ -40,8 +40,9 @@ class ModelSizes:
     dropout: bool = False
     # The elements of a block's norms beside its two norms of `width` features, such as those of queries and keys.
     more_norms: int = 0
-    # The experts of each MLP, of which each tensor-parallel rank has all; 0 if it is no mixture of experts.
-    experts: int = 0
+    # The elements of the matrices that a block has in the place of an MLP, such as experts, of which each
+    # tensor-parallel rank has all; 0 if it has an MLP.
+    other_weights: int = 0
     # Whether the model is the GPT of `tpfuse.models`, whose loss never has all logits in memory.
     is_gpt: bool = False
 
@@ -58,8 +59,7 @@ class ModelSizes:
     def block_weights(self) -> int:
         """Return the number of elements of the matrices of a block."""
         attention = (2 * self.heads + 2 * self.kv_heads) * self.head_size * self.width
-        mlp = (2 + self.gated) * self.inner * self.width
-        return attention + (self.experts * (mlp + self.width) if self.experts else mlp)  # with the rows of a router
+        return attention + (self.other_weights or (2 + self.gated) * self.inner * self.width)
 
     @property
     def table_parameters(self) -> int:

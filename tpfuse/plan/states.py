@@ -182,10 +182,8 @@ def _block(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> Iterator[tupl
     yield from norm
     if sizes.more_norms:
         yield norm[0][0], (sizes.more_norms,)
-    if sizes.experts:
-        yield row, (sizes.experts, width)
-        for _ in range(2 + sizes.gated):
-            yield row, (sizes.experts, sizes.inner, width)
+    if sizes.other_weights:
+        yield row, (sizes.other_weights,)
         return
     for _ in range(1 + sizes.gated):
         yield from _linear(sizes, "sharded", (inner, width), (inner,))

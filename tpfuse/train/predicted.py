@@ -85,10 +85,10 @@ def check_timed(options: TrainCommand, sizes: ModelSizes | None = None) -> None:
             raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")
     if parallel.replicas != 1:
         raise UserError(f"parallel.replicas {parallel.replicas}: tpfuse plan does not know its cost yet: leave it out")
-    if sizes is not None and sizes.experts:
+    if sizes is not None and sizes.other_weights:
         raise UserError(
-            f"{sizes.name}: tpfuse plan does not know the times of mixtures of experts; `tpfuse memory` counts"
-            " their parameters"
+            f"{sizes.name}: a block is not attention with an MLP: tpfuse plan does not know the times of mixtures of"
+            " experts and other blocks; `tpfuse memory` counts their parameters"
         )
 
 
@@ -130,7 +130,7 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
 
 
 def sizes_of(name: str, config: ModelConfig) -> ModelSizes:
-    """Return the sizes of a model. Raise UserError for blocks that are not attention and an MLP, or experts."""
+    """Return the sizes of a model. Raise UserError for blocks that have no attention."""
     if isinstance(config, DecoderConfig):
         return _sizes_of_decoder(name, config)
     return ModelSizes(
@@ -152,29 +152,24 @@ def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()  # type: ignore[operator]
     inner = [getattr(theirs, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")]
-    experts = _first(theirs, "num_local_experts", "num_experts")
     plain = ModelSizes(
         name, config.n_layer, config.n_embd, config.n_head,
-        kv_heads=_first(theirs, "num_key_value_heads") or config.n_head,
-        head_size=_first(theirs, "head_dim") or config.n_embd // config.n_head,
+        kv_heads=getattr(theirs, "num_key_value_heads", None) or config.n_head,
+        head_size=getattr(theirs, "head_dim", None) or config.n_embd // config.n_head,
         inner=4 * config.n_embd, gated=False, vocabulary=config.vocab_size,
         tokens=config.n_positions, positions=sum(len(table) for table in tables if len(table) != config.vocab_size),
         tied=head is None or any(head.weight is table for table in tables), biases=False,
         norm_bias=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
     )  # fmt: skip
     dense = [replace(plain, inner=size) for size in inner if size] + [plain]
-    expert = replace(dense[0], experts=experts, inner=_first(theirs, "moe_intermediate_size") or dense[0].inner)
-    for sizes in (replace(each, gated=gated) for each in (*dense, expert) for gated in (False, True)):
+    attention = replace(plain, inner=0).block_weights
+    others = [replace(plain, other_weights=weights - attention)] if weights > attention else []
+    for sizes in (*(replace(each, gated=gated) for each in dense for gated in (False, True)), *others):
         if sizes.block_weights == weights:
             extra = {biases: parameters - replace(sizes, biases=biases).block_parameters for biases in (False, True)}
             biases = min(extra, key=lambda each: (extra[each] < 0, abs(extra[each])))
             return replace(sizes, biases=biases, more_norms=max(0, extra[biases]))
     raise UserError(
-        f"{name}: a block of {theirs.model_type} has {weights:,} weights, and attention with an MLP would have"
-        f" {replace(dense[0], gated=True).block_weights:,}: tpfuse does not know the memory and times of other blocks"
+        f"{name}: a block of {theirs.model_type} has {weights:,} weights, and attention alone would have"
+        f" {attention:,}: tpfuse does not know the memory and times of such blocks"
     )
-
-
-def _first(settings: Any, *names: str) -> int:
-    """Return the first of these sizes that the configuration gives; 0 if it gives none."""
-    return next((size for name in names if (size := getattr(settings, name, None))), 0)
