@@ -177,7 +177,7 @@ def test_the_memory_command_counts_a_model_of_transformers(llama: Path, tmp_path
     assert f"{count:,} parameters, float32; ranks 4: tp 2 x cp 1 x dp 1 x pp 2" in cut
     assert "the bytes of pipeline rank 0, which needs the most" in cut, "it holds two micro-batches"
     sizes = [int(re.search(r"^parameters .* ([\d,]+)$", text, re.M)[1].replace(",", "")) for text in (said, cut)]
-    assert 0.5 < sizes[1] / sizes[0] < 0.6
+    assert 0.49 < sizes[1] / sizes[0] < 0.5, "the other rank has the last norm too"
 
 
 def _folder(folder: Path, family: str, text: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:

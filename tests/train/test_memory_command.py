@@ -40,7 +40,7 @@ def test_the_table_of_a_preset(commands: Commands) -> None:
     for column in zip(*table.values(), strict=True):
         assert sum(column[:6]) == column[6]
     several = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15")
-    assert "Gradients are whole at stages 2 and 3 too: 4 micro-batches are accumulated" in several
+    assert "Gradients are whole at stages 2 and 3 too, since 4 micro-batches are accumulated" in several
 
 
 def test_recomputing_more_holds_less(commands: Commands) -> None:

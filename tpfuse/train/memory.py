@@ -181,7 +181,6 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
     ]
     count = layout_of(options).micro_batches
     if count > 1 and max(found) >= 2:
-        lines.append(f"Gradients are whole at stages 2 and 3 too: {count} micro-batches are accumulated before ranks")
-        lines.append("exchange them.")
+        lines.append(f"Gradients are whole at stages 2 and 3 too, since {count} micro-batches are accumulated.")
     place = {"none": "", "host": "the host's memory"}.get(options.zero.offload, "files")
     return [*lines, *([f"Masters and moments are in {place} (zero.offload)."] if place else [])]
