@@ -199,7 +199,7 @@ def _profile(arguments: Sequence[str]) -> int:
         traces = parse_command(ProfileSummaryCommand, arguments[1:], "profile summary")
         from tpfuse.profile.command import summary_of
 
-        print(summary_of(traces.folder, traces.operator))
+        print(summary_of(traces.folder))
         return 0
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse_command(ProfileCommand, arguments[:cut], "profile")

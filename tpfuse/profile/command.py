@@ -64,7 +64,7 @@ def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: 
     if options.kernel and options.with_ != "ncu":
         raise UserError(f"--kernel is for --with ncu: --with {options.with_} records all kernels")
     if options.with_ == "ncu" and not words:
-        return ncu.commands(options.kernel, (), out, world=options.ranks, tool=tool)
+        return ncu.commands(options.kernel, (), out, tool=tool)
     command = _command(words)
     trained = _is_training(command)
     if options.with_ in ("trace", "torch"):
@@ -73,10 +73,7 @@ def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: 
         command = _trained(command, options, ["--profile.nvtx"], out)
     if options.with_ == "nsys":
         return [nsys.command(command, out, trained, tool=tool)]
-    return ncu.commands(
-        options.kernel, command, out,
-        world=options.ranks, marked=trained, application=options.all_ranks, tool=tool,
-    )  # fmt: skip
+    return ncu.commands(options.kernel, command, out, marked=trained, tool=tool)
 
 
 def _tool(options: ProfileCommand) -> str:
@@ -158,25 +155,18 @@ def _run(command: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, before[1])
 
 
-def summary_of(folder: Path, operator: str = "") -> str:
+def summary_of(folder: Path) -> str:
     """Writes the explanation of a profile's traces beside them, and returns it as text. Raises UserError.
 
-    folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.record_trace`. operator: the
-    operator of which the timeline is drawn, see `tpfuse.profile.timeline`.
+    folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.record_trace`.
     """
-    from tpfuse.profile.pictures import draw_breakdown, draw_waits  # matplotlib takes a second
-    from tpfuse.profile.timeline import timeline
+    from tpfuse.profile.picture import draw_profile  # matplotlib takes a second
 
     traces = read_traces(folder / TRACE if (folder / TRACE).is_dir() else folder)
     document = summarise(traces)
     replace_file(folder / SUMMARY, json.dumps(document, indent=1))
     write_perfetto(traces, folder / "trace.json")
-    draw_breakdown(document, folder / "breakdown.png")
-    files = [SUMMARY, "trace.json (for ui.perfetto.dev)", "breakdown.png"]
-    if len(traces) > 1:
-        draw_waits(document, folder / "waits.png")
-        files.append("waits.png")
-        if timeline(traces, folder / "timeline.svg", operator):
-            files.append("timeline.svg")
+    draw_profile(document, folder / "profile.png")
+    files = f"files in {folder}: {SUMMARY}, trace.json (for ui.perfetto.dev), profile.png"
     again = f"compare with another profile: {program()} profile compare {folder} OTHER"
-    return "\n".join([table(document), "", *document["sentences"], "", f"files in {folder}: {', '.join(files)}", again])
+    return "\n".join([table(document), "", *document["sentences"], "", files, again])

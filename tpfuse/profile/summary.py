@@ -92,7 +92,7 @@ def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place
                 times.waits[peer] += node.exclusive
                 _count_wait(times, span, operator, signals[peer] if peer < len(signals) else {})
             elif span.kind == "communication":
-                waited, last = wait_for_last(span, signals, trace.rank)
+                waited, last = _wait_for_last(span, signals, trace.rank)
                 times.communication += node.exclusive - waited
                 times.exposed += node.exclusive
                 times.in_flight += max(node.exclusive, _duration_in_background(span, trace.signals))
@@ -146,7 +146,7 @@ def _count_wait(times: Times, span: Span, operator: Span | None, signals: Mappin
     times.in_flight += max(duration, awaited)
 
 
-def wait_for_last(span: Span, signals: Sequence[Mapping[str, int]], rank: int) -> tuple[int, int]:
+def _wait_for_last(span: Span, signals: Sequence[Mapping[str, int]], rank: int) -> tuple[int, int]:
     """Returns (ns of a collective before the last rank had come, that rank)."""
     begun = {other: of[f"begin {span.flow}"] for other, of in enumerate(signals) if f"begin {span.flow}" in of}
     if not begun:

@@ -493,10 +493,6 @@ class ProfileCommand:
     kernel: str = ""
     """With ncu, measure the kernels whose names this regular expression matches. Kernels that wait for other ranks need
     no command: tpfuse launches them as one rank alone."""
-    ranks: int = 8
-    """With ncu, measure kernels that wait as if there were this number of ranks."""
-    all_ranks: bool = False
-    """With ncu, run the command on all --ranks of this machine, each with an ncu of its own, once for each pass."""
     out: OptionalPath = None
     """Write all files to this folder, which must be new or empty. Default: profiles/DATE-TIME."""
     print: bool = False
@@ -508,10 +504,7 @@ class ProfileSummaryCommand:
     """Explain the traces in a folder: those of `tpfuse profile`, or of tpfuse.record_trace in another program."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
-    """Read the traces from this folder, and write the summary and the pictures there."""
-    operator: str = ""
-    """Draw timeline.svg of a call of this operator, such as 'all_gather_linear of transformer.h.0'; a part of the words
-    is enough. Default: of the call in which ranks wait longest."""
+    """Read the traces from this folder, and write the summary and the picture there."""
 
 
 @dataclass(frozen=True)
