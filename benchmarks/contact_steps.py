@@ -35,7 +35,6 @@ from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
 from tpfuse.tools.search import Tuner
 from tpfuse.tools.search_space import SPACES
-from tpfuse.tools.table_file import with_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("bfloat16", "float32")
@@ -370,5 +369,5 @@ def _tune(
 def _write_table(plan: Plan, operator: str) -> None:
     found = [row for row in read(plan.out) if row["step"] == f"tune: {operator}" and "best" in row]
     best = [Configuration(**row["best"]) for row in found]
-    text = with_rows(configurations.TABLE.read_text(encoding="utf-8"), best)
+    text = tune.with_rows(configurations.TABLE.read_text(encoding="utf-8"), best)
     (plan.out / f"configurations-{operator}.toml").write_text(text, encoding="utf-8")

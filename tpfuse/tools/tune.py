@@ -8,28 +8,27 @@ compared with float64 as the tests do, and timed. A candidate that spills, or th
 another way, is skipped. The candidate with the best geometric mean over the row's trials replaces the row; it states
 its speed, and where and when it was measured. Rows are written one by one, so that a run that ends early keeps the rows
 that it has finished.
-
-On several ranks the first one measures and writes, and the other ranks receive its rows: no two ranks ever launch
-different configurations.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date
+from itertools import groupby, takewhile
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.testing
 
 from tpfuse.kernels import configurations, launch
-from tpfuse.kernels.configurations import Configuration, override, read_table
+from tpfuse.kernels.configurations import Configuration, override, read_table, rows_of
 from tpfuse.tools.compilation import compile_jobs
 from tpfuse.tools.gate import violations
 from tpfuse.tools.operator import Trial
@@ -37,7 +36,6 @@ from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
-from tpfuse.tools.table_file import with_rows
 from tpfuse.train.errors import RunError, UserError
 
 
@@ -47,34 +45,8 @@ def tune(
     all_trials: Sequence[Trial],
     spaces: dict[str, tuple[Step, ...]],
     out: Path,
-    group: dist.ProcessGroup | None = None,
 ) -> list[Configuration]:
-    """Tune the rows of `operators` for the tuner's device, write `out`, and return the rows that were measured.
-
-    All ranks of `group` must call this function: the first rank measures and writes, and all ranks return the same
-    rows. Raise RunError on all ranks if the first one fails.
-    """
-    if group is None:
-        return _tuned(operators, tuner, all_trials, spaces, out)
-    outcome: list[list[Configuration] | str] = [""]
-    if dist.get_rank(group) == 0:
-        try:
-            outcome = [_tuned(operators, tuner, all_trials, spaces, out)]
-        except Exception as error:
-            outcome = [f"tuning failed on the first rank: {error}"]
-    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(outcome[0], str):
-        raise RunError(outcome[0])
-    return outcome[0]
-
-
-def _tuned(
-    operators: Sequence[str],
-    tuner: Tuner,
-    all_trials: Sequence[Trial],
-    spaces: dict[str, tuple[Step, ...]],
-    out: Path,
-) -> list[Configuration]:
+    """Tune the rows of `operators` for the tuner's device, write `out`, and return the rows that were measured."""
     text = configurations.TABLE.read_text(encoding="utf-8")
     best_rows: list[Configuration] = []
     for row in tuned_rows(operators, tuner, all_trials):
@@ -88,6 +60,42 @@ def _tuned(
         out.write_text(with_rows(text, best_rows), encoding="utf-8")
     configurations.forget()
     return best_rows
+
+
+def with_rows(text: str, rows: Iterable[Configuration]) -> str:
+    """Return the text of a table in which `rows` replace the rows with the same keys. The comment at its head stays.
+
+    Raise ValueError for a row whose key the table does not have.
+    """
+    left = {row.key: row for row in rows}
+    table = [left.pop(row.key, row) for row in rows_of(text, "the table")]
+    if left:
+        raise ValueError(f"the table has no row for {', '.join(map(str, left))}")
+    lines = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    for operator, its_rows in groupby(table, lambda row: row.operator):
+        lines += ["", f"{operator} = [", *_lines(its_rows), "]"]
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def _lines(rows: Iterable[Configuration]) -> Iterator[str]:
+    """Yield the lines of an operator's rows. Neighbours that are equal but for family and bits share a line."""
+    for content, equal in groupby(rows, _content):
+        widths = ((family, [row.bits for row in same]) for family, same in groupby(equal, lambda row: row.family))
+        for bits, families in groupby(widths, lambda entry: entry[1]):
+            yield f"    {{families = {_toml([family for family, _ in families])}, bits = {bits}, {content}}},"
+
+
+def _content(row: Configuration) -> str:
+    fields: dict[str, Any] = {"at_most": row.at_most} if row.at_most else {}
+    fields |= {"blocks": row.blocks, "num_warps": row.num_warps, "num_stages": row.num_stages}
+    return ", ".join(f"{name} = {_toml(value)}" for name, value in (fields | {"measured": row.measured}).items())
+
+
+def _toml(value: Any) -> str:
+    """Return a TOML value; strings, numbers and booleans are written as in JSON."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(x)}" for key, x in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -185,14 +193,11 @@ def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch
     out = out or configurations.TABLE
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(f"cannot write {out}: give another file with --out")
-    group, device = _joined()
+    device = torch.device("cuda", torch.cuda.current_device())
     deadline = monotonic() + 60 * minutes if minutes else float("inf")
     tuner = tuner_of(device, dtype, lambda line: print(line, flush=True), deadline)
-    rows = tune(operators or list(SPACES), tuner, trials(), SPACES, out, group)
-    if group is None or dist.get_rank(group) == 0:
-        print(f"{len(rows)} rows measured and written to {out}")
-    if group is not None:
-        dist.destroy_process_group()
+    rows = tune(operators or list(SPACES), tuner, trials(), SPACES, out)
+    print(f"{len(rows)} rows measured and written to {out}")
     return 0
 
 
@@ -207,19 +212,6 @@ def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None
         place=f"{torch.cuda.get_device_name(device)}, {date.today().isoformat()}, triton {triton.__version__}",
         deadline=deadline,
     )
-
-
-def _joined() -> tuple[dist.ProcessGroup | None, torch.device]:
-    """Return the group and this rank's device. The group is None if torchrun has not started this process.
-
-    Ranks may wait for the first one for hours, so the group's timeout is 12 hours.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        return None, torch.device("cuda", torch.cuda.current_device())
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    dist.init_process_group("gloo", timeout=timedelta(hours=12))
-    return dist.group.WORLD, device
 
 
 def main() -> int:
