@@ -24,13 +24,12 @@ from benchmarks.apart import Later, Row, Rows, Step, read
 from benchmarks.candidates import LeftOut
 from benchmarks.harness import OURS, Bench, BenchCase, Scale, kernel_provenance, measure, new_bench
 from benchmarks.timing import Ceilings
-from tpfuse.comm.probe import probe
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.testing.compare import unwritten_memory_is_nan
 from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
+from tpfuse.tools import doctor, tune, verify
 from tpfuse.tools import operators as cases
-from tpfuse.tools import tune, verify
 from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
 from tpfuse.tools.search import Tuner
@@ -128,8 +127,12 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
 
 def tell_device(plan: Plan, rows: Rows) -> None:
     """Record the device, versions, commit and command, and the properties of the machine."""
-    more = {"seed": plan.seed}
-    rows.each("device", lambda: kernel_provenance() | more | {"machine can": [asdict(x) for x in probe()]})
+
+    def row() -> Row:
+        findings = [asdict(finding) for finding in doctor.examine(doctor.Machine())]
+        return kernel_provenance() | {"seed": plan.seed, "findings": findings}
+
+    rows.each("device", row)
 
 
 def fill_cache(plan: Plan, rows: Rows) -> None:

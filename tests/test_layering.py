@@ -45,13 +45,13 @@ ALLOWED: dict[str, set[str]] = {
     "plan.command": {
         "choices", "comm", "comm.collectives", "comm.messages", "ops", "models", "parallel.pipeline", "plan", "train",
     },
-    "profile": {"comm", "train"},
     "explore": {"comm"},
     "testing": {"comm"},
     "tools": {
         "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
         "layers", "models", "train", "testing",
     },
+    "profile": {"comm", "train", "tools"},
     "cli": {"nearest", "comm.collectives", "train", "plan.command", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}

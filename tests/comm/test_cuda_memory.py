@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from tests.support.cuda_stand_in import StandIn
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
@@ -375,3 +376,20 @@ def _connect() -> tuple[str, ...]:
 def test_connect_gives_the_reason_why_there_is_no_memory() -> None:
     reason = "rank 0: there is no GPU that this torch can use"
     assert pool(2).run(_connect) == [(reason, reason, "tensors on meta: expected a CPU or a CUDA GPU")] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("CUDA", ""),
+        (None, "was built without symmetric memory for CUDA"),
+        ("NVSHMEM", "torch's symmetric memory uses NVSHMEM in this process: unset TORCH_SYMMMEM, which chose it"),
+    ],
+)
+def test_the_backend_of_torchs_symmetric_memory(
+    backend: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda device: backend)
+    found = CudaCalls(torch.device("cuda:0")).why_not()
+    assert found.endswith(reason) and bool(found) == bool(reason)

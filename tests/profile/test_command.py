@@ -14,11 +14,10 @@ from torch import nn
 
 from tpfuse.cli import run
 from tpfuse.comm import trace
-from tpfuse.profile import preflight
 from tpfuse.profile.command import commands_of
 from tpfuse.profile.trace_files import read_traces
+from tpfuse.tools import doctor
 from tpfuse.train import step_profile
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import ProfileCommand, ProfileOptions
 
 TPFUSE = [sys.executable, "-m", "tpfuse"]
@@ -145,13 +144,10 @@ def test_nsys_is_checked_then_run_then_explained(
     tool.chmod(0o755)
     arguments = ["profile", "--with", "nsys", "--out", str(out), "--", "tiny"]
 
-    def refuse(host: object) -> str:
-        raise UserError("nsys is too old")
-
-    monkeypatch.setattr(preflight, "nsys", refuse)
+    monkeypatch.setattr(doctor, "profiler", lambda machine, name: (name, f"{name} is too old"))
     assert run(arguments) == 2 and not out.exists()
     assert capfd.readouterr().err == "tpfuse profile: error: nsys is too old\n"
-    monkeypatch.setattr(preflight, "nsys", lambda host: str(tool))
+    monkeypatch.setattr(doctor, "profiler", lambda machine, name: (str(tool), ""))
     assert run(arguments) == 0
     said = capfd.readouterr().out
     assert "ranges of tpfuse" in said and "step 3" in said and "5.000 ms" in said

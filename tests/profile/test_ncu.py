@@ -99,7 +99,7 @@ def test_a_bad_expression_or_no_program_is_refused(kernel: str, program: list[st
 
 
 def test_nothing_of_the_profilers_imports_torch() -> None:
-    modules = "tpfuse.profile.ncu, tpfuse.profile.nsys, tpfuse.profile.preflight"
+    modules = "tpfuse.profile.ncu, tpfuse.profile.nsys, tpfuse.profile.command"
     code = f"import sys, {modules}\ntpfuse.profile.ncu.commands('^gemm_f', ['p'], __import__('pathlib').Path())\n"
     code += "sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=patient(30.0)).returncode == 0

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +14,6 @@ from torch import Tensor
 from tests.support.tiers import exhaustive
 from tpfuse.backend import resolved_kernels
 from tpfuse.cli import run
-from tpfuse.comm.probe import probe
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators, verify
 from tpfuse.tools.compilation import Report
@@ -101,8 +99,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert run(["verify", "--operators", FAST]) == 0
     announced, machine, table = capsys.readouterr().out.split("\n\n", 2)
     assert announced == "comparing rope: without a GPU about half a minute each on two cores"
-    assert [line.split()[0] for line in machine.splitlines()][:2] == ["machine", "CPU"]
-    assert re.search(r"^\s*shared memory +works +anonymous \(memfd\): CPU ranks communicate through it", machine, re.M)
+    assert "\n  ok     Processes can share anonymous memory, through which ranks watch each other.\n" in machine
     lines = table.splitlines()
     assert lines[0].split() == ["operator", "case", "dtype", "error", "bound", "registers", "spills", "shared"]
     assert [line.split()[0] for line in lines[1:4]] == [FAST] * 3
@@ -122,8 +119,7 @@ def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert document.keys() == set(keys.split())
     assert document["passed"] is True
     assert document["family"] == "sm_90"
-    assert [entry["name"] for entry in document["machine"]] == [finding.name for finding in probe()]
-    assert all(entry.keys() == {"name", "value", "meaning"} for entry in document["machine"])
+    assert all(entry.keys() == {"topic", "status", "text"} for entry in document["machine"]) and document["machine"]
     assert document["versions"]["torch"] == torch.__version__
     assert [entry["dtype"] for entry in document["comparisons"]] == ["bfloat16", "float16", "float32"]
     assert all(0 < entry["error"] <= entry["bound"] and entry["passed"] for entry in document["comparisons"])

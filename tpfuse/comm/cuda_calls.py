@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.probe import no_symmetric_memory
 from tpfuse.kernels.signal_wait import signal_wait
 
 _THREAD_LOCAL = 1  # a value of CUstreamCaptureMode
@@ -52,7 +52,17 @@ class CudaCalls:
         """Returns why there is no symmetric memory; empty if there is."""
         if not torch.cuda.is_available():
             return "there is no GPU that this torch can use"
-        return no_symmetric_memory()
+        if not dist.is_available():
+            return "this torch was built without torch.distributed"
+        try:
+            backend = _torch().get_backend(torch.device("cuda"))
+        except ImportError:
+            return f"torch {torch.__version__} has no symmetric memory: 2.11 or newer is needed"
+        if backend is None:
+            return f"torch {torch.__version__} was built without symmetric memory for CUDA"
+        if backend != "CUDA":
+            return f"torch's symmetric memory uses {backend} in this process: unset TORCH_SYMMMEM, which chose it"
+        return ""
 
     def gpu(self) -> str:
         """Returns the GPU's identifier, which is the same in every process of the machine."""

@@ -17,7 +17,7 @@ from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.futex import Backoff, load_acquire, store_release
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
-from tpfuse.comm.probe import available_memory
+from tpfuse.comm.limits import available_memory
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
 

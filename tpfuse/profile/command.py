@@ -13,15 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from tpfuse.comm.host import replace_file
-from tpfuse.profile import ncu, nsys, preflight
+from tpfuse.profile import ncu, nsys
 from tpfuse.profile.compare import SUMMARY
 from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.summary import summarise, table
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.train.config import PRESETS
 from tpfuse.train.errors import RunError, UserError
-from tpfuse.train.host import Host
-from tpfuse.train.messages import program, say
+from tpfuse.train.messages import program, say, warn
 from tpfuse.train.options import ProfileCommand
 from tpfuse.train.step_numbers import profiled_steps
 
@@ -78,14 +77,16 @@ def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: 
 
 def _tool(options: ProfileCommand) -> str:
     """Returns the path of the profiler's program. Raises UserError if it cannot record here."""
-    match options.with_:
-        case "nsys":
-            return preflight.nsys(Host())
-        case "ncu":
-            return preflight.ncu(Host(), lockstep=options.all_ranks)
-        case "torch":
-            preflight.torch_profiler(Host())
-    return options.with_
+    if options.with_ == "trace":
+        return ""
+    from tpfuse.tools.doctor import Machine, dcgm_runs, profiler  # torch takes seconds
+
+    path, problem = profiler(Machine(), options.with_)
+    if problem:
+        raise UserError(problem)
+    if options.with_ == "ncu" and (advice := dcgm_runs(Machine())):
+        warn(advice)
+    return path
 
 
 def _result(options: ProfileCommand, out: Path, tool: str) -> str:

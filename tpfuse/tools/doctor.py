@@ -1,82 +1,569 @@
-"""`tpfuse doctor`: find out what of this machine makes tpfuse fail or slow, and what tpfuse will use on it.
+"""The doctor: what of this machine stops tpfuse or slows it down, each with the way out.
 
-The checks are in `tpfuse.tools.host_checks`, `gpu_checks` and `environment_checks`. They only read facts from a
-`Machine`, so tests pass them simulated machines.
+`tpfuse doctor` and `tpfuse verify` print all findings, and `tpfuse profile` asks whether a profiler can record here.
 """
 
+import contextlib
+import importlib.metadata
 import json
-from dataclasses import asdict
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import triton
 
 from tpfuse.backend import chosen_implementation, chosen_kernels, resolved_kernels
 from tpfuse.comm.choice import decide
+from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.decisions import default_file, driver, machine, read_decisions
+from tpfuse.comm.limits import available_memory, core_time
 from tpfuse.comm.shared_memory import SharedMemory
-from tpfuse.tools.environment_checks import environment_findings
-from tpfuse.tools.gpu_checks import gpu_findings
-from tpfuse.tools.host_checks import host_findings
-from tpfuse.tools.machine import Finding, Gpu, Machine
+from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
 from tpfuse.train.messages import say
 
-_USE = "what tpfuse will use"
+_OLDEST_TORCH, _OLDEST_TRITON = (2, 11), (3, 6)  # pyproject.toml requires them
+# The Triton that belongs to each torch, for builds of torch that do not require one.
+TRITON_OF_TORCH: dict[tuple[int, ...], str] = {(2, 11): "3.6.0", (2, 12): "3.7.1", (2, 13): "3.7.1", (2, 15): "3.9.0"}
+# NCCL's message "Error while creating shared memory segment" names this size for each connection (NVIDIA/nccl#290).
+_NCCL_SEGMENT = 9637888
+# CPU runs of `tpfuse train` with 2 ranks failed with 18 open files and worked with 24, with 4 ranks 24 and 32.
+_FILES, _FILES_OF_A_RANK = 16, 4
+_USUAL_FILES = 1024  # the soft limit of most distributions
+_DISK = 2**30  # bytes; the checkpoints of a small model
+_PATIENCE = 10.0  # seconds that a program gets
+_OPEN = "import sys; open(sys.argv[1], 'r+b').close()"
+# Where CUDA and NVIDIA's profilers are installed on machines whose PATH does not contain them.
+_FOLDERS = ("usr/local/cuda/bin", "opt/nvidia/nsight-systems/*/bin", "opt/nvidia/nsight-compute/*")
+_ADMINISTRATOR, _PERFORMANCE_MONITOR = 1 << 21, 1 << 38  # bits of CapEff: CAP_SYS_ADMIN and CAP_PERFMON
+# Each profiler's name, and its first version with what tpfuse uses: the reports of `nsys stats`, %q in ncu's names.
+_PROFILERS = {"nsys": ("Nsight Systems", (2023, 1)), "ncu": ("Nsight Compute", (2020, 1))}
+_INJECTIONS = ("CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")  # a profiler sets them for the programs it runs
+
+_ON, _ANY = "1|true|yes|on|y", ".+"
+# Variables with the values that hurt, as an expression without case, and what these do.
+_HURTING = {
+    # A larger number does not hurt here: 1 alone puts the work of all streams into one queue.
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "copies of shards do not overlap with products"),
+    "CUDA_LAUNCH_BLOCKING": (_ON, "the host waits for every kernel, so nothing overlaps"),
+    "NCCL_ALGO": (_ANY, "NCCL uses only these algorithms, even if others are faster or needed"),
+    "NCCL_PROTO": (_ANY, "NCCL uses only these protocols, even if others are faster"),
+    "NCCL_P2P_DISABLE": (_ON, "NCCL copies through the host instead of directly between GPUs"),
+    "NCCL_P2P_LEVEL": (_ANY, "NCCL copies directly only between GPUs that are this near to each other"),
+    "NCCL_SHM_DISABLE": (_ON, "NCCL uses the network between GPUs without peer access"),
+    "NCCL_IB_DISABLE": (_ON, "NCCL uses TCP between nodes, even if there is InfiniBand"),
+    "NCCL_NVLS_ENABLE": ("0", "NCCL does not let NVLink switches sum"),
+    "NCCL_MAX_NCHANNELS": (_ANY, "NCCL may not use more channels, which can limit its bandwidth"),
+    "TORCH_NCCL_BLOCKING_WAIT": (_ON, "the host waits for every collective, so nothing overlaps"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank waits in NCCL for ever when another rank has ended"),
+    "TORCH_DISTRIBUTED_DEBUG": ("detail", "torch compares all ranks before every collective, which takes time"),
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": (_ON, "ranks on one GPU may share memory, and may wait for ever"),
+    "TRITON_INTERPRET": (_ON, "Triton interprets every kernel on the host, which takes very long"),
+    **dict.fromkeys(
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+        (r".*expandable_segments:\s*false.*", "torch loses memory to fragmentation; `tpfuse train` sets it to True"),
+    ),
+}
+
+Status = Literal["ok", "note", "fails"]
+# A status and a sentence, perhaps with the way out.
+Statement = tuple[Status, str] | tuple[Status, str, str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about the machine, as a sentence. Status "fails" means that something will fail, and the text says what.
+
+    A note is about something that costs speed, that only some programs need, or that is unknown.
+    """
+
+    topic: str
+    status: Status
+    text: str
+
+
+@dataclass(frozen=True)
+class VisibleGpu:
+    """A GPU that torch can use."""
+
+    name: str
+    # Bytes.
+    memory: int
+    capability: tuple[int, int]
+    uuid: str
+    # Why Triton kernels cannot run on it; empty if they can.
+    problem: str = ""
+
+
+class Machine:
+    """This machine. Each method reads one fact and raises nothing; tests replace them to simulate machines.
+
+    root: the folder that contains /proc, /sys and /dev, to which paths are relative. environment: the variables of this
+    process. A fact that cannot be read is None, or empty.
+    """
+
+    def __init__(self, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> None:
+        self.root, self.environment = root, environment
+
+    def text(self, path: str) -> str | None:
+        """Return the text of a file, without blanks around it."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """Return the sorted names in a folder."""
+        try:
+            return sorted(path.name for path in (self.root / folder).iterdir())
+        except OSError:
+            return []
+
+    def output(self, *command: str) -> str | None:
+        """Return what a command prints; None if it is not found, fails, or takes too long."""
+        try:
+            return subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=True
+            ).stdout
+        except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+            return None
+
+    def program(self, name: str) -> str | None:
+        """Return the path of an installed command: one on PATH, else the newest in the folders of CUDA and Nsight."""
+        found = shutil.which(name, path=self.environment.get("PATH", os.defpath))
+        folders = (str(folder) for pattern in _FOLDERS for folder in sorted(self.root.glob(pattern), reverse=True))
+        return found or next((path for folder in folders if (path := shutil.which(name, path=folder))), None)
+
+    def gpu_files(self) -> list[str]:
+        """Return the device files of NVIDIA's GPUs. /proc shows a container also those that it may not use."""
+        return [name for name in self.names("dev") if re.fullmatch(r"nvidia\d+", name)]
+
+    def counters_permitted(self) -> bool | None:
+        """Return whether this process may read performance counters of GPUs; None if the driver does not say."""
+        only = re.search(r"RmProfilingAdminOnly: (\d)", self.text("proc/driver/nvidia/params") or "")
+        effective = re.search(r"CapEff:\s*([\da-f]+)", self.text("proc/self/status") or "")
+        privileged = effective is not None and int(effective[1], 16) & (_ADMINISTRATOR | _PERFORMANCE_MONITOR) != 0
+        return None if only is None else only[1] == "0" or privileged
+
+    def version(self, package: str) -> str:
+        """Return the version of "python", "torch" with the name of its build, "triton" or "numpy"."""
+        packages = {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
+        return platform.python_version() if package == "python" else str(packages[package])
+
+    def pinned_triton(self) -> str | None:
+        """Return the version of Triton that this torch requires; None if it requires none, as CPU builds do."""
+        pins = (re.match(r"triton==([\d.]+)", text) for text in importlib.metadata.requires("torch") or [])
+        return next((pin[1] for pin in pins if pin), None)
+
+    def python_header(self) -> bool:
+        """Return whether the C header of this Python is installed."""
+        return Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+    def built_for(self) -> str | None:
+        """Return the version of CUDA for which torch was built, such as 12.8; None for another build."""
+        return torch.version.cuda
+
+    def nccl(self) -> str | None:
+        """Return the version of torch's NCCL."""
+        with contextlib.suppress(Exception):  # Builds without NCCL raise errors of several classes.
+            return ".".join(str(number) for number in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        return None
+
+    def gloo(self) -> bool:
+        """Return whether torch has Gloo."""
+        return dist.is_available() and dist.is_gloo_available()
+
+    def cuda_of_driver(self) -> int | None:
+        """Return the version of CUDA that the driver supports, such as 12040 for 12.4."""
+        version = driver()
+        return int(version) if version.isdigit() else None
+
+    def cuda_error(self) -> str:
+        """Return why torch can use no GPU; empty if it can."""
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:
+            return next(iter(str(error).splitlines()), type(error).__name__)
+        return ""
+
+    def gpus(self) -> list[VisibleGpu]:
+        """Return the GPUs that torch can use, in its order."""
+        found = []
+        with contextlib.suppress(RuntimeError):  # CUDA does not start, and `cuda_error` says why.
+            for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+                properties, problem = torch.cuda.get_device_properties(number), ""
+                try:
+                    family(torch.device("cuda", number))
+                except ValueError as error:
+                    problem = str(error)
+                capability = properties.major, properties.minor
+                gpu = VisibleGpu(properties.name, properties.total_memory, capability, str(properties.uuid), problem)
+                found.append(gpu)
+        return found
+
+    def gpu_obstacle(self, gpus: Sequence[VisibleGpu]) -> str:
+        """Return why the ranks of these GPUs cannot share memory; empty if they can. A rank asks the same."""
+        for number in range(len(gpus)):
+            calls = CudaCalls(torch.device("cuda", number))
+            if reason := calls.why_not():
+                return reason
+            for other, gpu in enumerate(gpus):
+                if number != other and (reason := calls.obstacle(gpu.uuid)):
+                    return f"{reason} between cuda:{number} and cuda:{other}"
+        return ""
+
+    def shared_memory(self) -> str:
+        """Return why processes of this user cannot share anonymous memory; empty if they can."""
+        try:
+            descriptor = os.memfd_create("tpfuse doctor", os.MFD_CLOEXEC)
+        except (OSError, AttributeError) as error:
+            return f"memfd_create: {error}"
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        try:
+            os.posix_fallocate(descriptor, 0, 4096)
+            opened = self.output(sys.executable, "-I", "-S", "-c", _OPEN, path)
+        except OSError as error:
+            return str(error)
+        finally:
+            os.close(descriptor)
+        return "" if opened is not None else f"another process cannot open {path}"
+
+    def process_descriptors(self) -> str:
+        """Return why a process cannot watch another one by pidfd_open; empty if it can."""
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except (OSError, AttributeError) as error:
+            return str(error)
+        return ""
+
+    def space(self, folder: str) -> tuple[int, int] | None:
+        """Return (size, free space) of a folder's file system in bytes; None if no file can be made in the folder."""
+        try:
+            tempfile.TemporaryFile(dir=self.root / folder).close()
+            usage = shutil.disk_usage(self.root / folder)
+        except OSError:
+            return None
+        return usage.total, usage.free
+
+    def open_files(self) -> int | None:
+        """Return the number of files that a process may open; None if there is no limit."""
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return None if soft == resource.RLIM_INFINITY else soft
+
+    def memory(self) -> int | None:
+        """Return the bytes that may still be allocated."""
+        return available_memory(self.root)
+
+    def cores(self) -> float:
+        """Return the number of cores whose time this process may take."""
+        usable = len(os.sched_getaffinity(0))
+        limit = core_time(self.root)
+        return usable if limit is None else min(usable, limit)
+
+    def decisions(self) -> int:
+        """Return the number of products for which earlier runs have measured the fastest implementation."""
+        return len(read_decisions(default_file(), machine("cuda")))
+
+    def interpreted(self) -> bool:
+        """Return whether Triton interprets kernels in this process."""
+        return INTERPRETED
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Returns all findings about a machine, those of one topic together."""
-    gpus = machine.gpus()
-    found = [*host_findings(machine, max(2, len(gpus))), *gpu_findings(machine), *environment_findings(machine)]
-    topics = list(dict.fromkeys(finding.topic for finding in found))
-    found.sort(key=lambda finding: topics.index(finding.topic))
-    return [*found, *_used(machine, gpus)]
+    """Return all findings about a machine, those of one topic together."""
+    gpus, unshared = machine.gpus(), machine.shared_memory()
+    topics: dict[str, Iterable[Statement]] = {
+        "software": _software(machine, bool(gpus)),
+        "communication": _communication(machine, len(gpus), unshared),
+        "limits": _limits(machine, max(2, len(gpus))),
+        "GPUs": _gpus(machine, gpus),
+        "profilers": _profilers(machine) if machine.gpu_files() else (),
+        "environment": _environment(machine, bool(gpus)),
+        "what tpfuse will use": _use(machine, gpus, unshared),
+    }
+    return [
+        Finding(topic, status, f"{': '.join(words)}.")
+        for topic, statements in topics.items()
+        for status, *words in statements
+    ]
 
 
-def _used(machine: Machine, gpus: list[Gpu]) -> list[Finding]:
-    """Returns which kernels, memory and implementation ranks of this machine use, each with its reason."""
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _software(machine: Machine, gpus: bool) -> Iterator[Statement]:
+    torch, triton, built_for = machine.version("torch"), machine.version("triton"), machine.built_for()
+    yield "ok", f"Python is {machine.version('python')}"
+    if _release(torch) < _OLDEST_TORCH:
+        text = f"torch {torch} is older than 2.11, so symmetric memory and the layers will fail"
+        yield "fails", text, "pip install 'torch>=2.11'"
+    else:
+        yield "ok", f"torch is {torch}, built for {f'CUDA {built_for}' if built_for else 'CPUs only'}"
+    pair = machine.pinned_triton() or TRITON_OF_TORCH.get(_release(torch))
+    if _release(triton) < _OLDEST_TRITON:
+        text = f"Triton {triton} is older than 3.6, so the kernels will fail"
+        yield "fails", text, f"pip install triton=={pair or '3.6.0'}"
+    elif pair is None:
+        yield "note", f"Triton is {triton}. It is unknown which one belongs to torch {torch}"
+    elif _release(triton) != _release(pair):
+        text = f"Triton is {triton}, but {pair} belongs to torch {torch}. torch.compile and the kernels may fail"
+        yield "note", text, f"pip install triton=={pair}"
+    else:
+        yield "ok", f"Triton is {triton}, which belongs to this torch"
+    if problem := interpreter_problem(triton, machine.version("numpy")):
+        text = "Kernels cannot be interpreted, so `tpfuse verify` without a GPU will fail"
+        yield "note" if gpus else "fails", text, problem
+    if gpus:  # Triton compiles the function that launches a kernel.
+        compiler = machine.environment.get("CC", "") or machine.program("gcc") or machine.program("clang")
+        text = "so every Triton kernel will fail when it is launched for the first time"
+        if not compiler:
+            yield "fails", f"There is no C compiler, {text}", "install gcc, or name yours in CC"
+        elif not machine.python_header():
+            cure = "install the package of your system such as python3-dev"
+            yield "fails", f"The C header of Python (Python.h) is missing, {text}", cure
+        else:
+            yield "ok", f"Triton builds its launchers with {compiler}"
+
+
+def _communication(machine: Machine, gpus: int, unshared: str) -> Iterator[Statement]:
+    nccl = machine.nccl()
+    if nccl is not None:
+        yield "ok", f"NCCL is {nccl}"
+    elif gpus > 1:
+        yield "fails", "torch has no NCCL, so every run on several GPUs will fail", "install a build of torch with NCCL"
+    if not machine.gloo():
+        text = "torch has no Gloo, so every run on several CPU ranks will fail"
+        yield "fails", text, "install a build of torch with Gloo"
+    if unshared:
+        text = f"Processes cannot share anonymous memory ({unshared}), so `tpfuse train` on several ranks will fail"
+        yield "fails", text, "let the container or sandbox permit memfd_create and /proc/PID/fd"
+    else:
+        yield "ok", "Processes can share anonymous memory, through which ranks watch each other"
+    if problem := machine.process_descriptors():
+        text = f"pidfd_open does not work ({problem}), so ranks notice later that another rank was killed"
+        yield "note", text, "let the container or sandbox permit it"
+    if gpus < 2:
+        return  # only NCCL needs /dev/shm
+    space = machine.space("dev/shm")
+    if space is None:
+        text = "/dev/shm does not exist or cannot be written, so NCCL will fail where it needs shared memory"
+        yield "fails", text, "mount it with `mount -t tmpfs -o mode=1777 tmpfs /dev/shm`"
+        return
+    text = "/dev/shm has {1:.0f} MiB free of {0:.0f} MiB".format(*(count / 2**20 for count in space))
+    if space[1] < gpus * _NCCL_SEGMENT:
+        text += f". NCCL takes about 10 MiB for each of the {gpus} ranks and will fail"
+        yield "fails", text, "delete old files there, or give the container --shm-size=1g"
+    else:
+        yield "ok", f"{text}, which only NCCL uses"
+
+
+def _limits(machine: Machine, ranks: int) -> Iterator[Statement]:
+    """Yield what limits processes. ranks: the number of ranks that a run here may well have."""
+    memory = machine.memory()
+    if memory is not None:
+        yield "ok", f"{memory / 2**30:.1f} GiB of memory are available"
+    space = machine.space(str(Path.cwd())[1:])
+    if space is None or space[1] < _DISK:
+        text = "cannot be written" if space is None else f"has {space[1] / 2**20:.0f} MiB of free space"
+        yield "note", f"The current folder {text}, so checkpoints may fail", "give runs another one with --out"
+    else:
+        yield "ok", f"The current folder has {space[1] / 2**30:.1f} GiB of free space"
+    files, needed = machine.open_files(), _FILES + _FILES_OF_A_RANK * ranks
+    if files is None or files >= max(needed, _USUAL_FILES):
+        yield "ok", f"A process may open {'any number of' if files is None else files} files"
+    elif files < needed:
+        text = f"A process may open {files} files, but each of {ranks} ranks needs about {needed} and will fail"
+        yield "fails", text, "ulimit -n 4096"
+    else:
+        text = f"A process may open only {files} files. Runs on many ranks or with many files of data need more"
+        yield "note", text, "ulimit -n 4096"
+    cores, threads = machine.cores(), machine.environment.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > cores:
+        text = f"OMP_NUM_THREADS={threads} is more than the {cores:g} cores whose time this process may take"
+        yield "note", f"{text}, so threads are paused", f"set it to {max(1, int(cores))} divided by the ranks"
+    else:
+        yield "ok", f"This process and its ranks may take the time of {cores:g} cores"
+
+
+def _gpus(machine: Machine, gpus: Sequence[VisibleGpu]) -> Iterator[Statement]:
+    module = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", machine.text("proc/driver/nvidia/version") or "")
+    name = f"The NVIDIA driver{f' {module[1]}' if module else ''}"
+    supported, built_for = machine.cuda_of_driver(), machine.built_for()
+    if supported is not None:
+        cuda = f"{supported // 1000}.{supported % 1000 // 10}"
+        if built_for is not None and supported // 1000 < int(built_for.split(".")[0]):
+            text = f"{name} supports CUDA {cuda}, but torch is built for CUDA {built_for}, so every use of a GPU will"
+            yield "fails", f"{text} fail", f"update the driver, or install torch for CUDA {cuda}"
+        else:
+            yield "ok", f"{name} supports CUDA {cuda}"
+    if not gpus:
+        yield _no_gpu(machine)
+    for number, gpu in enumerate(gpus):
+        size, capability = f"{gpu.memory / 2**30:.1f} GiB", ".".join(map(str, gpu.capability))
+        text = f"cuda:{number} is {gpu.name} with {size} and compute capability {capability}"
+        if gpu.problem:
+            advice = f"{gpu.problem}; hide this GPU with CUDA_VISIBLE_DEVICES, or give --kernels torch"
+            yield "fails", f"{text}. Triton kernels will fail", advice
+        else:
+            yield "ok", text
+    if len({gpu.name for gpu in gpus}) > 1:
+        text = "The GPUs are of several models, so the faster ones will wait"
+        yield "note", text, "choose some with CUDA_VISIBLE_DEVICES"
+
+
+def _no_gpu(machine: Machine) -> Statement:
+    if not machine.gpu_files():
+        return "ok", "There is no GPU, so tpfuse runs on the CPU"
+    if machine.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "note", "CUDA_VISIBLE_DEVICES hides every GPU of this machine", "unset it to use them"
+    text = "This machine has GPUs, but training on them will fail, because torch"
+    if machine.built_for() is None:
+        return "fails", f"{text} is built without CUDA", "install a build of torch for CUDA"
+    return "fails", f"{text} cannot use them", machine.cuda_error() or "the reason is unknown"
+
+
+def profiler(machine: Machine, name: str) -> tuple[str, str]:
+    """Return (the path of a profiler, why it cannot record here and the way out; empty if it can).
+
+    name: nsys, ncu, or torch for torch.profiler, which has no path and records CPUs in any case.
+    """
+    path, gpus = "", machine.gpu_files()
+    attached = [variable for variable in _INJECTIONS if machine.environment.get(variable)]
+    if attached and (gpus or name != "torch"):
+        return path, (
+            f"another profiler is attached to this process ({attached[0]} is set), and only one can record a GPU:"
+            " start tpfuse without that profiler, or unset the variable"
+        )
+    if name == "torch":
+        return path, ""
+    if not gpus:
+        return path, f"{name} records GPUs, and there is none here (/dev has no file nvidia0): use --with trace"
+    title, numbers = _PROFILERS[name]
+    oldest, path = ".".join(map(str, numbers)), machine.program(name) or ""
+    if not path:
+        where = f"{name} is neither on PATH nor in /usr/local/cuda/bin or /opt/nvidia"
+        return path, f"{where}: install {title} {oldest} or newer, or use --with trace, which needs no tool"
+    said = machine.output(path, "--version")
+    if said is None:
+        return path, f"`{path} --version` fails: install {title} again"
+    version = re.search(r"version\s+(\d+)\.(\d+)", said, re.IGNORECASE)
+    if version is None:
+        return path, f"`{path} --version` names no version: install {title} {oldest} or newer"
+    if (int(version[1]), int(version[2])) < numbers:
+        found = f"{path} is {title} {version[1]}.{version[2]}, which is too old"
+        return path, f"{found}: install version {oldest} or newer"
+    if name == "ncu" and machine.counters_permitted() is False:
+        return path, (
+            "this user may not read the performance counters of the GPU, and ncu would fail with ERR_NVGPUCTRPERM: load"
+            " the driver with NVreg_RestrictProfilingToAdminUsers=0, give the container --cap-add=SYS_ADMIN, or run as"
+            " an administrator"
+        )
+    return path, ""
+
+
+def dcgm_runs(machine: Machine) -> str:
+    """Return what to do about DCGM, which may hold what ncu needs; empty if it does not run."""
+    processes = (name for name in machine.names("proc") if name.isdigit())
+    if not any(machine.text(f"proc/{name}/comm") == "nv-hostengine" for name in processes):
+        return ""
+    return (
+        "DCGM runs on this machine (nv-hostengine). If ncu says that a driver resource is unavailable, call `dcgmi"
+        " profile --pause` before, and `dcgmi profile --resume` afterwards"
+    )
+
+
+def _profilers(machine: Machine) -> Iterator[Statement]:
+    for name in _PROFILERS:
+        path, problem = profiler(machine, name)
+        if problem:
+            yield "note", f"`tpfuse profile --with {name}` cannot record", problem
+        else:
+            yield "ok", f"{path} can record"
+    if advice := dcgm_runs(machine):
+        yield "note", advice
+
+
+def _environment(machine: Machine, gpus: bool) -> Iterator[Statement]:
+    """Yield the settings that make tpfuse fail or slow. Most matter on GPUs only."""
+    for name, (values, consequence) in _HURTING.items():
+        value = machine.environment.get(name, "")
+        if (gpus or name == "TORCH_DISTRIBUTED_DEBUG") and re.fullmatch(values, value, re.IGNORECASE):
+            yield "note", f"{name}={value} hurts", f"{consequence}; unset {name}"
+    workspace = machine.environment.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if gpus and workspace not in (":4096:8", ":16:8"):
+        text = f"CUBLAS_WORKSPACE_CONFIG={workspace} will make --train.deterministic fail, and repeated runs may differ"
+        yield "fails", text, "unset it, and tpfuse sets :4096:8"
+    names, interfaces = machine.environment.get("GLOO_SOCKET_IFNAME", ""), machine.names("sys/class/net")
+    missing = [name for name in names.split(",") if name and name not in interfaces]
+    if missing and interfaces:
+        text = f"GLOO_SOCKET_IFNAME={names} names {missing[0]}, which does not exist, so Gloo will fail"
+        yield "fails", text, f"choose from {', '.join(interfaces)}, or unset it"
+
+
+def _use(machine: Machine, gpus: Sequence[VisibleGpu], unshared: str) -> Iterator[Statement]:
+    """Yield which kernels, memory and implementation ranks of this machine use, each with its reason."""
     device, where = ("cuda", "GPUs") if gpus else ("cpu", "CPUs")
     kernels, chosen = resolved_kernels(device), chosen_kernels()
     name = "interpreted Triton kernels" if machine.interpreted() else "Triton kernels"
-    text = (
-        f"tpfuse computes with {name if kernels == 'triton' else kernels}, which --kernels {chosen} means on {where}."
-    )
-    found = [Finding(_USE, "ok", text)]
+    name = name if kernels == "triton" else kernels
+    yield "ok", f"tpfuse computes with {name}, which --kernels {chosen} means on {where}"
     if len(gpus) == 1:
-        return [*found, Finding(_USE, "ok", "One rank runs on the one GPU, so nothing is communicated.")]
-    obstacle = machine.obstacle(gpus)
-    backend = CudaMemory.backend if gpus else SharedMemory.backend
+        yield "ok", "One rank runs on the one GPU, so nothing is communicated"
+        return
+    obstacle = unshared or (machine.gpu_obstacle(gpus) if gpus else "")  # ranks on GPUs share memory of the host too
     if obstacle:
-        found.append(Finding(_USE, "note", f"Ranks have no symmetric memory: {obstacle}."))
+        ways = () if unshared else ("check the driver, and nvidia-fabricmanager if there are NVSwitches",)
+        yield "note", f"Ranks have no symmetric memory, because {obstacle}", *ways
     else:
-        found.append(Finding(_USE, "ok", f"Ranks have symmetric memory with the backend {backend}."))
+        backend = CudaMemory.backend if gpus else SharedMemory.backend
+        yield "ok", f"Ranks have symmetric memory with the backend {backend}"
     choice = decide(device, torch.float32, chosen_implementation(), chosen, obstacle)
     text = f"Tensor-parallel products use {choice.implementation} ({choice.reason})"
     if gpus and choice.provisional:
         count = machine.decisions()
         text += f", except for {count} cases that earlier runs have measured" if count else ""
         text += ". `tpfuse train` measures the others in its first step"
-    return [*found, Finding(_USE, "note" if choice.fallback else "ok", f"{text}.")]
+    yield "note" if choice.fallback else "ok", text
 
 
-def verdict(findings: list[Finding]) -> str:
-    """Returns the last line of the report."""
+def report(findings: Sequence[Finding]) -> str:
+    """Return the findings as text, under their topics."""
+    lines = []
+    for topic, group in groupby(findings, lambda finding: finding.topic):
+        lines += [topic, *(f"  {finding.status:<6} {finding.text}" for finding in group)]
+    return "\n".join(lines)
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the last line of the report."""
     fails, notes = (sum(finding.status == status for finding in findings) for status in ("fails", "note"))
     rest = f"{notes} note{'s' * (notes != 1)}"
-    return (
-        f"{fails} finding{'s' * (fails != 1)} will make something fail, {rest}" if fails else f"nothing fails, {rest}"
-    )
+    problems = f"{fails} finding{'s' * (fails != 1)} will make something fail"
+    return f"{problems if fails else 'nothing fails'}, {rest}"
 
 
 def run(as_json: bool, machine: Machine | None = None) -> int:
-    """Runs the command. Returns 1 if something will fail, else 0."""
+    """Run the command. Return 1 if something will fail, else 0."""
     findings = examine(Machine() if machine is None else machine)
     failed = any(finding.status == "fails" for finding in findings)
     if as_json:
         say(json.dumps({"passed": not failed, "findings": [asdict(finding) for finding in findings]}))
-        return int(failed)
-    for topic, group in groupby(findings, lambda finding: finding.topic):
-        say(topic)
-        for finding in group:
-            say(f"  {finding.status:<6} {finding.text}")
-    say(f"\n{verdict(findings)}")
+    else:
+        say(f"{report(findings)}\n\n{verdict(findings)}")
     return int(failed)

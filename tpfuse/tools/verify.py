@@ -3,9 +3,8 @@
 The output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted if there is
 none. Kernels are interpreted in a process of their own, since Triton decides when they are imported whether to
 interpret them. At the same time the kernels are compiled for this machine's family of GPUs, or for sm_90 if it has
-none. Before the comparisons, the report shows what the machine supports for ranks that share memory
-(`tpfuse.comm.probe`). After them, it shows two training steps with each implementation of tensor parallelism
-(`tpfuse.tools.training`).
+none. Before the comparisons, the report shows the findings of `tpfuse doctor`. After them, it shows two training steps
+with each implementation of tensor parallelism (`tpfuse.tools.training`).
 """
 
 import json
@@ -26,10 +25,10 @@ from rich.table import Table
 
 import tpfuse
 from tpfuse.backend import kernels
-from tpfuse.comm.probe import Finding, probe
 from tpfuse.kernels import launch
 from tpfuse.testing.compare import Expected, evaluate, unwritten_memory_is_nan
 from tpfuse.testing.inputs import normal
+from tpfuse.tools import doctor
 from tpfuse.tools import operators as cases
 from tpfuse.tools.compilation import compile_in_subprocess
 from tpfuse.tools.gate import violations
@@ -126,7 +125,7 @@ def _without_verdict(entry: dict[str, Any]) -> dict[str, Any]:
 class Verification:
     """The results of `tpfuse verify`. kernels: the compilations for `family`."""
 
-    machine: list[Finding]
+    machine: list[doctor.Finding]
     device: str
     family: str
     comparisons: list[Comparison]
@@ -175,7 +174,7 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
             reason = " ".join(str(error).split())
             compiled = [Compilation(", ".join(to_compile), family, "", "", {}, 0, 0, error=reason)]
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
-    return Verification(probe(), device, family, comparisons, training, compiled)
+    return Verification(doctor.examine(doctor.Machine()), device, family, comparisons, training, compiled)
 
 
 def document(verification: Verification) -> dict[str, Any]:
@@ -207,10 +206,8 @@ def _resources(verification: Verification, operator: str, dtype: str) -> list[st
 
 def show(verification: Verification, console: Console) -> None:
     """Print what the machine can do, the table, the reasons of failures, and the verdict."""
-    machine = Table("machine", "", "", box=None)
-    for finding in verification.machine:
-        machine.add_row(finding.name, finding.value, finding.meaning)
-    console.print(machine, "", sep="\n")
+    console.print(doctor.report(verification.machine), markup=False, highlight=False, soft_wrap=True)
+    console.print()
     table = Table("operator", "case", "dtype", box=None)
     for name in ("error", "bound", "registers", "spills", "shared"):
         table.add_column(name, justify="right")
