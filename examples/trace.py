@@ -13,7 +13,7 @@ up = tpfuse.ColumnParallelLinear(256, 1024, activation="gelu_tanh", **options)
 mlp = torch.nn.Sequential(up, tpfuse.RowParallelLinear(1024, 256, **options))
 mlp(torch.randn(8, 64, 256)).sum().backward()  # opens the channels between the ranks, which is not worth recording
 folder = Path("profiles/example")
-with tpfuse.record_trace(folder, mlp, dist.group.WORLD) as step:
+with tpfuse.profile.record(folder, mlp, dist.group.WORLD) as step:
     for _ in range(2):
         with step():
             mlp(torch.randn(8, 64, 256)).sum().backward()

@@ -22,12 +22,14 @@ ALLOWED: dict[str, set[str]] = {
     "comm": {"kernels", "backend"},
     "comm.collectives": {"kernels", "comm"},
     "comm.messages": {"kernels", "comm", "comm.collectives"},
+    "profile.clock": {"comm", "comm.collectives"},
+    "profile.recording": {"kernels", "comm", "profile.clock"},
     "ops": {"kernels", "backend", "comm", "comm.collectives"},
     "ops.linear": {"kernels", "backend", "comm", "comm.collectives", "ops"},
     "ops.ring_attention": {"kernels", "choices", "backend", "comm", "comm.collectives", "ops"},
     "layers": {"_lazy", "comm", "ops", "ops.linear"},
     "parallel.pipeline": {"choices", "comm", "comm.collectives", "comm.messages"},
-    "parallel": {"kernels", "choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
+    "parallel": {"choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
     "drop_in": {
         "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline",
@@ -40,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer"},
     "train": {
         "nearest", "choices", "backend", "comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline",
-        "drop_in", "zero", "models", "plan",
+        "drop_in", "zero", "models", "plan", "profile.recording",
     },
     "plan.command": {
         "choices", "comm", "comm.collectives", "comm.messages", "ops", "models", "parallel.pipeline", "plan", "train",
@@ -51,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
         "layers", "models", "train", "testing",
     },
-    "profile": {"comm", "train", "tools"},
+    "profile": {"_lazy", "comm", "profile.recording", "train", "tools"},
     "cli": {"nearest", "comm.collectives", "train", "plan.command", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}

@@ -15,11 +15,12 @@ NAMES = {
     "tpfuse": """
         ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm
         all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
-        ring_attention SequenceLayout ZeroOptimizer Pipeline recomputed record_trace
+        ring_attention SequenceLayout ZeroOptimizer Pipeline recomputed profile
         build_mesh connect explain parallelize restore FusedColwiseParallel FusedRowwiseParallel FusedSequenceParallel
         FusedPrepareModuleInput measuring PeerTimeout Disagreement
     """,
     "tpfuse.layers": LAYERS,
+    "tpfuse.profile": "record",
 }
 SECONDS = 0.1  # the most seconds that `import tpfuse` may take
 
@@ -49,7 +50,7 @@ def test_an_unknown_name_raises_an_attribute_error() -> None:
 IMPORT = """
 import sys, time
 start = time.perf_counter()
-import tpfuse, tpfuse.layers
+import tpfuse, tpfuse.layers, tpfuse.profile
 seconds = time.perf_counter() - start
 assert {"ColumnParallelLinear", "PeerTimeout"} <= {*dir(tpfuse)}
 print(seconds, *{"torch", "triton", "numpy"} & {*sys.modules})

@@ -34,7 +34,7 @@ _MODULES = {
     "ZeroOptimizer": "tpfuse.zero.optimizer",
     "Pipeline": "tpfuse.parallel.pipeline.pipeline",
     "recomputed": "tpfuse.parallel.recompute",
-    "record_trace": "tpfuse.parallel.tracing",
+    "profile": "tpfuse.profile",
     "build_mesh": "tpfuse.comm.mesh",
     "connect": "tpfuse.comm.connect",
     "explain": "tpfuse.layers.explain",
@@ -51,6 +51,7 @@ _MODULES = {
 __all__ = [*_MODULES]
 
 if TYPE_CHECKING:  # These are the same names for editors and type checkers. A test compares them with the table.
+    from tpfuse import profile as profile
     from tpfuse.comm.connect import connect as connect
     from tpfuse.comm.errors import Disagreement as Disagreement
     from tpfuse.comm.errors import PeerTimeout as PeerTimeout
@@ -79,7 +80,6 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.ops.ring_attention.ring_attention import ring_attention as ring_attention
     from tpfuse.parallel.pipeline.pipeline import Pipeline as Pipeline
     from tpfuse.parallel.recompute import recomputed as recomputed
-    from tpfuse.parallel.tracing import record_trace as record_trace
     from tpfuse.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 else:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

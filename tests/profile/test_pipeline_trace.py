@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.parallel.pipeline.pipeline import Pipeline
-from tpfuse.parallel.tracing import record_trace
+from tpfuse.profile.recording import record
 from tpfuse.profile.summary import summarise
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.testing.ranks import pool
@@ -41,7 +41,7 @@ def _record(folder: Path, late: int) -> None:
     )
     batches = [(torch.ones(2, 8),)] * MICRO_BATCHES
     pipeline.step(batches)  # the routes are open then
-    with record_trace(folder, model, dist.group.WORLD, layout={"pp": 2}) as step:
+    with record(folder, model, dist.group.WORLD, layout={"pp": 2}) as step:
         for _ in range(STEPS):
             with step():
                 pipeline.step(batches)

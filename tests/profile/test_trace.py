@@ -22,9 +22,9 @@ from tpfuse.kernels.trace import KernelEvent, TracedLaunch
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear.collective import CollectiveLinear
-from tpfuse.parallel.clock import clock_offset
-from tpfuse.parallel.tracing import layer_spans, record_trace
+from tpfuse.profile.clock import clock_offset
 from tpfuse.profile.perfetto import write_perfetto
+from tpfuse.profile.recording import layer_spans, record
 from tpfuse.profile.summary import Place, summarise, times_of
 from tpfuse.profile.trace_files import RankTrace, read_traces
 from tpfuse.testing.ranks import pool
@@ -95,7 +95,7 @@ def _record(folder: Path, kind: Implementation, busy: bool) -> tuple[list[float]
         model = _Model()
         x = torch.randn(4, 16, requires_grad=True)
         model(x).sum().backward()  # the channels are open then
-        with record_trace(folder, model, dist.group.WORLD, layout={"tp": 2}) as step, _delayed(kind, busy, took):
+        with record(folder, model, dist.group.WORLD, layout={"tp": 2}) as step, _delayed(kind, busy, took):
             for _ in range(STEPS):
                 begun = time.perf_counter()
                 with step():
@@ -147,7 +147,7 @@ def _check_attribution(
 
 def _layers(folder: Path) -> None:
     model = _Model()
-    with record_trace(str(folder), model, dist.group.WORLD) as step:
+    with record(str(folder), model, dist.group.WORLD) as step:
         for _ in range(2):
             x = torch.randn(4, 16, requires_grad=True)
             with step():
@@ -187,7 +187,7 @@ def _fused(folder: Path) -> None:
         x = torch.randn(4, 32 // dist.get_world_size())
         down(x)
         dist.barrier()
-        with record_trace(folder, nn.Sequential(down), dist.group.WORLD) as step, step():
+        with record(folder, nn.Sequential(down), dist.group.WORLD) as step, step():
             if dist.get_rank() == LATE:
                 time.sleep(6 * DELAY)  # the interpreter itself is slow
             down(x)
@@ -211,7 +211,7 @@ def test_a_fused_operator_shows_the_waits_of_its_kernel(tmp_path: Path) -> None:
 
 def _collective(folder: Path) -> None:
     collectives.all_gather(torch.ones(4), dist.group.WORLD)  # the channel is open then
-    with record_trace(folder, group=dist.group.WORLD) as step, step():
+    with record(folder, group=dist.group.WORLD) as step, step():
         collectives.all_gather(torch.ones(4), dist.group.WORLD)
         _, handle = collectives.start_reduce_scatter(torch.ones(4), dist.group.WORLD)
         handle.wait()
@@ -327,7 +327,7 @@ def test_a_wait_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_times_are_moved_to_the_first_ranks_clock(tmp_path: Path) -> None:
-    with record_trace(tmp_path) as step, step():
+    with record(tmp_path) as step, step():
         trace.signal("a")
     path = tmp_path / "rank0.json"
     found = json.loads(path.read_text())
@@ -362,7 +362,7 @@ def test_launches_belong_to_their_operator_and_name_ranks_of_the_world() -> None
 
 def test_events_of_a_gpu_begin_with_their_operator(tmp_path: Path) -> None:
     """The timer of a GPU is not the host's clock."""
-    with record_trace(tmp_path) as step, step():
+    with record(tmp_path) as step, step():
         trace.end(trace.begin("operator", "sum", "fused"))
     path = tmp_path / "rank0.json"
     found = json.loads(path.read_text())
@@ -402,7 +402,7 @@ def test_nothing_is_recorded_without_an_observer() -> None:
 
 
 def _skewed(skew: int) -> tuple[int, int]:
-    with mock.patch("tpfuse.parallel.clock.node_identity", lambda: f"host {dist.get_rank()}"):
+    with mock.patch("tpfuse.profile.clock.node_identity", lambda: f"host {dist.get_rank()}"):
         now = (lambda: time.time_ns() + skew) if dist.get_rank() == 1 else time.time_ns
         return clock_offset(dist.group.WORLD, torch.device("cpu"), now)
 
@@ -467,7 +467,7 @@ def test_the_merged_trace_is_valid(traces: list[RankTrace], tmp_path: Path) -> N
     ],
 )
 def test_files_that_are_no_traces_are_refused(change: Any, said: str, tmp_path: Path) -> None:
-    with record_trace(tmp_path) as step, step():
+    with record(tmp_path) as step, step():
         pass
     read_traces(tmp_path)
     path = tmp_path / "rank0.json"

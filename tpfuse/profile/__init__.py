@@ -1,1 +1,13 @@
-"""What `tpfuse profile` does: it runs profilers, and explains the traces that the ranks of a run have written."""
+"""Profiles: ranks record what they do, and `tpfuse profile` runs profilers and explains what they have recorded."""
+
+from typing import TYPE_CHECKING
+
+from tpfuse._lazy import lazy_names
+
+_MODULES = {"record": "tpfuse.profile.recording"}
+__all__ = [*_MODULES]
+
+if TYPE_CHECKING:
+    from tpfuse.profile.recording import record as record
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -132,7 +132,7 @@ def _trained(command: Sequence[str], options: ProfileCommand, flags: Sequence[st
     if not _is_training(command):
         raise UserError(
             f"--with {options.with_} records the steps of `tpfuse train`, and this command is another program: in that"
-            " program, use tpfuse.record_trace(FOLDER, model, group), and then: tpfuse profile summary FOLDER"
+            " program, use tpfuse.profile.record(FOLDER, model, group), and then: tpfuse profile summary FOLDER"
         )
     if "--resume" in command:
         raise UserError("a profile is a run of its own: leave out --resume, or give `tpfuse train` --profile.trace")
@@ -159,7 +159,7 @@ def _run(command: Sequence[str]) -> int:
 def summary_of(folder: Path) -> str:
     """Writes the explanation of a profile's traces beside them, and returns it as text. Raises UserError.
 
-    folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.record_trace`.
+    folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.profile.record`.
     """
     from tpfuse.profile.picture import draw_profile  # matplotlib takes a second
 

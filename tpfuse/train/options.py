@@ -501,7 +501,7 @@ class ProfileCommand:
 
 @dataclass(frozen=True)
 class ProfileSummaryCommand:
-    """Explain the traces in a folder: those of `tpfuse profile`, or of tpfuse.record_trace in another program."""
+    """Explain the traces in a folder: those of `tpfuse profile`, or of tpfuse.profile.record in another program."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
     """Read the traces from this folder, and write the summary and the picture there."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tpfuse.comm import trace
-from tpfuse.parallel.tracing import kernels_compiled_for_traces, layer_spans, record_trace
+from tpfuse.profile.recording import kernels_compiled_for_traces, layer_spans, record
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import NvtxRanges
 from tpfuse.train.options import ProfileOptions
@@ -81,7 +81,7 @@ class StepProfile:
             self._torch = self._stack.enter_context(TorchProfile(self._options.torch, rank, self._device))
         if self._options.trace is not None:
             model = None if self._options.nvtx else self._model  # else each layer would have two spans
-            self._stack.enter_context(record_trace(self._options.trace, model, self._group, self._device, self._layout))
+            self._stack.enter_context(record(self._options.trace, model, self._group, self._device, self._layout))
 
     def _finish(self) -> None:
         try:

@@ -18,13 +18,13 @@ from tpfuse.comm import trace
 from tpfuse.comm.host import node_identity, replace_file
 from tpfuse.comm.mesh import default_group
 from tpfuse.kernels.trace import KernelTrace
-from tpfuse.parallel.clock import clock_offset
+from tpfuse.profile.clock import clock_offset
 
 _HOOKED = "tpfuse layer"  # a key in the metadata of nodes of autograd's graph
 
 
 def kernels_compiled_for_traces() -> AbstractContextManager[object]:
-    """Returns a context manager in which fused kernels are compiled as `record_trace` needs them.
+    """Returns a context manager in which fused kernels are compiled as `record` needs them.
 
     A step in it, before those to record, keeps the seconds of the compiler out of the trace.
     """
@@ -32,7 +32,7 @@ def kernels_compiled_for_traces() -> AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def record_trace(
+def record(
     folder: str | Path,
     model: nn.Module | None = None,
     group: dist.ProcessGroup | Literal["default"] | None = "default",
@@ -41,7 +41,7 @@ def record_trace(
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Records what this rank does within the block, and writes it to FOLDER/rankN.json. Collective over `group`.
 
-        with tpfuse.record_trace("trace", model, dist.group.WORLD) as step:
+        with tpfuse.profile.record("trace", model, dist.group.WORLD) as step:
             for batch in batches:
                 with step():
                     ...
