@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.harness import OURS, Bench, Built, TimedMode
 from benchmarks.timing import Candidate, one_line
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
-from tpfuse.tools.operator import DifferentiableShape
+from tpfuse.tools.operator import Shape
 
 Function = Callable[..., Tensor]
 
@@ -113,9 +113,7 @@ class Candidates:
         return Candidate(name, lambda _: backward.run(backward.prepare()))
 
 
-def described(
-    shape: DifferentiableShape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function], **options: Any
-) -> Built:
+def described(shape: Shape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function], **options: Any) -> Built:
     """Return the check of an operator at a shape of its description beside peers, and its measurements in these modes.
 
     options: fields of `Candidates`.

@@ -1,7 +1,7 @@
 """The tuner works on the CPU, with interpreted kernels, a clock that tests control, and a table of its own."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from tpfuse.kernels.configurations import Configuration, choose_configuration, o
 from tpfuse.testing.compare import check_error
 from tpfuse.tools import search
 from tpfuse.tools import tune as tuning
-from tpfuse.tools.operator import Trial
+from tpfuse.tools.operator import Cost, Launchers, Shape, Trial
 from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
@@ -47,25 +47,39 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     configurations.forget()
 
 
-def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False, factor: float = 2.1) -> Trial:
-    """Return a trial that doubles its input. It is wrong for rows that `broken` accepts, and fails for blocks of 64.
+@dataclass(frozen=True)
+class Doubling(Shape):
+    """Doubles its input. It is wrong, by `factor`, for rows that `broken` accepts, and fails for blocks of 64."""
 
-    factor: the wrong factor.
-    """
+    rows: int
+    broken: Callable[[Configuration], bool]
+    factor: float
 
-    def double(x: Tensor) -> tuple[Tensor, ...]:
-        row = choose_configuration("toy", CPU, torch.bfloat16, M=rows)
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.rows} rows"
+
+    def drawn(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"x": torch.randn(self.rows, device=device).to(dtype)}
+
+    def costs(self) -> dict[str, Cost]:
+        return {"forward": Cost(0.0, 1e9)}
+
+    def launch(self, x: Tensor) -> tuple[Tensor, ...]:
+        row = choose_configuration("toy", CPU, torch.bfloat16, M=self.rows)
         _Clock.last = row
-        if broken(row):
-            return (x * factor,)
+        if self.broken(row):
+            return (x * self.factor,)
         if row.blocks["BLOCK_M"] == 64:
             raise RuntimeError("out of resources")
         return (x * 2,)
 
-    def draw(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {"x": torch.randn(rows, device=device).to(dtype)}
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, lambda x: (x * 2,))}
 
-    return Trial(f"{rows} rows", draw, double, lambda x: (x * 2,), 1e9, "TB/s")
+
+def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False, factor: float = 2.1) -> Trial:
+    return Trial(Doubling(rows, broken, factor), "forward")
 
 
 class _Clock:
@@ -216,9 +230,9 @@ def test_a_written_row_is_read_again(table: Path) -> None:
     assert rows_of(with_rows(TEXT, [row]), "toy")[0] == row
 
 
-@pytest.mark.parametrize("trial", tiny_trials(), ids=lambda trial: f"{trial.name} {trial.run.__qualname__}")
+@pytest.mark.parametrize("trial", tiny_trials(), ids=lambda trial: f"{trial.shape} {trial.mode}")
 def test_every_launcher_agrees_with_plain_torch(trial: Trial) -> None:
-    inputs = trial.inputs(CPU, torch.float32)
+    inputs = trial.shape.drawn(CPU, torch.float32)
     truth = trial.plain(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
     outputs = trial.run(**copies(inputs))
     for name, actual, plain, exact in zip("abcd", outputs, trial.plain(**inputs), truth, strict=False):
@@ -228,7 +242,7 @@ def test_every_launcher_agrees_with_plain_torch(trial: Trial) -> None:
 
 def test_trials_can_be_recorded_without_a_gpu() -> None:
     for trial in trials():
-        assert all(x.is_meta for x in trial.inputs(torch.device("meta"), torch.bfloat16).values())
+        assert all(x.is_meta for x in trial.shape.drawn(torch.device("meta"), torch.bfloat16).values())
 
 
 def test_every_row_has_candidates() -> None:

@@ -17,7 +17,7 @@ from tpfuse.cli import run
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators, verify
 from tpfuse.tools.compilation import Report
-from tpfuse.tools.operator import Case
+from tpfuse.tools.operator import Given
 from tpfuse.tools.resources import Compilation
 from tpfuse.tools.training import TrainingRun
 
@@ -33,7 +33,7 @@ def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     return {"x": normal(1, 33, dtype=dtype), "weight": normal(2, 33, dtype=dtype), "shift": torch.arange(33)}
 
 
-SOUND = Case("small", swish, swish, inputs)
+SOUND = Given("small", swish, swish, inputs)
 
 
 def failed(function: Any, dtype: str = "float32") -> verify.Comparison:
@@ -85,7 +85,7 @@ def test_the_function_runs_with_kernels_and_the_reference_without() -> None:
 
 
 def use(
-    monkeypatch: pytest.MonkeyPatch, case: Case | None = None, kernels: tuple[Compilation, ...] = (KERNEL,)
+    monkeypatch: pytest.MonkeyPatch, case: Given | None = None, kernels: tuple[Compilation, ...] = (KERNEL,)
 ) -> None:
     """Make `tpfuse verify` compare one case of the fast operator, and take `kernels` as the compiler's results."""
     description = operators.load(FAST)

@@ -5,7 +5,6 @@ its reference, and the cost of a call. `tpfuse verify` uses small shapes; the tu
 models.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 Outputs = tuple[Tensor, ...]
+Launchers = dict[str, tuple[Callable[..., Outputs], Callable[..., Outputs]]]
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -37,37 +37,6 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A small comparison of an operator with its reference.
-
-    name: the name in the table of `tpfuse verify` ("gelu_tanh, residual"). function: takes the inputs by keyword under
-    `kernels("triton")` and returns one tensor. reference: the same function in plain torch. inputs: returns the CPU
-    tensors of a dtype, by name; tensors of a floating-point type get gradients.
-    """
-
-    name: str
-    function: Callable[..., Tensor]
-    reference: Callable[..., Tensor]
-    inputs: Callable[[torch.dtype], Tensors]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A measurement of `tpfuse tune`: a launcher at a shape, and plain torch that computes the same outputs.
-
-    inputs: draws the inputs, also on the device "meta". run: the launcher. plain: the reference in any dtype. Both take
-    all inputs by keyword. work: FLOP or bytes of one call; `unit` names 1e12 of them per second.
-    """
-
-    name: str
-    inputs: Callable[[torch.device, torch.dtype], Tensors]
-    run: Callable[..., Outputs]
-    plain: Callable[..., Outputs]
-    work: float
-    unit: str
-
-
-@dataclass(frozen=True)
 class Cost:
     """The least work of a call: `flops` floating-point operations, and `moved` bytes of device memory."""
 
@@ -75,49 +44,38 @@ class Cost:
     moved: float
 
 
-class Shape(ABC):
-    """An operator at one shape. Subclasses are frozen dataclasses with a name and the sizes."""
+class Shape:
+    """An operator at one shape. Subclasses are frozen dataclasses with a name and the sizes.
+
+    `tpfuse verify` compares `function` with `reference` at `seeded` inputs. The tuner measures the `launchers`, and the
+    benchmarks all of these at `inputs`. A subclass has the methods that its users call.
+    """
 
     name: str
 
-    @abstractmethod
     def inputs(self, draw: Draw) -> Tensors:
         """Return the operator's tensors by name."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def costs(self) -> dict[str, Cost]:
-        """Return the costs by mode: "inference" (no graph), "forward" (with a graph), "backward" alone, "both"."""
-
-    def trials(self) -> list[Trial]:
-        """Return the trials that the tuner measures at this shape."""
-        return []
-
-    def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
-        """Return the inputs of the trials."""
-        return self.inputs(Draw(device, dtype))
-
-    def trial(self, mode: str, run: Callable[..., Outputs], plain: Callable[..., Outputs]) -> Trial:
-        """Return the trial of the launchers of one mode."""
-        cost = self.costs()[mode]
-        name = f"{self.name} {mode}" if mode.endswith("backward") else self.name
-        work, unit = (cost.flops, "TFLOP/s") if cost.flops else (cost.moved, "TB/s")
-        return Trial(name, self.drawn, run, plain, work, unit)
-
-
-class DifferentiableShape(Shape):
-    """A shape of an operator that returns one tensor, with gradients of its floating-point inputs."""
-
-    @abstractmethod
     def function(self, *inputs: Any, **named: Any) -> Tensor:
-        """Return the result of tpfuse's operator."""
+        """Return the one result of tpfuse's operator, under `kernels("triton")`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def reference(self, *inputs: Any, **named: Any) -> Tensor:
         """Return the result of plain torch, which must also accept float64."""
+        raise NotImplementedError
 
-    @abstractmethod
     def gradient(self, draw: Draw) -> Tensor:
         """Return a gradient of the result."""
+        raise NotImplementedError
+
+    def costs(self) -> dict[str, Cost]:
+        """Return the costs by mode: "inference" (no graph), "forward" (with a graph), "backward" alone, "both"."""
+        raise NotImplementedError
+
+    def launchers(self) -> Launchers:
+        """Return by mode a launcher, and plain torch in any dtype for the same outputs. Both take all of `drawn`."""
+        return {}
 
     def saved(self, inputs: Tensors) -> Tensors:
         """Return the tensors that the backward launchers read besides the inputs and the result's gradient."""
@@ -130,11 +88,11 @@ class DifferentiableShape(Shape):
         return inputs | {"grad": self.gradient(draw)} | self.saved(inputs)
 
     def plain_forward(self, **tensors: Tensor) -> Outputs:
-        """Return the reference's result for the inputs of a trial."""
+        """Return the reference's result for `drawn` tensors."""
         return (self.reference(**self._inputs_of(tensors)),)
 
     def plain_backward(self, grad: Tensor, **tensors: Tensor) -> Outputs:
-        """Return the reference's gradients for the inputs of a trial."""
+        """Return the reference's gradients for `drawn` tensors."""
         return gradients(self.reference, self._inputs_of(tensors), grad)
 
     def _inputs_of(self, tensors: Tensors) -> Tensors:
@@ -144,24 +102,57 @@ class DifferentiableShape(Shape):
         """Return inputs on the CPU, which are the same in every call but for the rounding to `dtype`."""
         return self.inputs(Draw(CPU, dtype, torch.Generator().manual_seed(1)))
 
-    def case(self) -> Case:
-        """Return a case of `tpfuse verify` at this shape."""
-        return Case(self.name, self.function, self.reference, self.seeded)
+
+@dataclass(frozen=True)
+class Given(Shape):
+    """A shape for `tpfuse verify` alone, whose methods are given. Inputs of a floating-point type get gradients."""
+
+    name: str
+    function: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    seeded: Callable[[torch.dtype], Tensors]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The launcher of a shape's mode, which the tuner measures."""
+
+    shape: Shape
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """Return the name in messages and in the table."""
+        return f"{self.shape.name} {self.mode}" if self.mode.endswith("backward") else self.shape.name
+
+    def run(self, **drawn: Tensor) -> Outputs:
+        """Launch the kernel."""
+        return self.shape.launchers()[self.mode][0](**drawn)
+
+    def plain(self, **drawn: Tensor) -> Outputs:
+        """Return the outputs of plain torch."""
+        return self.shape.launchers()[self.mode][1](**drawn)
+
+    def speed(self, seconds: float) -> str:
+        """Return the speed of a call in words."""
+        cost = self.shape.costs()[self.mode]
+        work, unit = (cost.flops, "TFLOP/s") if cost.flops else (cost.moved, "TB/s")
+        return f"{work / seconds / 1e12:.4g} {unit} at {self.name}"
 
 
 @dataclass(frozen=True)
 class Operator:
-    """The description of an operator.
-
-    launches: calls the launchers on meta tensors of a dtype, so that they choose every row of the operator's
-    configurations and reach every variant of its kernels. cases: the comparisons of `tpfuse verify`. models: the shapes
-    of models, which the tuner measures. tiny: small shapes with the same trials, for the interpreter.
-    """
+    """The description of an operator."""
 
     name: str
+    # Calls the launchers on meta tensors of a dtype, so that they choose every row of the operator's configurations and
+    # reach every variant of its kernels.
     launches: Callable[[torch.dtype], None]
-    cases: tuple[Case, ...] = ()
+    # Small shapes that `tpfuse verify` compares with the reference.
+    cases: tuple[Shape, ...] = ()
+    # The shapes of models, which the tuner measures.
     models: tuple[Shape, ...] = ()
+    # Small shapes with the same launchers, for the interpreter.
     tiny: tuple[Shape, ...] = ()
 
 

@@ -47,7 +47,7 @@ class Search:
 
     def __init__(self, tuner: Tuner, fitting: Sequence[Trial]) -> None:
         self._tuner, self._trials = tuner, fitting
-        self._inputs = [trial.inputs(tuner.device, tuner.dtype) for trial in fitting]
+        self._inputs = [trial.shape.drawn(tuner.device, tuner.dtype) for trial in fitting]
         self._plain = [trial.plain(**x) for trial, x in zip(fitting, self._inputs, strict=True)]
         self._truth = [trial.plain(**_wide(x)) for trial, x in zip(fitting, self._inputs, strict=True)]
 
@@ -71,8 +71,7 @@ class Search:
                 self._tuner.say(f"  {brief(candidate)}: {ratio:.3f} of the present time")
                 if ratio < min(_GAIN, _ratio(times, present)):
                     best, times = candidate, result
-        speed = f"{self._trials[0].work / times[0] / 1e12:.4g} {self._trials[0].unit} at {self._trials[0].name}"
-        return replace(best, measured=f"{self._tuner.place}, {speed}")
+        return replace(best, measured=f"{self._tuner.place}, {self._trials[0].speed(times[0])}")
 
     def _times(self, row: Configuration, present: Sequence[float] | None) -> list[float] | str:
         """Return the seconds at each trial, or the reason why there are none."""

@@ -141,7 +141,7 @@ def _chosen_rows(
     for trial in all_trials if rows else []:
         try:
             with override(*rows) as served, launch.recording(family) if recorded else contextlib.nullcontext():
-                trial.run(**trial.inputs(device, tuner.dtype))
+                trial.run(**trial.shape.drawn(device, tuner.dtype))
             chosen.append((trial, list(served)))
         except Exception as error:
             tuner.say(f"{trial.name}: left out, {one_line(error)}")
@@ -152,7 +152,7 @@ def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
     """Return a function that compiles the launches of candidates on all cores and applies the tests' gate to them."""
 
     def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
-        inputs = [trial.inputs(torch.device("meta"), dtype) for trial in fitting]
+        inputs = [trial.shape.drawn(torch.device("meta"), dtype) for trial in fitting]
         jobs: dict[object, Job] = {}
         needed: list[set[object]] = []
         for candidate in tried:

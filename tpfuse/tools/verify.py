@@ -32,7 +32,7 @@ from tpfuse.tools import doctor
 from tpfuse.tools import operators as cases
 from tpfuse.tools.compilation import compile_in_subprocess
 from tpfuse.tools.gate import violations
-from tpfuse.tools.operator import Case
+from tpfuse.tools.operator import Shape
 from tpfuse.tools.recorded import DTYPES
 from tpfuse.tools.resources import Compilation
 from tpfuse.tools.training import TrainingRun, train_each
@@ -60,11 +60,11 @@ class Comparison:
         return self.error is not None and self.error <= self.bound
 
 
-def compare(operator: str, case: Case, dtype: str, device: torch.device) -> Comparison:
+def compare(operator: str, case: Shape, dtype: str, device: torch.device) -> Comparison:
     """Run a case with the kernels and with its reference."""
     identity = operator, case.name, dtype
     try:
-        inputs = {name: x.to(device) for name, x in case.inputs(DTYPES[dtype]).items()}
+        inputs = {name: x.to(device) for name, x in case.seeded(DTYPES[dtype]).items()}
         with kernels("torch"):
             with torch.no_grad():
                 shape = case.reference(**inputs).shape

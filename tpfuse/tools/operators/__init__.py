@@ -19,9 +19,9 @@ def load(operator: str) -> Operator:
 
 def trials() -> list[Trial]:
     """Return the trials that the tuner measures: those of all operators at shapes of models."""
-    return [trial for name in names() for shape in load(name).models for trial in shape.trials()]
+    return [Trial(shape, mode) for name in names() for shape in load(name).models for mode in shape.launchers()]
 
 
 def tiny_trials() -> list[Trial]:
     """Return trials of every kind that are small enough for the interpreter."""
-    return [trial for name in names() for shape in load(name).tiny for trial in shape.trials()]
+    return [Trial(shape, mode) for name in names() for shape in load(name).tiny for mode in shape.launchers()]

@@ -9,7 +9,7 @@ from torch import Tensor
 from tpfuse.kernels import adamw, reference
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEPS = 3
@@ -59,8 +59,8 @@ class AdamW(Shape):
         after = updated(shard, shard["master"].dtype)
         return *after.values(), after["master"].to(parameter.dtype)
 
-    def trials(self) -> list[Trial]:
-        return [self.trial("step", self.launch, self.plain)]
+    def launchers(self) -> Launchers:
+        return {"step": (self.launch, self.plain)}
 
 
 def updated(shard: Tensors, dtype: torch.dtype) -> Tensors:
@@ -92,7 +92,7 @@ def _reference(gradient: Tensor) -> Tensor:
     return parameter.to(gradient.dtype) + 0 * gradient
 
 
-CASES = (Case("three updates", _function, _reference, lambda dtype: {"gradient": normal(1, 1000, dtype=dtype)}),)
+CASES = (Given("three updates", _function, _reference, lambda dtype: {"gradient": normal(1, 1000, dtype=dtype)}),)
 
 
 def launches(dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -60,6 +60,9 @@ class AllGatherGemm(Shape):
         moved = 2 * (rows * self.K + self.N * self.K + rows * self.width)
         return {"forward": Cost(2 * rows * self.N * self.K, moved)}
 
+    def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
+        return self.inputs(Draw(device, dtype))
+
     def launch(
         self,
         gathered: Tensor,
@@ -84,8 +87,8 @@ class AllGatherGemm(Shape):
     def plain(self, gathered: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Tensor) -> Outputs:
         return (reference.linear(gathered.flatten(0, 1), weight, bias, self.activation),)
 
-    def trials(self) -> list[Trial]:
-        return [self.trial("forward", self.launch, self.plain)]
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, self.plain)}
 
 
 def _alone(
@@ -146,8 +149,8 @@ def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names.split()}
 
 
-def _case(name: str, inputs: str, activation: str | None, copied: bool = False) -> Case:
-    return Case(
+def _case(name: str, inputs: str, activation: str | None, copied: bool = False) -> Given:
+    return Given(
         f"{name}, one rank",
         partial(_linear, activation=activation, copied=copied),
         partial(reference.linear, activation_name=activation),

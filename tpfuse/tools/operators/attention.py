@@ -12,14 +12,14 @@ from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.tools.operator import Case, Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 ENDS = [0, 25, 26, 60]  # ends of documents, in tokens
 DROPOUT = 0.3
 
 
 @dataclass(frozen=True)
-class Attention(DifferentiableShape):
+class Attention(Shape):
     """Attention of q [B, H, T, D] to k and v [B, Hk, T, D], in the memory order of a projection: [B, T, H, D]."""
 
     name: str
@@ -69,11 +69,8 @@ class Attention(DifferentiableShape):
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Outputs:
         return attention_backward(grad, q, k, v, out, lse, causal=self.causal, window=self.window)
 
-    def trials(self) -> list[Trial]:
-        return [
-            self.trial("forward", self.launch, self.plain_forward),
-            self.trial("backward", self.backward, self.plain_backward),
-        ]
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, self.plain_forward), "backward": (self.backward, self.plain_backward)}
 
 
 def _dropped(q: Tensor, k: Tensor, v: Tensor, head_rows: Tensor, key: Tensor) -> Tensor:
@@ -100,10 +97,10 @@ def _with_rows(dtype: torch.dtype) -> Tensors:
 
 
 CASES = (
-    Attention("causal", 1, 1, 1, 63, 64).case(),
-    Attention("window, 2 heads on one of keys", 1, 2, 1, 70, 16, window=20).case(),
-    Case("documents", attention, _one_by_one, _with_documents),
-    Case("dropout", partial(attention, dropout_p=DROPOUT), _dropped, _with_rows),
+    Attention("causal", 1, 1, 1, 63, 64),
+    Attention("window, 2 heads on one of keys", 1, 2, 1, 70, 16, window=20),
+    Given("documents", attention, _one_by_one, _with_documents),
+    Given("dropout", partial(attention, dropout_p=DROPOUT), _dropped, _with_rows),
 )
 
 

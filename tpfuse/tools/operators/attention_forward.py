@@ -14,7 +14,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Merge(Shape):
     def costs(self) -> dict[str, Cost]:
         return {"forward": Cost(0.0, 3 * 2 * 2 * self.H * self.T * self.D)}
 
+    def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
+        return self.inputs(Draw(device, dtype))
+
     def launch(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Outputs:
         return attention_merge(out_a, lse_a, out_b, lse_b)
 
@@ -40,11 +43,11 @@ class Merge(Shape):
         out, lse = reference.attention_merge(out_a, lse_a, out_b, lse_b)
         return out.to(out_a.dtype), lse
 
-    def trials(self) -> list[Trial]:
-        return [self.trial("forward", self.launch, self.plain)]
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, self.plain)}
 
 
-def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: int, **options: Any) -> Case:
+def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: int, **options: Any) -> Given:
     """Return a case that compares `function` with the reference, for two heads that share one of keys and values."""
 
     def constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -59,7 +62,7 @@ def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: in
         shapes = {"q": (1, 2, tq, size), "k": (1, 1, tk, size), "v": (1, 1, tk, size)}
         return {name: normal(seed, *shape, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items(), 1)}
 
-    return Case(name, constant(function), constant(_reference), inputs)
+    return Given(name, constant(function), constant(_reference), inputs)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -14,7 +14,7 @@ from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 from tpfuse.kernels.send_message import send_message
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Given, Operator
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -76,8 +76,8 @@ def _all_to_all(x: Tensor, endpoint: Endpoint) -> Tensor:
     return out
 
 
-def _case(name: str, move: Callable[[Tensor, Endpoint], Tensor]) -> Case:
-    return Case(
+def _case(name: str, move: Callable[[Tensor, Endpoint], Tensor]) -> Given:
+    return Given(
         f"{name}, one rank",
         lambda x: apply(_Collective, x, move),
         lambda x: x.clone(),

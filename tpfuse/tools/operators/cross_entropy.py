@@ -13,11 +13,11 @@ from tpfuse.kernels.cross_entropy import (
     cross_entropy_forward,
 )
 from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy
-from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class CrossEntropy(DifferentiableShape):
+class CrossEntropy(Shape):
     """The loss of logits [M, V], normal numbers times `scale`, for targets [M], some of which have no loss."""
 
     name: str
@@ -59,11 +59,8 @@ class CrossEntropy(DifferentiableShape):
     def plain_sum_backward(self, grad: Tensor, **tensors: Tensor) -> Outputs:
         return self.plain_backward(torch.ones_like(grad), **tensors)
 
-    def trials(self) -> list[Trial]:
-        return [
-            self.trial("forward", self.launch, self.plain_forward),
-            self.trial("backward", self.backward, self.plain_sum_backward),
-        ]
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, self.plain_forward), "backward": (self.backward, self.plain_sum_backward)}
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -89,7 +86,7 @@ _SMALL = (
 OPERATOR = Operator(
     name="cross_entropy",
     launches=launches,
-    cases=tuple(shape.case() for shape in _SMALL),
+    cases=_SMALL,
     models=tuple(CrossEntropy(f"vocabulary {size}", 8192, size) for size in (50257, 32000, 1000)),
     tiny=(CrossEntropy("tiny", 12, 40),),
 )

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tpfuse.kernels.dropout import dropout_forward
 from tpfuse.ops.dropout import dropout, keep_mask
-from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class Dropout(DifferentiableShape):
+class Dropout(Shape):
     """Dropout of x [M, C], whose elements are dropped with probability p."""
 
     name: str
@@ -39,8 +39,8 @@ class Dropout(DifferentiableShape):
     def launch(self, x: Tensor, rows: Tensor, key: Tensor, **_: Tensor) -> Outputs:
         return (dropout_forward(x, self.p, rows, key),)
 
-    def trials(self) -> list[Trial]:
-        return [self.trial("forward", self.launch, self.plain_forward)]
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, self.plain_forward)}
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -53,7 +53,7 @@ def launches(dtype: torch.dtype) -> None:
 OPERATOR = Operator(
     name="dropout",
     launches=launches,
-    cases=(Dropout("p 0.3", 63, 200, 0.3).case(),),
+    cases=(Dropout("p 0.3", 63, 200, 0.3),),
     models=(Dropout("124m dropout", 8 * 8192, 768, 0.1),),
     tiny=(Dropout("tiny", 12, 40, 0.1),),
 )

@@ -10,11 +10,11 @@ from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.gemm import gemm
-from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial, gradients
+from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors, gradients
 
 
 @dataclass(frozen=True)
-class Gemm(DifferentiableShape):
+class Gemm(Shape):
     """The product of x [M, K] and weight [N, K], with some of the terms bias [N] and residual."""
 
     name: str
@@ -79,12 +79,11 @@ class Gemm(DifferentiableShape):
         out = gradients(lambda x: reference.activation(x, self.activation), {"x": preactivation}, grad)[0]
         return out, out.sum(0)
 
-    def trials(self) -> list[Trial]:
-        trials = [self.trial("forward", self.launch, self.plain_launch)]
+    def launchers(self) -> Launchers:
+        both: Launchers = {"forward": (self.launch, self.plain_launch)}
         if self.activation is not None:
-            pair = self.activation_backward, self.plain_activation_backward
-            trials.append(self.trial("activation backward", *pair))
-        return trials
+            both["activation backward"] = self.activation_backward, self.plain_activation_backward
+        return both
 
 
 def _small(activation: str | None, *terms: str) -> Gemm:
@@ -128,7 +127,7 @@ _SMALL = (
 OPERATOR = Operator(
     name="gemm",
     launches=launches,
-    cases=tuple(shape.case() for shape in _SMALL),
+    cases=_SMALL,
     models=(
         Gemm("7b tp4 up", 8192, 5504, 4096, "swiglu"),
         Gemm("1558m tp1 up", 8192, 6400, 1600, "gelu_tanh"),

@@ -14,7 +14,7 @@ from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scat
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Cost, Draw, Operator, Shape, Tensors
+from tpfuse.tools.operator import Cost, Draw, Given, Operator, Shape, Tensors
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -92,11 +92,11 @@ def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names.split()}
 
 
-def _case(inputs: str, copied: bool = False) -> Case:
+def _case(inputs: str, copied: bool = False) -> Given:
     terms = inputs.removeprefix("x weight").strip().replace(" ", ", ") or "no bias"
     name = f"{terms}, one rank{', as beside copy engines' if copied else ''}"
     linear = partial(_linear, copied=copied)
-    return Case(name, linear, reference.linear, partial(_inputs, inputs))
+    return Given(name, linear, reference.linear, partial(_inputs, inputs))
 
 
 CASES = (_case("x weight bias residual"), _case("x weight"), _case("x weight bias residual", copied=True))

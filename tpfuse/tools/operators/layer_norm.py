@@ -9,7 +9,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
-from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors
 
 EPS = 1e-5
 # The widths of heads, of GPT-2, of 7B and 70B models, and one that is larger than a block.
@@ -17,7 +17,7 @@ WIDTHS = (128, 768, 1600, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
-class Norm(DifferentiableShape):
+class Norm(Shape):
     """The norm of x [M, C] with mean `offset`, for weight [C] and some of the terms bias [C] and residual [M, C]."""
 
     name: str
@@ -69,11 +69,8 @@ class LayerNorm(Norm):
         assert dx is not None and dweight is not None and dbias is not None
         return dx, dweight, dbias
 
-    def trials(self) -> list[Trial]:
-        return [
-            self.trial("forward", self.launch, self.plain_forward),
-            self.trial("backward", self.backward, self.plain_backward),
-        ]
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, self.plain_forward), "backward": (self.backward, self.plain_backward)}
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -102,7 +99,7 @@ _SMALL = (
 OPERATOR = Operator(
     name="layer_norm",
     launches=launches,
-    cases=tuple(shape.case() for shape in _SMALL),
+    cases=_SMALL,
     models=tuple(LayerNorm(f"width {c}", (1 << 26) // c, c, ("bias",)) for c in (256, 768, 1600, 4096, 8192)),
     tiny=(LayerNorm("tiny", 12, 40, ("bias",)),),
 )

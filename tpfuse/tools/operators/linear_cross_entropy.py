@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tpfuse.kernels import reference
 from tpfuse.ops.linear_cross_entropy import chunks, linear_cross_entropy
-from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Tensors
+from tpfuse.tools.operator import Cost, Draw, Operator, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class LinearCrossEntropy(DifferentiableShape):
+class LinearCrossEntropy(Shape):
     """The sum of the losses, with or without weights [M], or their mean: x [M, K], weight [V, K], targets [M]."""
 
     name: str
@@ -59,4 +59,4 @@ _SMALL = (
     LinearCrossEntropy("chunks, weights", 63, 257, 32, weighted=True, chunk_tokens=32),
 )
 
-OPERATOR = Operator("linear_cross_entropy", launches, tuple(shape.case() for shape in _SMALL))
+OPERATOR = Operator("linear_cross_entropy", launches, _SMALL)

@@ -14,7 +14,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Cost, Draw, Operator, Shape, Tensors
+from tpfuse.tools.operator import Cost, Draw, Given, Operator, Shape, Tensors
 
 _EPOCHS = 3
 
@@ -85,7 +85,7 @@ def _here(q: Tensor, k: Tensor, v: Tensor, *, runs: SequenceRuns) -> Tensor:
     return out
 
 
-def _case(name: str, function: Callable[..., Tensor]) -> Case:
+def _case(name: str, function: Callable[..., Tensor]) -> Given:
     """Return a case of causal attention of two heads that share one of keys and values."""
 
     def constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -99,7 +99,7 @@ def _case(name: str, function: Callable[..., Tensor]) -> Case:
     def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: normal(seed, 1, heads, 72, 24, dtype=dtype) for seed, (name, heads) in enumerate(_HEADS, 1)}
 
-    return Case(name, constant(function), constant(_reference), inputs)
+    return Given(name, constant(function), constant(_reference), inputs)
 
 
 _HEADS = (("q", 2), ("k", 1), ("v", 1))

@@ -21,7 +21,7 @@ from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.ring_attention.visibility import visible_ranges
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Given, Operator
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -95,8 +95,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return reference.attention(q, k, v)[0]
 
 
-def _case(name: str, backward: _Backward) -> Case:
-    return Case(name, partial(_attention, backward=backward), _reference, _inputs)
+def _case(name: str, backward: _Backward) -> Given:
+    return Given(name, partial(_attention, backward=backward), _reference, _inputs)
 
 
 CASES = (

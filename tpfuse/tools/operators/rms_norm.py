@@ -45,4 +45,4 @@ _SMALL = (
     RmsNorm("residual", 33, 100, ("residual",)),
 )
 
-OPERATOR = Operator("rms_norm", launches, tuple(shape.case() for shape in _SMALL))
+OPERATOR = Operator("rms_norm", launches, _SMALL)

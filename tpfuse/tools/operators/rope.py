@@ -10,7 +10,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.rope import rope_forward
 from tpfuse.ops.rope import rope
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
+from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Rope(Shape):
     def plain(self, q: Tensor, k: Tensor, **tables: Any) -> Outputs:
         return reference.rope(q, **tables), reference.rope(k, **tables)
 
-    def trials(self) -> list[Trial]:
-        return [self.trial("forward", self.launch, self.plain)]
+    def launchers(self) -> Launchers:
+        return {"forward": (self.launch, self.plain)}
 
 
-def _case(name: str, *, heads: tuple[int, int], rotated: int, size: int, interleaved: bool) -> Case:
+def _case(name: str, *, heads: tuple[int, int], rotated: int, size: int, interleaved: bool) -> Given:
     angles = normal(3, 50, rotated // 2)
     cos, sin = angles.cos(), angles.sin()
 
@@ -68,7 +68,7 @@ def _case(name: str, *, heads: tuple[int, int], rotated: int, size: int, interle
         tables = cos.to(q.device), sin.to(q.device)
         return torch.cat([reference.rope(x, *tables, positions, interleaved=interleaved) for x in (q, k)], dim=2)
 
-    return Case(name, function, plain, inputs)
+    return Given(name, function, plain, inputs)
 
 
 CASES = (

@@ -15,7 +15,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Cost, Draw, Operator, Shape, Tensors
+from tpfuse.tools.operator import Cost, Draw, Given, Operator, Shape, Tensors
 
 RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _LR, _STEPS, _START, _DECAY_END, _CLIP = 0.25, 3, 16, 500, 0.5
@@ -99,8 +99,8 @@ def _reference(gradients: Tensor) -> Tensor:
     return torch.cat([values[:_START], parameter.to(values.dtype)]) + 0 * gradients
 
 
-def _case(name: str, summed: bool) -> Case:
-    return Case(
+def _case(name: str, summed: bool) -> Given:
+    return Given(
         f"{name}, one rank",
         partial(_function, summed=summed),
         _reference,
