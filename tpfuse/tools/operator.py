@@ -110,7 +110,7 @@ class Given(Shape):
     name: str
     function: Callable[..., Tensor]
     reference: Callable[..., Tensor]
-    seeded: Callable[[torch.dtype], Tensors]
+    seeded: Callable[..., Tensors]  # takes a dtype
 
 
 @dataclass(frozen=True)
