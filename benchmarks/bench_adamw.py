@@ -18,7 +18,7 @@ from benchmarks.timing import Candidate, one_line
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.compare import check_error
 from tpfuse.tools.operator import Tensors
-from tpfuse.tools.operators.adamw import LR, NUMBERS, RATES, STEP, AdamW, updated
+from tpfuse.tools.operators.adamw import LR, NUMBERS, RATES, STEP, AdamWShape, updated
 
 FUSED = "torch.optim.AdamW(fused=True)"
 _COMPARED = 1 << 20  # elements
@@ -76,7 +76,7 @@ def _verdict(make: Callable[[Tensors], Callable[[], None]], shard: Tensors) -> s
     return ""
 
 
-def _build(shape: AdamW, bench: Bench) -> Built:
+def _build(shape: AdamWShape, bench: Bench) -> Built:
     shard = shape.inputs(bench)
 
     def check() -> dict[str, str]:
@@ -102,7 +102,7 @@ def cases(scale: Scale) -> list[BenchCase]:
         for half in (False,) if scale == "cpu" else (True, False):
             kind = "bf16 with float32 master" if half else "float32"
             case = BenchCase(
-                "adamw", f"{name}, {n}, {kind}", partial(_build, AdamW(name, n, half)), name != "7b, a shard of 16"
+                "adamw", f"{name}, {n}, {kind}", partial(_build, AdamWShape(name, n, half)), name != "7b, a shard of 16"
             )
             chosen_cases.append(case)
     return chosen_cases

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.candidates import Function, described
 from benchmarks.harness import Bench, BenchCase, Built, Scale, command
-from tpfuse.tools.operators.attention import Attention
+from tpfuse.tools.operators.attention import AttentionShape
 
 BACKENDS = {
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -30,7 +30,7 @@ BACKENDS = {
 _LONGEST_MATH = 4096  # positions: this backend holds all scores
 
 
-def _backend(name: str, shape: Attention) -> Function:
+def _backend(name: str, shape: AttentionShape) -> Function:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(BACKENDS[name]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=shape.Hk != shape.H)
@@ -38,7 +38,7 @@ def _backend(name: str, shape: Attention) -> Function:
     return run
 
 
-def _build(shape: Attention, bench: Bench) -> Built:
+def _build(shape: AttentionShape, bench: Bench) -> Built:
     def one_group(name: str, x: Tensor) -> Tensor:
         return x[:1, : 1 if name in "kv" else shape.H // shape.Hk]
 
@@ -51,7 +51,7 @@ def _build(shape: Attention, bench: Bench) -> Built:
     return described(shape, bench, ("forward", "backward"), peers, narrow=one_group)
 
 
-def _case(shape: Attention, asked: bool = False) -> BenchCase:
+def _case(shape: AttentionShape, asked: bool = False) -> BenchCase:
     kind = "causal" if shape.causal else "full"
     name = f"{shape.name}, B {shape.B}, H {shape.H}/{shape.Hk}, T {shape.T}, D {shape.D}, {kind}"
     return BenchCase("attention", name, partial(_build, shape), asked)
@@ -60,21 +60,21 @@ def _case(shape: Attention, asked: bool = False) -> BenchCase:
 def cases(scale: Scale) -> list[BenchCase]:
     """Return causal cases of head sizes 64 and 128 at 4k and 16k positions, 16k tokens each; then the models' own."""
     if scale == "tiny":
-        sizes = [Attention("tiny", 1, 2, 1, 40, 16), Attention("tiny", 1, 2, 2, 40, 16, causal=False)]
+        sizes = [AttentionShape("tiny", 1, 2, 1, 40, 16), AttentionShape("tiny", 1, 2, 2, 40, 16, causal=False)]
         return [_case(x, True) for x in sizes]
     if scale == "cpu":
-        return [_case(Attention("124m", 1, 12, 12, 1024, 64))]
-    asked = [Attention("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
+        return [_case(AttentionShape("124m", 1, 12, 12, 1024, 64))]
+    asked = [AttentionShape("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
     chosen_cases = [_case(x, True) for x in asked]
     if scale == "all":
         others = [
-            Attention("124m tp1", 8, 12, 12, 1024, 64),
-            Attention("1558m tp1", 8, 25, 25, 1024, 64),
-            Attention("7b tp1", 2, 32, 32, 4096, 128),
-            Attention("70b tp1", 2, 64, 8, 4096, 128),
-            Attention("70b tp8", 2, 8, 1, 4096, 128),
-            Attention("not causal", 4, 16, 16, 4096, 64, causal=False),
-            Attention("not causal", 4, 16, 16, 4096, 128, causal=False),
+            AttentionShape("124m tp1", 8, 12, 12, 1024, 64),
+            AttentionShape("1558m tp1", 8, 25, 25, 1024, 64),
+            AttentionShape("7b tp1", 2, 32, 32, 4096, 128),
+            AttentionShape("70b tp1", 2, 64, 8, 4096, 128),
+            AttentionShape("70b tp8", 2, 8, 1, 4096, 128),
+            AttentionShape("not causal", 4, 16, 16, 4096, 64, causal=False),
+            AttentionShape("not causal", 4, 16, 16, 4096, 128, causal=False),
         ]
         chosen_cases += [_case(x) for x in others]
     return chosen_cases

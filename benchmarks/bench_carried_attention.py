@@ -28,7 +28,7 @@ from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
-from tpfuse.tools.operators.ring_attention import RingAttention
+from tpfuse.tools.operators.ring_attention import RingAttentionShape
 
 PLAIN = "attention"
 
@@ -36,7 +36,7 @@ PLAIN = "attention"
 class _LastRank:
     """The last rank's queries, and all keys, both in blocks and concatenated."""
 
-    def __init__(self, shape: RingAttention, bench: Bench) -> None:
+    def __init__(self, shape: RingAttentionShape, bench: Bench) -> None:
         world, n, self.shape = shape.world, shape.n, shape
         self.q, self.grad, self.blocks = shape.inputs(bench).values()
         self.k, self.v = self.blocks.permute(1, 2, 3, 0, 4, 5).reshape(2, 1, shape.Hk, world * n, shape.D).unbind()
@@ -92,7 +92,7 @@ class _LastRank:
         return out
 
 
-def _build(shape: RingAttention, bench: Bench) -> Built:
+def _build(shape: RingAttentionShape, bench: Bench) -> Built:
     rank = _LastRank(shape, bench)
     forward = Candidate(OURS, lambda _: rank.forward()), Candidate(PLAIN, lambda _: rank.plain_forward())
     backward = (
@@ -104,7 +104,7 @@ def _build(shape: RingAttention, bench: Bench) -> Built:
     return lambda: {OURS: rank.verdict()}, works
 
 
-def _case(shape: RingAttention, asked: bool) -> BenchCase:
+def _case(shape: RingAttentionShape, asked: bool) -> BenchCase:
     sizes = f"H {shape.H}/{shape.Hk}, {shape.n} tokens each, D {shape.D}, {'causal' if shape.causal else 'full'}"
     return BenchCase("carried_attention", f"{shape.name}, {sizes}", partial(_build, shape), asked)
 
@@ -112,12 +112,15 @@ def _case(shape: RingAttention, asked: bool) -> BenchCase:
 def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of 16k tokens on 8 ranks, and one of 64k tokens on 4 ranks."""
     if scale == "tiny":
-        tiny = RingAttention("2 ranks", 2, 20, 2, 1, 16), RingAttention("3 ranks", 3, 20, 2, 2, 16, causal=False)
+        tiny = (
+            RingAttentionShape("2 ranks", 2, 20, 2, 1, 16),
+            RingAttentionShape("3 ranks", 3, 20, 2, 2, 16, causal=False),
+        )
         return [_case(x, True) for x in tiny]
     sizes = [(d, causal) for d in (64, 128) for causal in (True, False)]
-    chosen_cases = [_case(RingAttention("8 ranks", 8, 2048, 16, 16, d, causal), True) for d, causal in sizes]
+    chosen_cases = [_case(RingAttentionShape("8 ranks", 8, 2048, 16, 16, d, causal), True) for d, causal in sizes]
     if scale == "all":
-        chosen_cases.append(_case(RingAttention("4 ranks", 4, 16384, 32, 8, 128), False))
+        chosen_cases.append(_case(RingAttentionShape("4 ranks", 4, 16384, 32, 8, 128), False))
     return chosen_cases
 
 

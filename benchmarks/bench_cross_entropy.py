@@ -17,14 +17,14 @@ from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from benchmarks.shapes import TOKENS, model
 from tpfuse.ops.cross_entropy import as_torch
 from tpfuse.tools.operator import Draw, Tensors
-from tpfuse.tools.operators.cross_entropy import CrossEntropy
+from tpfuse.tools.operators.cross_entropy import CrossEntropyShape
 
 EAGER, UPCAST, COMPILED = "F.cross_entropy", "F.cross_entropy in float32", "torch.compile in float32"
 LIGER = "Liger-Kernel"
 _COMPARED = 1024  # rows
 
 
-class _ForPeers(CrossEntropy):
+class _ForPeers(CrossEntropyShape):
     """Targets that all candidates can ignore: peers ignore -100 by default, and one value alone."""
 
     def inputs(self, draw: Draw) -> Tensors:
@@ -50,7 +50,7 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def _build(shape: CrossEntropy, bench: Bench) -> Built:
+def _build(shape: CrossEntropyShape, bench: Bench) -> Built:
     def first(name: str, x: Tensor) -> Tensor:
         return x[:_COMPARED]
 

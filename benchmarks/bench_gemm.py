@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.candidates import Function, compiled, described, fresh_compiler
 from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from benchmarks.shapes import LayerProduct, products
-from tpfuse.tools.operators.gemm import Gemm
+from tpfuse.tools.operators.gemm import GemmShape
 
 EAGER, ADDMM, COMPILED, CUBLAS = "F.linear + activation", "_addmm_activation", "torch.compile max-autotune", "F.linear"
 
@@ -33,11 +33,11 @@ def _addmm_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
 
 
-def _plain(shape: Gemm, bench: Bench) -> Built:
+def _plain(shape: GemmShape, bench: Bench) -> Built:
     return described(shape, bench, ("inference", "backward"), {CUBLAS: F.linear})
 
 
-def _fused(shape: Gemm, compile_for: str, bench: Bench) -> Built:
+def _fused(shape: GemmShape, compile_for: str, bench: Bench) -> Built:
     """Build the case with bias and activation. compile_for: "", "inference" or "training"."""
     peers: dict[str, Function] = {EAGER: shape.reference}
     if shape.activation == "gelu_tanh" and bench.device.type == "cuda":
@@ -52,8 +52,8 @@ def _fused(shape: Gemm, compile_for: str, bench: Bench) -> Built:
 def _case(product: LayerProduct, activation: str | None, compile_for: str, asked: bool) -> BenchCase:
     sizes = product.names[0], product.M, product.N, product.K, activation
     if activation is None:
-        return BenchCase("gemm", f"{product}, plain", partial(_plain, Gemm(*sizes, terms=())), asked)
-    return BenchCase("gemm", f"{product}, bias, {activation}", partial(_fused, Gemm(*sizes), compile_for), asked)
+        return BenchCase("gemm", f"{product}, plain", partial(_plain, GemmShape(*sizes, terms=())), asked)
+    return BenchCase("gemm", f"{product}, bias, {activation}", partial(_fused, GemmShape(*sizes), compile_for), asked)
 
 
 def cases(scale: Scale) -> list[BenchCase]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.candidates import absent, installed
 from benchmarks.harness import BenchCase, Scale, command
 from benchmarks.norms import GPT2, LLAMA, norm_cases
-from tpfuse.tools.operators.layer_norm import EPS, LayerNorm
+from tpfuse.tools.operators.layer_norm import EPS, LayerNormShape
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -30,7 +30,9 @@ else:
 
 def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of GPT-2's largest width and of the larger models' widths."""
-    return norm_cases("layer_norm", scale, (*GPT2[-1:], *LLAMA), partial(LayerNorm, terms=("bias",)), _plain, _liger)
+    return norm_cases(
+        "layer_norm", scale, (*GPT2[-1:], *LLAMA), partial(LayerNormShape, terms=("bias",)), _plain, _liger
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.candidates import Function, absent, described, installed
 from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from benchmarks.shapes import TOKENS, model
-from tpfuse.tools.operators.linear_cross_entropy import LinearCrossEntropy
+from tpfuse.tools.operators.linear_cross_entropy import LinearCrossEntropyShape
 
 EAGER, UPCAST, LIGER = "F.cross_entropy(F.linear)", "the same, logits in float32", "Liger-Kernel"
 _COMPARED = 2048  # rows
@@ -41,7 +41,7 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def _build(shape: LinearCrossEntropy, bench: Bench) -> Built:
+def _build(shape: LinearCrossEntropyShape, bench: Bench) -> Built:
     peers: dict[str, Function] = {EAGER: _eager, UPCAST: _upcast}
     if bench.device.type == "cuda":
         peers[LIGER] = _liger
@@ -51,7 +51,7 @@ def _build(shape: LinearCrossEntropy, bench: Bench) -> Built:
 
 
 def _case(name: str, rows: int, vocabulary: int, width: int, asked: bool) -> BenchCase:
-    shape = LinearCrossEntropy(name, rows, vocabulary, width, mean=True)
+    shape = LinearCrossEntropyShape(name, rows, vocabulary, width, mean=True)
     return BenchCase("linear_cross_entropy", f"{name}, {rows} x {vocabulary} x {width}", partial(_build, shape), asked)
 
 

@@ -37,8 +37,8 @@ from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.testing.one_process import OneProcess
-from tpfuse.tools.operators.all_gather_gemm import AllGatherGemm
-from tpfuse.tools.operators.gemm_reduce_scatter import GemmReduceScatter
+from tpfuse.tools.operators.all_gather_gemm import AllGatherGemmShape
+from tpfuse.tools.operators.gemm_reduce_scatter import GemmReduceScatterShape
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
 GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host memory"
@@ -93,12 +93,12 @@ def _verdict(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activa
     return ""
 
 
-def _measurement(mode: str, shape: AllGatherGemm | GemmReduceScatter, *candidates: Candidate) -> TimedMode:
+def _measurement(mode: str, shape: AllGatherGemmShape | GemmReduceScatterShape, *candidates: Candidate) -> TimedMode:
     cost = shape.costs()["forward"]
     return TimedMode(mode, cost.flops, cost.moved, candidates)
 
 
-def _gathering(shape: AllGatherGemm, bench: Bench) -> Built:
+def _gathering(shape: AllGatherGemmShape, bench: Bench) -> Built:
     inputs = shape.inputs(bench)
     gathered, weight, bias = (inputs[name] for name in ("gathered", "weight", "bias"))
     whole, x = gathered.flatten(0, 1), gathered[_RANK].clone()
@@ -124,7 +124,7 @@ def _gathering(shape: AllGatherGemm, bench: Bench) -> Built:
     return check, [_measurement(GATHER, shape, Candidate(OURS, fused, prepare=present), Candidate(GEMM, plain))]
 
 
-def _scattering(shape: GemmReduceScatter, bench: Bench) -> Built:
+def _scattering(shape: GemmReduceScatterShape, bench: Bench) -> Built:
     m = shape.M // shape.world
     x, weight = shape.inputs(bench).values()
     group = Group(shape.world, 2 * shape.M * shape.N, bench.device)
@@ -151,7 +151,7 @@ def _scattering(shape: GemmReduceScatter, bench: Bench) -> Built:
     return check, [_measurement(SCATTER, shape, *candidates)]
 
 
-def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
+def _over_link(shape: AllGatherGemmShape, bench: Bench) -> Built:
     inputs, on_gpu = shape.inputs(bench), bench.device.type == "cuda"
     source, weight = inputs["gathered"], inputs["weight"]
     chunks, x = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu).copy_(source), source[_RANK].clone()
@@ -209,9 +209,9 @@ def _case(
     """Return a case of `KINDS`: the rows of all ranks [M, K] times the weight [N, K] of one rank."""
     title = f"{kind} {name}, {world} ranks, {M} x {N} x {K}{f', {activation}' if activation else ''}"
     if kind == "scatter":
-        build = partial(_scattering, GemmReduceScatter(name, world, M, N, K))
+        build = partial(_scattering, GemmReduceScatterShape(name, world, M, N, K))
     else:
-        shape = AllGatherGemm(name, world, M // world, N, K, activation, bias=kind == "gather")
+        shape = AllGatherGemmShape(name, world, M // world, N, K, activation, bias=kind == "gather")
         build = partial(_gathering if kind == "gather" else _over_link, shape)
     return BenchCase("overlapped_gemm", title, build, asked)
 

@@ -12,7 +12,7 @@ from benchmarks.candidates import absent, installed
 from benchmarks.harness import BenchCase, Scale, command
 from benchmarks.norms import LLAMA, norm_cases
 from tpfuse.tools.operators.layer_norm import EPS
-from tpfuse.tools.operators.rms_norm import RmsNorm
+from tpfuse.tools.operators.rms_norm import RmsNormShape
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ else:
 
 def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of the widths of the models that have this norm."""
-    return norm_cases("rms_norm", scale, LLAMA, RmsNorm, _plain, _liger)
+    return norm_cases("rms_norm", scale, LLAMA, RmsNormShape, _plain, _liger)
 
 
 if __name__ == "__main__":

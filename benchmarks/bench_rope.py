@@ -17,7 +17,7 @@ from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, 
 from benchmarks.timing import Candidate
 from tpfuse.kernels import reference
 from tpfuse.ops.rope import rope
-from tpfuse.tools.operators.rope import Rope
+from tpfuse.tools.operators.rope import RopeShape
 
 EAGER, COMPILED = "plain torch", "torch.compile"
 Pair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -35,7 +35,7 @@ def _candidates(pair: Pair, name: str, q: Tensor, k: Tensor, grads: tuple[Tensor
     return [Candidate(name, forward), Candidate(name, backward, prepare=lambda: forward(None))]
 
 
-def _build(shape: Rope, bench: Bench) -> Built:
+def _build(shape: RopeShape, bench: Bench) -> Built:
     cos, sin, positions = shape.tables(bench.device).values()
 
     def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def _joined(pair: Pair) -> Callable[..., Tensor]:
     return run
 
 
-def _case(shape: Rope) -> BenchCase:
+def _case(shape: RopeShape) -> BenchCase:
     sizes = f"B {shape.B}, T {shape.T}, H {shape.H}/{shape.Hk}, D {shape.D}"
     return BenchCase("rope", f"{shape.name}, {sizes}", partial(_build, shape))
 
@@ -76,13 +76,13 @@ def _case(shape: Rope) -> BenchCase:
 def cases(scale: Scale) -> list[BenchCase]:
     """Return cases of the models that have rotary embeddings."""
     if scale == "tiny":
-        return [BenchCase("rope", "tiny", partial(_build, Rope("tiny", 1, 12, 2, 1, 16)), True)]
+        return [BenchCase("rope", "tiny", partial(_build, RopeShape("tiny", 1, 12, 2, 1, 16)), True)]
     if scale == "cpu":
-        return [_case(Rope("7b tp4", 1, 1024, 8, 8, 128))]
+        return [_case(RopeShape("7b tp4", 1, 1024, 8, 8, 128))]
     sizes = {"7b tp1": (32, 32)}
     if scale == "all":
         sizes |= {"7b tp4": (8, 8), "70b tp1": (64, 8), "70b tp8": (8, 1)}
-    return [_case(Rope(name, 2, 4096, *heads, 128)) for name, heads in sizes.items()]
+    return [_case(RopeShape(name, 2, 4096, *heads, 128)) for name, heads in sizes.items()]
 
 
 if __name__ == "__main__":

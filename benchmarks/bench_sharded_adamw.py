@@ -20,7 +20,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.compare import check_error
-from tpfuse.tools.operators.sharded_adamw import RATES, ShardedAdamW
+from tpfuse.tools.operators.sharded_adamw import RATES, ShardedAdamWShape
 
 _RANK = 1  # the rank whose work this GPU does
 _COMPARED = 1 << 20  # elements of a shard
@@ -30,7 +30,7 @@ _LR, _STEP, _CLIP = 1e-3, 3.0, 0.5
 class Ranks:
     """The parameters and gradients of all ranks, and the state of rank `_RANK`."""
 
-    def __init__(self, shape: ShardedAdamW, bench: Bench) -> None:
+    def __init__(self, shape: ShardedAdamWShape, bench: Bench) -> None:
         world, m, device = shape.world, shape.m, bench.device
         self.decay_end, self._device = m // 2, device
         self.own = slice(_RANK * m, (_RANK + 1) * m)
@@ -102,7 +102,7 @@ class Ranks:
         return ""
 
 
-def _build(shape: ShardedAdamW, bench: Bench) -> Built:
+def _build(shape: ShardedAdamWShape, bench: Bench) -> Built:
     ranks, compared = Ranks(shape, bench), replace(shape, m=min(shape.m, _COMPARED))
     candidate = Candidate(OURS, ranks.update, ranks.signalled)
     works = [TimedMode("step", 0.0, shape.costs()["step"].moved, (candidate,))]
@@ -117,7 +117,7 @@ def cases(scale: Scale) -> list[BenchCase]:
         m = n // (16 * world) * 16
         for sent in (torch.bfloat16, torch.float32):
             name = f"124m, a shard of {world}, gradients {str(sent).removeprefix('torch.')}"
-            shape = ShardedAdamW(name, world, m, sent)
+            shape = ShardedAdamWShape(name, world, m, sent)
             chosen_cases.append(BenchCase("sharded_adamw", name, partial(_build, shape), True))
     return chosen_cases if scale == "all" else chosen_cases[:2]
 

@@ -10,13 +10,13 @@ from functools import partial
 from benchmarks.candidates import Function, compiled, described, fresh_compiler
 from benchmarks.harness import Bench, BenchCase, Built, Scale
 from benchmarks.shapes import MODELS, TOKENS, ModelSizes
-from tpfuse.tools.operators.layer_norm import Norm
+from tpfuse.tools.operators.layer_norm import NormShape
 
 LARGE = 1 << 27  # elements
 EAGER, COMPILED, LIGER = "eager", "torch.compile", "Liger-Kernel"
 
 
-def _build(shape: Norm, plain: Function, liger: Function, bench: Bench) -> Built:
+def _build(shape: NormShape, plain: Function, liger: Function, bench: Bench) -> Built:
     fresh_compiler()
     peers = {EAGER: plain, COMPILED: compiled(plain, bench)}
     if bench.device.type == "cuda":
@@ -28,7 +28,7 @@ def norm_cases(
     operator: str,
     scale: Scale,
     models: tuple[ModelSizes, ...],
-    shape: Callable[[str, int, int], Norm],
+    shape: Callable[[str, int, int], NormShape],
     plain: Function,
     liger: Function,
 ) -> list[BenchCase]:

@@ -129,7 +129,7 @@ def test_commands_of_other_profilers(options: ProfileCommand, words: str, expect
 
 STAND_IN = """#!/bin/sh
 if [ "$1" = stats ]; then
-    echo '[{"Range": "tpfuse:step 3", "Total Time (ns)": 5000000, "Instances": 1}]'
+    echo 'tpfuse:step 3'
 else
     for word; do case "$word" in --output=*) touch "${word#--output=}.nsys-rep";; esac; done
 fi
@@ -150,7 +150,7 @@ def test_nsys_is_checked_then_run_then_explained(
     monkeypatch.setattr(doctor, "profiler", lambda machine, name: (str(tool), ""))
     assert run(arguments) == 0
     said = capfd.readouterr().out
-    assert "ranges of tpfuse" in said and "step 3" in said and "5.000 ms" in said
+    assert "tpfuse:step 3" in said
     assert f"files in {out}: nsys-%h.nsys-rep" in said
 
 

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from tpfuse.comm.trace import Span
 from tpfuse.profile.picture import COLOURS, draw_profile, profile_figure
 from tpfuse.profile.summary import KINDS, summarise
-from tpfuse.profile.trace_files import Node, RankTrace
+from tpfuse.profile.trace_files import RankTrace, SpanNode
 
 
 def _summary(world: int) -> dict[str, Any]:
@@ -19,9 +19,9 @@ def _summary(world: int) -> dict[str, Any]:
     traces = []
     for rank in range(world):
         begin, end = 1_500_000, 1_600_000 + 20_000 * rank
-        wait = Node(Span("wait", "linear", "", (rank + 1) % world, f"of {rank}", "", begin, end))
-        operator = Node(Span("operator", "linear", "direct", None, "", "h.3", 1_000_000, 9_000_000), [wait])
-        step = Node(Span("step", "step 4", "", None, "", "", 0, 10_000_000), [operator])
+        wait = SpanNode(Span("wait", "linear", "", (rank + 1) % world, f"of {rank}", "", begin, end))
+        operator = SpanNode(Span("operator", "linear", "direct", None, "", "h.3", 1_000_000, 9_000_000), [wait])
+        step = SpanNode(Span("step", "step 4", "", None, "", "", 0, 10_000_000), [operator])
         traces.append(RankTrace(rank, world, "id host", "cpu", {}, 0, [step], {}))
     return summarise(traces)
 

@@ -14,7 +14,7 @@ import pytest
 from tpfuse.kernels.configurations import TABLE, Configuration, read_table
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.tools import gate, operators
-from tpfuse.tools.compilation import Report, compile_in_subprocess
+from tpfuse.tools.compilation import CompilationReport, compile_in_subprocess
 from tpfuse.tools.gate import table, version_of, violations
 from tpfuse.tools.recorded import DTYPES
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.timeout(1800)]  # the first test 
 
 
 @pytest.fixture(scope="session")
-def report(compiled_beside: None) -> Report:
+def report(compiled_beside: None) -> CompilationReport:
     report = compile_in_subprocess(operators.names(), FAMILIES, list(DTYPES))
     print(table(report.compilations, report.triton))
     return report
@@ -32,7 +32,7 @@ def report(compiled_beside: None) -> Report:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("operator", operators.names())
-def test_every_kernel_passes_the_gate(report: Report, operator: str, family: str) -> None:
+def test_every_kernel_passes_the_gate(report: CompilationReport, operator: str, family: str) -> None:
     results = [result for result in report.compilations if (result.operator, result.family) == (operator, family)]
     assert results, "nothing was recorded"
     wrong = [line for result in results for line in violations(result)]
@@ -43,12 +43,12 @@ def rows() -> Iterator[Configuration]:
     yield from (row for row in read_table(TABLE) if row.family in FAMILIES)
 
 
-def test_every_row_of_the_configurations_is_compiled(report: Report) -> None:
+def test_every_row_of_the_configurations_is_compiled(report: CompilationReport) -> None:
     missing = [row for row in rows() if row not in report.rows]
     assert not missing, "\n".join(f"{row.operator}.{row.family}: {row}" for row in missing)
 
 
-def test_every_exception_is_needed(report: Report) -> None:
+def test_every_exception_is_needed(report: CompilationReport) -> None:
     slow = [result for result in report.compilations if result.dot and not result.error and gate.slow(result)]
     assert {gate.exception(result) for result in slow} == gate.EXCEPTIONS.keys()
     busy = [result for result in report.compilations if not result.error and gate.issues_too_much(result)]
@@ -57,14 +57,14 @@ def test_every_exception_is_needed(report: Report) -> None:
     assert {gate.narrow_exception(result) for result in few} == gate.NARROW_EXCEPTIONS.keys()
 
 
-def test_every_accepted_spill_is_needed(report: Report) -> None:
+def test_every_accepted_spill_is_needed(report: CompilationReport) -> None:
     accepted = gate.SPILLS.get(".".join(report.triton.split(".")[:2]), {})
     spilled = [result for result in report.compilations if result.spilled]
     most = {p: max((x.spilled for x in spilled if re.search(p, gate.named(x))), default=0) for p in accepted}
     assert most == {pattern: size for pattern, (size, _) in accepted.items()}
 
 
-def test_the_committed_table_is_current(report: Report) -> None:
+def test_the_committed_table_is_current(report: CompilationReport) -> None:
     committed = COMMITTED.read_text()
     if version_of(committed) != report.triton:
         pytest.skip(f"the table is of Triton {version_of(committed)}, this is {report.triton}")

@@ -46,8 +46,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "8", "HOME": "/root"}
 FACTS: dict[str, object] = {
     "version": versions(),
     "pinned_triton": "3.7.1", "built_for": "13.0", "nccl": "2.28.3", "gloo": True, "cuda_of_driver": 13000,
-    "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "decisions": 0, "interpreted": False, "shared_memory": "",
-    "process_descriptors": "", "python_header": True, "memory": 900 * GIB, "space": (64 * GIB, 60 * GIB),
+    "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "shared_memory": "",
+    "process_descriptors": "", "python_header": True, "space": (64 * GIB, 60 * GIB),
     "open_files": 65536, "cores": 64.0,
     "program": lambda name: f"/usr/bin/{name}" if name in ("gcc", *TOOLS) else None,
     "output": lambda path, option: TOOLS.get(Path(path).name),
@@ -197,17 +197,18 @@ def test_processes_that_share_no_memory_fail_and_use_no_symmetric_memory() -> No
             ],
         ),
         (
-            {"decisions": 3, "interpreted": True},
+            {},
             [
-                "tpfuse computes with interpreted Triton kernels, which --kernels auto means on GPUs.",
+                "tpfuse computes with Triton kernels, which --kernels auto means on GPUs.",
                 "Ranks have symmetric memory with the backend cuda.",
-                "Tensor-parallel products use collective (nothing is measured yet), except for 3 cases that earlier"
-                " runs have measured. `tpfuse train` measures the others in its first step.",
+                "Tensor-parallel products use collective (nothing is measured yet). `tpfuse train` measures them in its"
+                " first step, and keeps what it finds.",
             ],
         ),
     ],
 )
-def test_what_tpfuse_will_use(changes: dict[str, Any], texts: list[str]) -> None:
+def test_what_tpfuse_will_use(changes: dict[str, Any], texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "INTERPRETED", False)
     machine = SimulatedMachine(**changes)
     assert found(machine, "note") == found(machine, "fails") == []
     used = [finding.text for finding in doctor.examine(machine) if finding.topic == "what tpfuse will use"]
@@ -295,7 +296,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Machine(tmp_path, {"PATH": "/nowhere"}).program("ncu") is None
     size, free = machine.space("tmp") or (0, 0)
     assert size >= free > 0 and machine.space("proc") is None
-    assert 0 < machine.cores() <= len(os.sched_getaffinity(0)) and machine.memory()
+    assert 0 < machine.cores() <= len(os.sched_getaffinity(0))
     assert machine.process_descriptors() == ""
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.close(-1))
     assert "Bad file descriptor" in machine.process_descriptors()

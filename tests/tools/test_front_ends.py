@@ -17,7 +17,7 @@ import triton
 
 from tests.support.tiers import exhaustive
 from tpfuse.tools import operators
-from tpfuse.tools.compilation import Report, read_report
+from tpfuse.tools.compilation import CompilationReport, read_report
 from tpfuse.tools.gate import violations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def _needed(version: str) -> None:
 
 
 @pytest.fixture(scope="module", params=DTYPES)
-def report_of(request: pytest.FixtureRequest) -> Callable[[str], Report]:
+def report_of(request: pytest.FixtureRequest) -> Callable[[str], CompilationReport]:
     """Return a function that returns the report of a version for a dtype. All versions run at the same time."""
     done: dict[str, Any] = {}
 
@@ -65,7 +65,7 @@ def report_of(request: pytest.FixtureRequest) -> Callable[[str], Report]:
     for thread in threads.values():
         thread.start()
 
-    def of(version: str) -> Report:
+    def of(version: str) -> CompilationReport:
         _needed(version)
         threads[version].join()
         try:
@@ -78,7 +78,7 @@ def report_of(request: pytest.FixtureRequest) -> Callable[[str], Report]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_kernel_passes(report_of: Callable[[str], Report], version: str) -> None:
+def test_every_kernel_passes(report_of: Callable[[str], CompilationReport], version: str) -> None:
     report = report_of(version)
     assert report.triton == version
     assert {result.operator for result in report.compilations} >= OWN_KERNELS

@@ -13,7 +13,7 @@ import pytest
 
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.tools import compilation, gate
-from tpfuse.tools.compilation import Report, compile_jobs, read_report
+from tpfuse.tools.compilation import CompilationReport, compile_jobs, read_report
 from tpfuse.tools.gate import table, version_of, violations
 from tpfuse.tools.recorded import Job
 from tpfuse.tools.resources import Compilation
@@ -40,19 +40,19 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def toys(kept: Path) -> Report:
+def toys(kept: Path) -> CompilationReport:
     done = compile_toys("broken", "flawed", "sound", "--json", "--dtypes", "bfloat16", "--keep", str(kept))
     assert done.returncode == 1, done.stderr
     return read_report(done.stdout)
 
 
-def results(report: Report, operator: str, family: str) -> list[Compilation]:
+def results(report: CompilationReport, operator: str, family: str) -> list[Compilation]:
     return [result for result in report.compilations if (result.operator, result.family) == (operator, family)]
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sound_kernels_pass(toys: Report, family: str) -> None:
+def test_sound_kernels_pass(toys: CompilationReport, family: str) -> None:
     copy, product = results(toys, "sound", family)
     assert not list(violations(copy))
     assert not list(violations(product))
@@ -77,7 +77,7 @@ FLAWS = {
 @pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("start", FLAWS)
-def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
+def test_each_flaw_is_named(toys: CompilationReport, family: str, start: str) -> None:
     (result,) = [result for result in results(toys, "flawed", family) if f" {start}" in gate.named(result)]
     lines = list(violations(result))
     if family == "sm_80" and "mma.sync" in FLAWS[start]:
@@ -93,19 +93,19 @@ def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_launcher_that_raises_gives_one_line(toys: Report, family: str) -> None:
+def test_a_launcher_that_raises_gives_one_line(toys: CompilationReport, family: str) -> None:
     (result,) = results(toys, "broken", family)
     assert list(violations(result)) == [f"broken {family} bfloat16: ValueError: tiles of 3 rows"]
 
 
 @pytest.mark.compile
-def test_wgmma_that_ptxas_serializes_is_reported(toys: Report) -> None:
+def test_wgmma_that_ptxas_serializes_is_reported(toys: CompilationReport) -> None:
     (result,) = [result for result in results(toys, "flawed", "sm_90") if result.spilled]
     assert "wait for one another: insufficient register resources" in list(violations(result))[1]
 
 
 @pytest.mark.compile
-def test_the_table(toys: Report) -> None:
+def test_the_table(toys: CompilationReport) -> None:
     text = table(toys.compilations, toys.triton)
     assert version_of(text) == toys.triton
     lines = [line for line in text.splitlines() if line.startswith("| ")]
@@ -120,7 +120,7 @@ def test_the_table(toys: Report) -> None:
 
 
 @pytest.mark.compile
-def test_the_command(toys: Report, kept: Path, tmp_path: Path) -> None:
+def test_the_command(toys: CompilationReport, kept: Path, tmp_path: Path) -> None:
     stages = sorted(path.suffix for path in kept.glob("sound-*-sm_90-product_kernel.*"))
     assert stages == [".ptx", ".sass", ".ttgir", ".ttir"]
     flags = ("sound", "--families", "sm_90", "--dtypes", "bfloat16", "--results", str(tmp_path))
@@ -147,7 +147,7 @@ def sass_widths(sass: str, instruction: str) -> dict[int, int]:
 
 
 @pytest.mark.compile
-def test_figures_from_ptx_agree_with_the_machine_code(toys: Report, kept: Path) -> None:
+def test_figures_from_ptx_agree_with_the_machine_code(toys: CompilationReport, kept: Path) -> None:
     seen = set()
     for index, result in enumerate(toys.compilations):
         if not result.error:

@@ -14,7 +14,7 @@ from tpfuse.kernels.configurations import Configuration, choose_configuration, o
 from tpfuse.testing.compare import check_error
 from tpfuse.tools import search
 from tpfuse.tools import tune as tuning
-from tpfuse.tools.operator import Cost, Launchers, Shape, Trial
+from tpfuse.tools.operator import CallCost, Launchers, Shape, Trial
 from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
@@ -62,8 +62,8 @@ class Doubling(Shape):
     def drawn(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"x": torch.randn(self.rows, device=device).to(dtype)}
 
-    def costs(self) -> dict[str, Cost]:
-        return {"forward": Cost(0.0, 1e9)}
+    def costs(self) -> dict[str, CallCost]:
+        return {"forward": CallCost(0.0, 1e9)}
 
     def launch(self, x: Tensor) -> tuple[Tensor, ...]:
         row = choose_configuration("toy", CPU, torch.bfloat16, M=self.rows)

@@ -16,7 +16,7 @@ from tpfuse.backend import resolved_kernels
 from tpfuse.cli import run
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators, verify
-from tpfuse.tools.compilation import Report
+from tpfuse.tools.compilation import CompilationReport
 from tpfuse.tools.operator import Given
 from tpfuse.tools.resources import Compilation
 from tpfuse.tools.training import TrainingRun
@@ -91,7 +91,9 @@ def use(
     description = operators.load(FAST)
     changed = replace(description, cases=(case or description.cases[0],))
     monkeypatch.setattr(operators, "load", lambda name: changed)
-    monkeypatch.setattr(verify, "compile_in_subprocess", lambda *arguments: Report("3.7.1", list(kernels), []))
+    monkeypatch.setattr(
+        verify, "compile_in_subprocess", lambda *arguments: CompilationReport("3.7.1", list(kernels), [])
+    )
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +163,7 @@ def test_an_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 def test_comparisons_are_shown_if_the_compiler_cannot_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def cannot(*arguments: object) -> Report:
+    def cannot(*arguments: object) -> CompilationReport:
         raise RuntimeError("compiling rope failed:\nno compiler")
 
     use(monkeypatch)

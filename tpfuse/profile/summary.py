@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass
-class Times:
+class PlaceTimes:
     """Nanoseconds at a place. waits: for each rank. in_flight: the time for which data of other ranks was awaited or
     moved; exposed: the part of it in which this rank did nothing else."""
 
@@ -61,7 +61,7 @@ class Times:
         """The time in which this rank waited for no other."""
         return self.total - self.waiting
 
-    def add(self, other: "Times") -> None:
+    def add(self, other: "PlaceTimes") -> None:
         """Adds the times of another place."""
         self.calls += other.calls
         self.computing += other.computing
@@ -73,14 +73,14 @@ class Times:
             self.waits[rank] += ns
 
 
-def times_of(traces: Sequence[RankTrace]) -> list[dict[Place, Times]]:
+def times_of(traces: Sequence[RankTrace]) -> list[dict[Place, PlaceTimes]]:
     """Returns the times of each rank at each place, over all steps that were recorded."""
     signals = [trace.signals for trace in traces]
     return [_times(trace, signals) for trace in traces]
 
 
-def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place, Times]:
-    places: dict[Place, Times] = defaultdict(Times)
+def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place, PlaceTimes]:
+    places: dict[Place, PlaceTimes] = defaultdict(PlaceTimes)
     for step in trace.steps:
         for node, above in step.walk():
             span = node.span
@@ -106,7 +106,7 @@ def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place
     return dict(places)
 
 
-def _count_kernels(times: Times, trace: RankTrace, operator: Span, most: int) -> int:
+def _count_kernels(times: PlaceTimes, trace: RankTrace, operator: Span, most: int) -> int:
     """Counts the waits and the communication inside an operator's kernels. Returns their ns, at most `most`.
 
     Programs of a GPU run at the same time: there the mean over the programs counts. Interpreted programs run one after
@@ -137,7 +137,7 @@ def _place(span: Span, above: tuple[Span, ...], operator: Span | None) -> Place:
     return Place(layer, part, "")
 
 
-def _count_wait(times: Times, span: Span, operator: Span | None, signals: Mapping[str, int]) -> None:
+def _count_wait(times: PlaceTimes, span: Span, operator: Span | None, signals: Mapping[str, int]) -> None:
     """Counts how long the operator has awaited the signal, also while it computed."""
     duration = span.end - span.begin
     signalled = signals.get(span.flow)
@@ -195,20 +195,20 @@ def summarise(traces: Sequence[RankTrace]) -> dict[str, Any]:
     return document | {"sentences": _sentences(document, by_rank, steps)}
 
 
-def _sum(times: Iterable[Times]) -> Times:
-    total = Times()
+def _sum(times: Iterable[PlaceTimes]) -> PlaceTimes:
+    total = PlaceTimes()
     for each in times:
         total.add(each)
     return total
 
 
-def _seconds(times: Times, steps: int) -> dict[str, Any]:
+def _seconds(times: PlaceTimes, steps: int) -> dict[str, Any]:
     values: dict[str, Any] = {f"{kind}_s": getattr(times, kind) / steps / 1e9 for kind in KINDS}
     values["waits_s"] = {str(rank): ns / steps / 1e9 for rank, ns in sorted(times.waits.items()) if ns}
     return values
 
 
-def _row(place: Place, times: Times, steps: int) -> dict[str, Any]:
+def _row(place: Place, times: PlaceTimes, steps: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "layer": place.layer, "operator": place.operator, "implementation": place.implementation,
         "calls": times.calls / steps, "total_s": times.total / steps / 1e9,
@@ -216,7 +216,7 @@ def _row(place: Place, times: Times, steps: int) -> dict[str, Any]:
     return row | _seconds(times, steps)
 
 
-def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, Times]], steps: int) -> list[str]:
+def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int) -> list[str]:
     ranks = document["ranks"]
     slowest = max(ranks, key=lambda row: float(row["wall_s"]))
     wall = slowest["wall_s"] or 1e-9
@@ -230,7 +230,7 @@ def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, Tim
     return sentences
 
 
-def _waits(by_rank: Sequence[Mapping[Place, Times]], steps: int, wall: float) -> list[str]:
+def _waits(by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int, wall: float) -> list[str]:
     """Returns a sentence for each of the three operators that wait longest, if that matters."""
     waits = [
         (ns / steps / 1e9, rank, peer, place, times)
@@ -247,7 +247,7 @@ def _waits(by_rank: Sequence[Mapping[Place, Times]], steps: int, wall: float) ->
     ]
 
 
-def _slow_ranks(by_rank: Sequence[Mapping[Place, Times]], steps: int, wall: float) -> list[str]:
+def _slow_ranks(by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int, wall: float) -> list[str]:
     """Returns a sentence for each rank that works longer than the others, with the place where it differs most."""
     owns = [sum(times.own for times in places.values()) for places in by_rank]
     sentences = []
@@ -267,7 +267,7 @@ def _slow_ranks(by_rank: Sequence[Mapping[Place, Times]], steps: int, wall: floa
     return sentences
 
 
-def _excess(place: Place, rank: int, by_rank: Sequence[Mapping[Place, Times]]) -> float:
+def _excess(place: Place, rank: int, by_rank: Sequence[Mapping[Place, PlaceTimes]]) -> float:
     """Returns the ns by which a rank's own work at a place exceeds the median of the other ranks."""
     others = [places[place].own if place in places else 0 for other, places in enumerate(by_rank) if other != rank]
     return by_rank[rank][place].own - median(others)

@@ -18,11 +18,11 @@ _EVENT = (int, str, int, int, int)  # the types of the fields of a kernel's even
 
 
 @dataclass
-class Node:
+class SpanNode:
     """A span and those inside of it. inside: ns of the spans inside."""
 
     span: Span
-    children: list["Node"] = field(default_factory=list)
+    children: list["SpanNode"] = field(default_factory=list)
 
     @property
     def duration(self) -> int:
@@ -34,7 +34,7 @@ class Node:
         """The ns that are in no span inside."""
         return self.duration - sum(child.duration for child in self.children)
 
-    def walk(self, *above: Span) -> Iterator[tuple["Node", tuple[Span, ...]]]:
+    def walk(self, *above: Span) -> Iterator[tuple["SpanNode", tuple[Span, ...]]]:
         """Yields this node and all nodes inside, each with the spans around it, outermost first."""
         yield self, above
         for child in self.children:
@@ -55,7 +55,7 @@ class RankTrace:
     device: str
     layout: dict[str, Any]
     clock_error: int
-    roots: list[Node]
+    roots: list[SpanNode]
     signals: dict[str, int]
     launches: dict[int, list[Launch]] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class RankTrace:
         return self.launches.get(id(span), [])
 
     @property
-    def steps(self) -> list[Node]:
+    def steps(self) -> list[SpanNode]:
         """The spans of the steps."""
         return [root for root in self.roots if root.span.kind == "step"]
 
@@ -127,11 +127,11 @@ def _launch(values: list[Any], spans: list[Span], offset: int, device: str) -> L
     return launch._replace(events=[(*event[:3], event[3] + offset, event[4] + offset) for event in launch.events])
 
 
-def _nested(spans: list[Span]) -> list[Node]:
+def _nested(spans: list[Span]) -> list[SpanNode]:
     """Returns the spans that are in no other one. spans: in the order of their ends, so that outer ones come last."""
-    waiting: list[Node] = []  # nodes whose outer span has not come yet
+    waiting: list[SpanNode] = []  # nodes whose outer span has not come yet
     for span in spans:
-        node = Node(span)
+        node = SpanNode(span)
         while waiting and waiting[-1].span.level > span.level and waiting[-1].span.begin >= span.begin:
             node.children.insert(0, waiting.pop())
         waiting.append(node)

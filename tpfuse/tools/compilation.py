@@ -40,7 +40,7 @@ from tpfuse.tools.resources import Compilation
 
 
 @dataclass(frozen=True)
-class Report:
+class CompilationReport:
     """The results of all compilations, and the rows of configurations.toml that the launches chose."""
 
     triton: str
@@ -159,7 +159,7 @@ def compile_here(
     keep: Path | None = None,
     on_done: Callable[[Compilation], object] = lambda result: None,
     kept_results: Path | None = None,
-) -> Report:
+) -> CompilationReport:
     """Record launches in this process and compile them in its children. This process must not interpret kernels.
 
     kept_results: a folder of results. A result is read from it if nothing has changed, and otherwise written to it. The
@@ -187,7 +187,7 @@ def compile_here(
             kept.write(names[key], result)
         on_done(result)
     results = [replace(finished[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
-    return Report(triton.__version__, results + _refused(recorded), recorded.rows)
+    return CompilationReport(triton.__version__, results + _refused(recorded), recorded.rows)
 
 
 def _refused(recorded: Recorded) -> list[Compilation]:
@@ -200,7 +200,7 @@ def _refused(recorded: Recorded) -> list[Compilation]:
 
 def warm_cache(
     operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str], on_done: Callable[[Compilation], object]
-) -> Report:
+) -> CompilationReport:
     """Compile in this process's children, so that Triton later finds in its cache what the operators launch here."""
     recorded = record(operators, families, dtypes)
     jobs = list({job.key: job for job in recorded.jobs}.values())
@@ -208,10 +208,10 @@ def warm_cache(
     for _, result in compile_jobs(jobs, examined=False):
         on_done(result)
         results.append(result)
-    return Report(triton.__version__, results, recorded.rows)
+    return CompilationReport(triton.__version__, results, recorded.rows)
 
 
-def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
+def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> CompilationReport:
     """Record launches, and run the compiler's front end on representatives of them, in this process."""
     recorded = record(operators, families, dtypes)
     results = _refused(recorded)
@@ -221,10 +221,12 @@ def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Se
             results.append(Compilation(**_identity(job)))
         except Exception as error:
             results.append(Compilation(**_identity(job), error=_reason(error, "")))
-    return Report(triton.__version__, results, recorded.rows)
+    return CompilationReport(triton.__version__, results, recorded.rows)
 
 
-def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
+def compile_in_subprocess(
+    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]
+) -> CompilationReport:
     """Run `compile_here` in a Python process that does not interpret kernels. Raise RuntimeError if it fails."""
     flags = ["--json", "--families", *families, "--dtypes", *dtypes]
     done = subprocess.run(
@@ -239,10 +241,10 @@ def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dty
         raise RuntimeError(f"compiling {', '.join(operators)} failed: {done.stderr.strip()}") from None
 
 
-def read_report(text: str) -> Report:
+def read_report(text: str) -> CompilationReport:
     """Return the report that `--json` printed."""
     document = json.loads(text)
-    return Report(
+    return CompilationReport(
         document["triton"],
         [entry(fields) for fields in document["compilations"]],
         [Configuration(**row) for row in document["rows"]],

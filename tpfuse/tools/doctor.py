@@ -30,8 +30,8 @@ from tpfuse.backend import chosen_implementation, chosen_kernels, resolved_kerne
 from tpfuse.comm.choice import decide
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
-from tpfuse.comm.decisions import default_file, driver, machine, read_decisions
-from tpfuse.comm.limits import available_memory, core_time
+from tpfuse.comm.decisions import driver
+from tpfuse.comm.limits import core_time
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
 from tpfuse.train.messages import say
@@ -264,23 +264,11 @@ class Machine:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return None if soft == resource.RLIM_INFINITY else soft
 
-    def memory(self) -> int | None:
-        """Return the bytes that may still be allocated."""
-        return available_memory(self.root)
-
     def cores(self) -> float:
         """Return the number of cores whose time this process may take."""
         usable = len(os.sched_getaffinity(0))
         limit = core_time(self.root)
         return usable if limit is None else min(usable, limit)
-
-    def decisions(self) -> int:
-        """Return the number of products for which earlier runs have measured the fastest implementation."""
-        return len(read_decisions(default_file(), machine("cuda")))
-
-    def interpreted(self) -> bool:
-        """Return whether Triton interprets kernels in this process."""
-        return INTERPRETED
 
 
 def examine(machine: Machine) -> list[Finding]:
@@ -375,9 +363,6 @@ def _communication(machine: Machine, gpus: int, unshared: str) -> Iterator[State
 
 def _limits(machine: Machine, ranks: int) -> Iterator[Statement]:
     """Yield what limits processes. ranks: the number of ranks that a run here may well have."""
-    memory = machine.memory()
-    if memory is not None:
-        yield "ok", f"{memory / 2**30:.1f} GiB of memory are available"
     space = machine.space(str(Path.cwd())[1:])
     if space is None or space[1] < _DISK:
         text = "cannot be written" if space is None else f"has {space[1] / 2**20:.0f} MiB of free space"
@@ -520,9 +505,11 @@ def _use(machine: Machine, gpus: Sequence[VisibleGpu], unshared: str) -> Iterato
     """Yield which kernels, memory and implementation ranks of this machine use, each with its reason."""
     device, where = ("cuda", "GPUs") if gpus else ("cpu", "CPUs")
     kernels, chosen = resolved_kernels(device), chosen_kernels()
-    name = "interpreted Triton kernels" if machine.interpreted() else "Triton kernels"
-    name = name if kernels == "triton" else kernels
-    yield "ok", f"tpfuse computes with {name}, which --kernels {chosen} means on {where}"
+    name = "interpreted Triton kernels" if INTERPRETED else "Triton kernels"
+    yield (
+        "ok",
+        f"tpfuse computes with {name if kernels == 'triton' else kernels}, which --kernels {chosen} means on {where}",
+    )
     if len(gpus) == 1:
         yield "ok", "One rank runs on the one GPU, so nothing is communicated"
         return
@@ -536,9 +523,7 @@ def _use(machine: Machine, gpus: Sequence[VisibleGpu], unshared: str) -> Iterato
     choice = decide(device, torch.float32, chosen_implementation(), chosen, obstacle)
     text = f"Tensor-parallel products use {choice.implementation} ({choice.reason})"
     if gpus and choice.provisional:
-        count = machine.decisions()
-        text += f", except for {count} cases that earlier runs have measured" if count else ""
-        text += ". `tpfuse train` measures the others in its first step"
+        text += ". `tpfuse train` measures them in its first step, and keeps what it finds"
     yield "note" if choice.fallback else "ok", text
 
 

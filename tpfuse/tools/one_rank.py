@@ -18,7 +18,7 @@ import torch
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.kernels.launch import INTERPRETED
 from tpfuse.testing.one_process import OneProcess, OneProcessMemory
-from tpfuse.tools.rank_programs import PROGRAMS, TINY, Program, Sizes, load
+from tpfuse.tools.rank_programs import PROGRAMS, TINY, RankProgram, Sizes, load
 
 _NUMBERS = [field.name for field in fields(Sizes) if field.name != "dtype"]
 
@@ -35,7 +35,7 @@ def profile(name: str, world: int, rank: int, sizes: Sizes, device: torch.device
     ranks.alone(rank, lambda memory: _marked(program, memory))
 
 
-def _marked(program: Program, memory: OneProcessMemory) -> None:
+def _marked(program: RankProgram, memory: OneProcessMemory) -> None:
     if memory.device.type != "cuda":
         program.run(0)
         return

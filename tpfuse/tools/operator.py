@@ -37,7 +37,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CallCost:
     """The least work of a call: `flops` floating-point operations, and `moved` bytes of device memory."""
 
     flops: float
@@ -69,7 +69,7 @@ class Shape:
         """Return a gradient of the result."""
         raise NotImplementedError
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         """Return the costs by mode: "inference" (no graph), "forward" (with a graph), "backward" alone, "both"."""
         raise NotImplementedError
 

@@ -58,7 +58,7 @@ class Sizes:
 TINY = Sizes(torch.float32, 3, 8, 5, 7, 8, 1, 16, 40)  # for the interpreter
 
 
-class Program(Protocol):
+class RankProgram(Protocol):
     """The work that a rank repeats."""
 
     def run(self, variant: int) -> Tensors:
@@ -88,7 +88,7 @@ def _whole(seed: int, *shape: int, memory: SymmetricMemory, dtype: torch.dtype) 
     return integers(seed, *shape, low=-1, high=1, dtype=dtype).to(memory.device)
 
 
-def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> Program:
+def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> RankProgram:
     """Return the program of act(all_gather(x) Wᵀ); programs of the product, or copy engines, copy the shards."""
     products = FusedLinear(memory, 1 if engines else _NO_ENGINES)
     weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
@@ -104,7 +104,7 @@ def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> 
     return _Exact(rounds)
 
 
-def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> Program:
+def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> RankProgram:
     """Return the program of reduce_scatter(x Wᵀ) + residual and of all_reduce(x Wᵀ).
 
     Programs of the product, or copy engines, move the partial sums. The all-reduce is a reduce-scatter followed by an
@@ -130,7 +130,7 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
     return _Exact(rounds)
 
 
-def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
+def collectives(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
     """Return the program of all_gather, reduce_scatter, all_to_all, and all_reduce of few and of many bytes."""
     launched, (rank, world) = FusedCollectives(memory), (memory.rank, memory.world)
     few = min(sizes.elements, 1000)
@@ -159,7 +159,7 @@ def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
     return _Exact(rounds)
 
 
-def messages(memory: SymmetricMemory, sizes: Sizes) -> Program:
+def messages(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
     """Return the program of one message from each rank to the next. Their epochs come from the host and do not wrap."""
     rank, world = memory.rank, memory.world
     routes = [Route(f"from rank {source}", source, (source + 1) % world, slots=2) for source in range(world)]
@@ -194,7 +194,7 @@ class _Rounded:
         self._rounds[variant][1](results)
 
 
-def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Program:
+def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> RankProgram:
     """Return the program of causal attention, forward and backward (dq, then dk and dv).
 
     The blocks come from neighbours if `ring` is set, else from their owners.
@@ -239,7 +239,7 @@ _RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_deca
 _STEP, _LR = 3, 1e-3
 
 
-def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
+def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
     """Return the program of two updates of a shard.
 
     The first update is a single launch, which sums gradients, applies AdamW and writes new parameters to all ranks. For
@@ -299,7 +299,7 @@ def _check_adamw(results: Tensors, world: int, rank: int, first: Tensor, every: 
         check_error(name, x, plain, truth, 2 * error + torch.finfo(x.dtype).eps * truth.abs().max().item())
 
 
-PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], Program]] = {
+PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], RankProgram]] = {
     "all_gather_gemm": partial(all_gather_gemm, engines=False),
     "all_gather_gemm, copy engines": partial(all_gather_gemm, engines=True),
     "gemm_reduce_scatter": partial(gemm_reduce_scatter, engines=False),
@@ -312,7 +312,7 @@ PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], Program]] = {
 }
 
 
-def load(memory: SymmetricMemory, name: str, sizes: Sizes) -> Program:
+def load(memory: SymmetricMemory, name: str, sizes: Sizes) -> RankProgram:
     """Return a program of PROGRAMS that has run once with each set of inputs.
 
     If waits are aborted, these runs have no effect.
@@ -325,7 +325,7 @@ def load(memory: SymmetricMemory, name: str, sizes: Sizes) -> Program:
 
 
 def iterate(
-    memory: SymmetricMemory, program: Program, iterations: int, delay: Callable[[], object] = lambda: None
+    memory: SymmetricMemory, program: RankProgram, iterations: int, delay: Callable[[], object] = lambda: None
 ) -> list[int]:
     """Return the rounds, of `iterations`, in which this rank's results differ from the first ones of the same inputs.
 

@@ -1,7 +1,6 @@
 """`tpfuse tune`: measure tile sizes on this machine's GPU and write them into kernels/configurations.toml.
 
     tpfuse tune gemm attention_forward --minutes 20
-    python -m tpfuse.tools.tune gemm
 
 For each row of the table that a trial's launcher chooses, the candidates of the row's search space are compiled,
 compared with float64 as the tests do, and timed. A candidate that spills, or that fails the gate of the tests in
@@ -10,11 +9,9 @@ its speed, and where and when it was measured. Rows are written one by one, so t
 that it has finished.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -36,7 +33,7 @@ from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
-from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.errors import UserError
 
 
 def tune(
@@ -212,30 +209,3 @@ def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None
         place=f"{torch.cuda.get_device_name(device)}, {date.today().isoformat()}, triton {triton.__version__}",
         deadline=deadline,
     )
-
-
-def main() -> int:
-    """Run the command without the modules that `tpfuse` imports for its other commands."""
-    parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.tune")
-    parser.add_argument(
-        "operators", nargs="*", metavar="OPERATOR", help=f"tune these operators (default: all of {', '.join(SPACES)})"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="write the whole table to this file (default: kernels/configurations.toml)"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=0.0,
-        help="start no further measurement after this number of minutes (default: 0, no limit)",
-    )
-    arguments = parser.parse_args()
-    try:
-        return run(arguments.operators, arguments.out, arguments.minutes)
-    except (UserError, RunError) as error:
-        print(f"tpfuse tune: error: {error}", file=sys.stderr)
-        return error.status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ from torch import Tensor
 from tpfuse.kernels import adamw, reference
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEPS = 3
@@ -19,7 +19,7 @@ NUMBERS = {"lr": LR, "step": STEP}  # scalars on the device in training
 
 
 @dataclass(frozen=True)
-class AdamW(Shape):
+class AdamWShape(Shape):
     """Update STEP of a shard [n] with state in float32.
 
     half: gradient and parameter have a half type. Otherwise the gradient is float32 and the master is the parameter.
@@ -39,13 +39,13 @@ class AdamW(Shape):
         }
         return state | ({"parameter": torch.empty_like(state["gradient"])} if self.half else {})
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         """Return the cost: 28 bytes are moved for each element.
 
         In float32, four numbers are read and three are written. With a half type, three float32 numbers are read and
         three are written, and a gradient is read and a parameter is written in the half type.
         """
-        return {"step": Cost(0.0, 28 * self.n)}
+        return {"step": CallCost(0.0, 28 * self.n)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
         numbers = {name: torch.full((), float(x), device=device) for name, x in NUMBERS.items()}
@@ -111,6 +111,6 @@ OPERATOR = Operator(
     name="adamw",
     launches=launches,
     cases=CASES,
-    models=(AdamW("124m adamw", 124_439_808),),
-    tiny=(AdamW("tiny", 100),),
+    models=(AdamWShape("124m adamw", 124_439_808),),
+    tiny=(AdamWShape("tiny", 100),),
 )

@@ -16,14 +16,14 @@ from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
 
 
 @dataclass(frozen=True)
-class AllGatherGemm(Shape):
+class AllGatherGemmShape(Shape):
     """The product after an all-gather, with all chunks present: `world` chunks [m, K], weight [N, K].
 
     bias: whether a bias [N] is added.
@@ -55,10 +55,10 @@ class AllGatherGemm(Shape):
         signals = {"addresses": addresses, "ready": words(self.world) + 1, "state": words(2), "abort": words(1)}
         return tensors | signals
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         rows = self.world * self.m
         moved = 2 * (rows * self.K + self.N * self.K + rows * self.width)
-        return {"forward": Cost(2 * rows * self.N * self.K, moved)}
+        return {"forward": CallCost(2 * rows * self.N * self.K, moved)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
         return self.inputs(Draw(device, dtype))
@@ -200,9 +200,9 @@ OPERATOR = Operator(
     launches=launches,
     cases=CASES,
     models=(
-        AllGatherGemm("70b tp8 up", 8, 1024, 7168, 8192, "swiglu"),
-        AllGatherGemm("70b tp8 qkv", 8, 1024, 1280, 8192, None),
-        AllGatherGemm("7b tp4 qkv", 4, 2048, 3072, 4096, None),
+        AllGatherGemmShape("70b tp8 up", 8, 1024, 7168, 8192, "swiglu"),
+        AllGatherGemmShape("70b tp8 qkv", 8, 1024, 1280, 8192, None),
+        AllGatherGemmShape("7b tp4 qkv", 4, 2048, 3072, 4096, None),
     ),
-    tiny=(AllGatherGemm("tiny", 2, 10, 32, 16, "swiglu"),),
+    tiny=(AllGatherGemmShape("tiny", 2, 10, 32, 16, "swiglu"),),
 )

@@ -12,14 +12,14 @@ from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 ENDS = [0, 25, 26, 60]  # ends of documents, in tokens
 DROPOUT = 0.3
 
 
 @dataclass(frozen=True)
-class Attention(Shape):
+class AttentionShape(Shape):
     """Attention of q [B, H, T, D] to k and v [B, Hk, T, D], in the memory order of a projection: [B, T, H, D]."""
 
     name: str
@@ -49,14 +49,14 @@ class Attention(Shape):
     def gradient(self, draw: Draw) -> Tensor:
         return self._heads(draw, self.H)
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         """Return the costs without a window: two products in the forward pass, five in the backward pass."""
         pairs = self.T * (self.T + 1) / 2 if self.causal else self.T**2
         flops, rows = 4 * self.B * self.H * self.D * pairs, self.B * self.T
         of_q, of_kv, of_lse = 2 * rows * self.H * self.D, 4 * rows * self.Hk * self.D, 4 * rows * self.H
         return {
-            "forward": Cost(flops, 2 * of_q + of_kv + of_lse),
-            "backward": Cost(2.5 * flops, 4 * of_q + 2 * of_kv + of_lse),
+            "forward": CallCost(flops, 2 * of_q + of_kv + of_lse),
+            "backward": CallCost(2.5 * flops, 4 * of_q + 2 * of_kv + of_lse),
         }
 
     def saved(self, inputs: Tensors) -> Tensors:
@@ -87,18 +87,18 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlen
 
 def _with_documents(dtype: torch.dtype) -> Tensors:
     cu_seqlens = torch.tensor(ENDS, dtype=torch.int32)
-    inputs = Attention("", 1, 1, 1, ENDS[-1], 16).seeded(dtype)
+    inputs = AttentionShape("", 1, 1, 1, ENDS[-1], 16).seeded(dtype)
     return inputs | {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
 
 
 def _with_rows(dtype: torch.dtype) -> Tensors:
-    inputs = Attention("", 1, 2, 1, 40, 16).seeded(dtype)
+    inputs = AttentionShape("", 1, 2, 1, 40, 16).seeded(dtype)
     return inputs | {"head_rows": torch.tensor([[3, 4]]), "key": torch.tensor(2**60 + 1)}
 
 
 CASES = (
-    Attention("causal", 1, 1, 1, 63, 64),
-    Attention("window, 2 heads on one of keys", 1, 2, 1, 70, 16, window=20),
+    AttentionShape("causal", 1, 1, 1, 63, 64),
+    AttentionShape("window, 2 heads on one of keys", 1, 2, 1, 70, 16, window=20),
     Given("documents", attention, _one_by_one, _with_documents),
     Given("dropout", partial(attention, dropout_p=DROPOUT), _dropped, _with_rows),
 )
@@ -153,10 +153,10 @@ OPERATOR = Operator(
     launches=launches,
     cases=CASES,
     models=(
-        Attention("heads of 64, 4096 positions", 1, 16, 16, 4096, 64),
-        Attention("heads of 128, 4096 positions", 1, 16, 16, 4096, 128),
-        Attention("heads of 256, 4096 positions", 1, 8, 8, 4096, 256),
-        Attention("70b tp4, 4096 positions", 1, 16, 2, 4096, 128),
+        AttentionShape("heads of 64, 4096 positions", 1, 16, 16, 4096, 64),
+        AttentionShape("heads of 128, 4096 positions", 1, 16, 16, 4096, 128),
+        AttentionShape("heads of 256, 4096 positions", 1, 8, 8, 4096, 256),
+        AttentionShape("70b tp4, 4096 positions", 1, 16, 2, 4096, 128),
     ),
-    tiny=(Attention("tiny", 1, 2, 1, 20, 16),),
+    tiny=(AttentionShape("tiny", 1, 2, 1, 20, 16),),
 )

@@ -14,11 +14,11 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class Merge(Shape):
+class MergeShape(Shape):
     """The merge of attention to two sets of keys: outputs [2, H, T, D], log-sum-exps [2, H, T]."""
 
     name: str
@@ -30,8 +30,8 @@ class Merge(Shape):
         outs = {f"out_{x}": draw.normal(2, self.H, self.T, self.D) for x in "ab"}
         return outs | {f"lse_{x}": draw.normal(2, self.H, self.T, dtype=torch.float32) for x in "ab"}
 
-    def costs(self) -> dict[str, Cost]:
-        return {"forward": Cost(0.0, 3 * 2 * 2 * self.H * self.T * self.D)}
+    def costs(self) -> dict[str, CallCost]:
+        return {"forward": CallCost(0.0, 3 * 2 * 2 * self.H * self.T * self.D)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
         return self.inputs(Draw(device, dtype))
@@ -124,6 +124,6 @@ OPERATOR = Operator(
     name="attention_forward",
     launches=launches,
     cases=CASES,
-    models=(Merge("16 heads of 64", 16, 4096, 64), Merge("16 heads of 128", 16, 4096, 128)),
-    tiny=(Merge("tiny", 2, 6, 16),),
+    models=(MergeShape("16 heads of 64", 16, 4096, 64), MergeShape("16 heads of 128", 16, 4096, 128)),
+    tiny=(MergeShape("tiny", 2, 6, 16),),
 )

@@ -13,11 +13,11 @@ from tpfuse.kernels.cross_entropy import (
     cross_entropy_forward,
 )
 from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy
-from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Shape):
+class CrossEntropyShape(Shape):
     """The loss of logits [M, V], normal numbers times `scale`, for targets [M], some of which have no loss."""
 
     name: str
@@ -39,9 +39,13 @@ class CrossEntropy(Shape):
     def gradient(self, draw: Draw) -> Tensor:
         return draw.normal(self.M, dtype=torch.float32)
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         logits = 2 * self.M * self.V
-        return {"forward": Cost(0.0, logits), "backward": Cost(0.0, 2 * logits), "both": Cost(0.0, 3 * logits)}
+        return {
+            "forward": CallCost(0.0, logits),
+            "backward": CallCost(0.0, 2 * logits),
+            "both": CallCost(0.0, 3 * logits),
+        }
 
     def saved(self, inputs: Tensors) -> Tensors:
         logits = inputs["logits"].float()
@@ -78,15 +82,15 @@ def launches(dtype: torch.dtype) -> None:
 
 
 _SMALL = (
-    CrossEntropy("vocabulary of 100", 63, 100, 1.0),
-    CrossEntropy("vocabulary of 1000", 33, 1000, 1.0),
-    CrossEntropy("large logits", 33, 257, 1e3),
+    CrossEntropyShape("vocabulary of 100", 63, 100, 1.0),
+    CrossEntropyShape("vocabulary of 1000", 33, 1000, 1.0),
+    CrossEntropyShape("large logits", 33, 257, 1e3),
 )
 
 OPERATOR = Operator(
     name="cross_entropy",
     launches=launches,
     cases=_SMALL,
-    models=tuple(CrossEntropy(f"vocabulary {size}", 8192, size) for size in (50257, 32000, 1000)),
-    tiny=(CrossEntropy("tiny", 12, 40),),
+    models=tuple(CrossEntropyShape(f"vocabulary {size}", 8192, size) for size in (50257, 32000, 1000)),
+    tiny=(CrossEntropyShape("tiny", 12, 40),),
 )

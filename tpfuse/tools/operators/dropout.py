@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tpfuse.kernels.dropout import dropout_forward
 from tpfuse.ops.dropout import dropout, keep_mask
-from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class Dropout(Shape):
+class DropoutShape(Shape):
     """Dropout of x [M, C], whose elements are dropped with probability p."""
 
     name: str
@@ -33,8 +33,8 @@ class Dropout(Shape):
     def gradient(self, draw: Draw) -> Tensor:
         return draw.normal(self.M, self.C)
 
-    def costs(self) -> dict[str, Cost]:
-        return {"forward": Cost(0.0, 4 * self.M * self.C)}
+    def costs(self) -> dict[str, CallCost]:
+        return {"forward": CallCost(0.0, 4 * self.M * self.C)}
 
     def launch(self, x: Tensor, rows: Tensor, key: Tensor, **_: Tensor) -> Outputs:
         return (dropout_forward(x, self.p, rows, key),)
@@ -53,7 +53,7 @@ def launches(dtype: torch.dtype) -> None:
 OPERATOR = Operator(
     name="dropout",
     launches=launches,
-    cases=(Dropout("p 0.3", 63, 200, 0.3),),
-    models=(Dropout("124m dropout", 8 * 8192, 768, 0.1),),
-    tiny=(Dropout("tiny", 12, 40, 0.1),),
+    cases=(DropoutShape("p 0.3", 63, 200, 0.3),),
+    models=(DropoutShape("124m dropout", 8 * 8192, 768, 0.1),),
+    tiny=(DropoutShape("tiny", 12, 40, 0.1),),
 )

@@ -10,11 +10,11 @@ from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.gemm import gemm
-from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors, gradients
+from tpfuse.tools.operator import CallCost, Draw, Launchers, Operator, Outputs, Shape, Tensors, gradients
 
 
 @dataclass(frozen=True)
-class Gemm(Shape):
+class GemmShape(Shape):
     """The product of x [M, K] and weight [N, K], with some of the terms bias [N] and residual."""
 
     name: str
@@ -45,15 +45,15 @@ class Gemm(Shape):
     def gradient(self, draw: Draw) -> Tensor:
         return draw.normal(self.M, self.width)
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         flops, weights = 2 * self.M * self.N * self.K, self.N * self.K + self.N * ("bias" in self.terms)
         kept = self.M * self.N if self.activation else 0  # the pre-activation
         x, out = self.M * self.K, self.M * self.width
         return {
-            "inference": Cost(flops, 2 * (x + weights + out)),
-            "forward": Cost(flops, 2 * (x + weights + out + kept)),
-            "backward": Cost(2 * flops, 2 * (out + kept + 2 * x + 2 * weights)),
-            "activation backward": Cost(0, 2 * (out + 2 * kept)),
+            "inference": CallCost(flops, 2 * (x + weights + out)),
+            "forward": CallCost(flops, 2 * (x + weights + out + kept)),
+            "backward": CallCost(2 * flops, 2 * (out + kept + 2 * x + 2 * weights)),
+            "activation backward": CallCost(0, 2 * (out + 2 * kept)),
         }
 
     def saved(self, inputs: Tensors) -> Tensors:
@@ -86,8 +86,8 @@ class Gemm(Shape):
         return both
 
 
-def _small(activation: str | None, *terms: str) -> Gemm:
-    return Gemm(", ".join([activation or "no activation", *terms]), 100, 96, 80, activation, terms)
+def _small(activation: str | None, *terms: str) -> GemmShape:
+    return GemmShape(", ".join([activation or "no activation", *terms]), 100, 96, 80, activation, terms)
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -129,13 +129,13 @@ OPERATOR = Operator(
     launches=launches,
     cases=_SMALL,
     models=(
-        Gemm("7b tp4 up", 8192, 5504, 4096, "swiglu"),
-        Gemm("1558m tp1 up", 8192, 6400, 1600, "gelu_tanh"),
-        Gemm("124m tp1 up", 8192, 3072, 768, "gelu_tanh"),
-        Gemm("7b tp1 proj", 8192, 4096, 4096, None),
-        Gemm("70b tp8 down", 8192, 8192, 3584, None),
-        Gemm("7b tp1 proj of 16 tokens", 16, 4096, 4096, None),
-        Gemm("unaligned", 8192, 4096, 1001, None),
+        GemmShape("7b tp4 up", 8192, 5504, 4096, "swiglu"),
+        GemmShape("1558m tp1 up", 8192, 6400, 1600, "gelu_tanh"),
+        GemmShape("124m tp1 up", 8192, 3072, 768, "gelu_tanh"),
+        GemmShape("7b tp1 proj", 8192, 4096, 4096, None),
+        GemmShape("70b tp8 down", 8192, 8192, 3584, None),
+        GemmShape("7b tp1 proj of 16 tokens", 16, 4096, 4096, None),
+        GemmShape("unaligned", 8192, 4096, 1001, None),
     ),
-    tiny=(Gemm("tiny", 20, 32, 16, "gelu_tanh"), Gemm("tiny gated", 20, 32, 16, "swiglu")),
+    tiny=(GemmShape("tiny", 20, 32, 16, "gelu_tanh"), GemmShape("tiny gated", 20, 32, 16, "swiglu")),
 )

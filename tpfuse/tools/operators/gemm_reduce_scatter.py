@@ -14,14 +14,14 @@ from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scat
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Cost, Draw, Given, Operator, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
 
 
 @dataclass(frozen=True)
-class GemmReduceScatter(Shape):
+class GemmReduceScatterShape(Shape):
     """The product before a reduce-scatter: x [M, K] of one rank and weight [N, K]. M is divisible by `world`."""
 
     name: str
@@ -33,10 +33,10 @@ class GemmReduceScatter(Shape):
     def inputs(self, draw: Draw) -> Tensors:
         return {"x": draw.normal(self.M, self.K), "weight": draw.normal(self.N, self.K, scale=self.K**-0.5)}
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         """Return the cost of the product alone."""
         moved = 2 * (self.M * self.K + self.N * self.K + self.M * self.N)
-        return {"forward": Cost(2 * self.M * self.N * self.K, moved)}
+        return {"forward": CallCost(2 * self.M * self.N * self.K, moved)}
 
 
 def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> Tensor:

@@ -9,7 +9,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
-from tpfuse.tools.operator import Cost, Draw, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Launchers, Operator, Outputs, Shape, Tensors
 
 EPS = 1e-5
 # The widths of heads, of GPT-2, of 7B and 70B models, and one that is larger than a block.
@@ -17,7 +17,7 @@ WIDTHS = (128, 768, 1600, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
-class Norm(Shape):
+class NormShape(Shape):
     """The norm of x [M, C] with mean `offset`, for weight [C] and some of the terms bias [C] and residual [M, C]."""
 
     name: str
@@ -34,15 +34,15 @@ class Norm(Shape):
     def gradient(self, draw: Draw) -> Tensor:
         return draw.normal(self.M, self.C)
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         """Return the costs without a residual."""
         statistics = 2 if "bias" in self.terms else 1  # mean and 1 / deviation, or 1 / root mean square alone
         tensor, rest = 2 * self.M * self.C, 4 * statistics * self.M + 2 * (1 + statistics) * self.C
-        return {"forward": Cost(0.0, 2 * tensor + rest), "backward": Cost(0.0, 3 * tensor + rest)}
+        return {"forward": CallCost(0.0, 2 * tensor + rest), "backward": CallCost(0.0, 3 * tensor + rest)}
 
 
 @dataclass(frozen=True)
-class LayerNorm(Norm):
+class LayerNormShape(NormShape):
     """The norm that subtracts the mean of each row."""
 
     def function(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -90,16 +90,16 @@ def launches(dtype: torch.dtype) -> None:
 
 
 _SMALL = (
-    LayerNorm("bias", 63, 100, ("bias",)),
-    LayerNorm("no bias", 33, 64),
-    LayerNorm("residual", 33, 257, ("bias", "residual")),
-    LayerNorm("large mean", 16, 63, ("bias",), offset=300.0),
+    LayerNormShape("bias", 63, 100, ("bias",)),
+    LayerNormShape("no bias", 33, 64),
+    LayerNormShape("residual", 33, 257, ("bias", "residual")),
+    LayerNormShape("large mean", 16, 63, ("bias",), offset=300.0),
 )
 
 OPERATOR = Operator(
     name="layer_norm",
     launches=launches,
     cases=_SMALL,
-    models=tuple(LayerNorm(f"width {c}", (1 << 26) // c, c, ("bias",)) for c in (256, 768, 1600, 4096, 8192)),
-    tiny=(LayerNorm("tiny", 12, 40, ("bias",)),),
+    models=tuple(LayerNormShape(f"width {c}", (1 << 26) // c, c, ("bias",)) for c in (256, 768, 1600, 4096, 8192)),
+    tiny=(LayerNormShape("tiny", 12, 40, ("bias",)),),
 )

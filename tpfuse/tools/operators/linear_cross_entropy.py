@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tpfuse.kernels import reference
 from tpfuse.ops.linear_cross_entropy import chunks, linear_cross_entropy
-from tpfuse.tools.operator import Cost, Draw, Operator, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Operator, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class LinearCrossEntropy(Shape):
+class LinearCrossEntropyShape(Shape):
     """The sum of the losses, with or without weights [M], or their mean: x [M, K], weight [V, K], targets [M]."""
 
     name: str
@@ -42,8 +42,8 @@ class LinearCrossEntropy(Shape):
     def gradient(self, draw: Draw) -> Tensor:
         return draw.normal(dtype=torch.float32).abs() + 1
 
-    def costs(self) -> dict[str, Cost]:
-        return {"both": Cost(6 * self.M * self.V * self.K, 4 * (self.M * self.K + self.V * self.K))}
+    def costs(self) -> dict[str, CallCost]:
+        return {"both": CallCost(6 * self.M * self.V * self.K, 4 * (self.M * self.K + self.V * self.K))}
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -55,8 +55,8 @@ def launches(dtype: torch.dtype) -> None:
 
 
 _SMALL = (
-    LinearCrossEntropy("one chunk", 31, 100, 64, chunk_tokens=32),
-    LinearCrossEntropy("chunks, weights", 63, 257, 32, weighted=True, chunk_tokens=32),
+    LinearCrossEntropyShape("one chunk", 31, 100, 64, chunk_tokens=32),
+    LinearCrossEntropyShape("chunks, weights", 63, 257, 32, weighted=True, chunk_tokens=32),
 )
 
 OPERATOR = Operator("linear_cross_entropy", launches, _SMALL)

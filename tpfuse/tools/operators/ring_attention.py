@@ -14,13 +14,13 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Cost, Draw, Given, Operator, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors
 
 _EPOCHS = 3
 
 
 @dataclass(frozen=True)
-class RingAttention(Shape):
+class RingAttentionShape(Shape):
     """Attention of the last of `world` ranks, with n tokens each, to the blocks of all ranks, which are present.
 
     The queries have H heads of size D, and H / Hk of them share a head of keys and values.
@@ -39,12 +39,12 @@ class RingAttention(Shape):
         q, grad = (draw.normal(1, self.n, self.H, self.D).transpose(1, 2) for _ in range(2))
         return {"q": q, "grad": grad, "blocks": draw.normal(self.world, 2, 1, self.Hk, self.n, self.D)}
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         """Return the costs: two products in the forward pass, five in the backward pass."""
         n, keys = self.n, self.n * self.world
         pairs = n * (keys - n) + n * (n + 1) / 2 if self.causal else n * keys
         flops, of_q, of_kv = 4 * self.H * self.D * pairs, 2 * n * self.H * self.D, 4 * keys * self.Hk * self.D
-        return {"forward": Cost(flops, 2 * of_q + of_kv), "backward": Cost(2.5 * flops, 4 * of_q + 2 * of_kv)}
+        return {"forward": CallCost(flops, 2 * of_q + of_kv), "backward": CallCost(2.5 * flops, 4 * of_q + 2 * of_kv)}
 
 
 def _causal(positions: Tensor) -> tuple[Tensor, Tensor]:

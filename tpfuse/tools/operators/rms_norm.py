@@ -10,11 +10,11 @@ from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
 from tpfuse.tools.operator import Operator
-from tpfuse.tools.operators.layer_norm import EPS, WIDTHS, Norm
+from tpfuse.tools.operators.layer_norm import EPS, WIDTHS, NormShape
 
 
 @dataclass(frozen=True)
-class RmsNorm(Norm):
+class RmsNormShape(NormShape):
     """The norm that does not subtract the mean of each row."""
 
     def function(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -40,9 +40,9 @@ def launches(dtype: torch.dtype) -> None:
 
 
 _SMALL = (
-    RmsNorm("one block", 33, 64),
-    RmsNorm("several blocks", 63, 257),
-    RmsNorm("residual", 33, 100, ("residual",)),
+    RmsNormShape("one block", 33, 64),
+    RmsNormShape("several blocks", 63, 257),
+    RmsNormShape("residual", 33, 100, ("residual",)),
 )
 
 OPERATOR = Operator("rms_norm", launches, _SMALL)

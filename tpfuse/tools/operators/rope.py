@@ -10,11 +10,11 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.rope import rope_forward
 from tpfuse.ops.rope import rope
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.operator import Cost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
 
 
 @dataclass(frozen=True)
-class Rope(Shape):
+class RopeShape(Shape):
     """The rotation of q [B, T, H, D] and k [B, T, Hk, D] by Llama's angles."""
 
     name: str
@@ -33,9 +33,9 @@ class Rope(Shape):
         angles = positions.unsqueeze(1) * 10000.0 ** (-torch.arange(0, self.D, 2, device=device) / self.D)
         return {"cos": angles.cos(), "sin": angles.sin(), "positions": positions}
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         moved = 2 * 2 * self.B * self.T * (self.H + self.Hk) * self.D + 4 * self.T * self.D
-        return dict.fromkeys(("forward", "backward"), Cost(0.0, moved))
+        return dict.fromkeys(("forward", "backward"), CallCost(0.0, moved))
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
         return self.inputs(Draw(device, dtype)) | self.tables(device)
@@ -92,6 +92,6 @@ OPERATOR = Operator(
     name="rope",
     launches=launches,
     cases=CASES,
-    models=(Rope("7b tp1 rope", 2, 4096, 32, 32, 128), Rope("heads of 64", 2, 4096, 32, 32, 64)),
-    tiny=(Rope("tiny", 2, 6, 2, 1, 16),),
+    models=(RopeShape("7b tp1 rope", 2, 4096, 32, 32, 128), RopeShape("heads of 64", 2, 4096, 32, 32, 64)),
+    tiny=(RopeShape("tiny", 2, 6, 2, 1, 16),),
 )

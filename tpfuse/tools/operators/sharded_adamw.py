@@ -15,14 +15,14 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Cost, Draw, Given, Operator, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors
 
 RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _LR, _STEPS, _START, _DECAY_END, _CLIP = 0.25, 3, 16, 500, 0.5
 
 
 @dataclass(frozen=True)
-class ShardedAdamW(Shape):
+class ShardedAdamWShape(Shape):
     """An update of one rank's m parameters, bf16 with float32 masters, by the gradients of `world` ranks.
 
     sent: the dtype of the gradients.
@@ -42,11 +42,11 @@ class ShardedAdamW(Shape):
             "exp_avg_sq": draw.normal(self.m, dtype=torch.float32).square_(),
         }
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, CallCost]:
         """Return the cost: each rank's gradients are read, the state is read and written, and each rank's parameters
         are written.
         """
-        return {"step": Cost(0.0, self.m * (self.world * (self.sent.itemsize + 2) + 6 * 4))}
+        return {"step": CallCost(0.0, self.m * (self.world * (self.sent.itemsize + 2) + 6 * 4))}
 
 
 def _address(x: Tensor) -> Tensor:
