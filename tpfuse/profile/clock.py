@@ -15,7 +15,7 @@ _ROUNDS = 20  # messages to a host; the one that travels fastest counts
 def clock_offset(
     group: dist.ProcessGroup | None, device: torch.device, now: Callable[[], int] = time.time_ns
 ) -> tuple[int, int]:
-    """Returns (ns to add to this rank's clock for that of the group's first rank, the largest error in ns). Collective.
+    """Return (ns to add to this rank's clock for that of the group's first rank, the largest error in ns). Collective.
 
     The ranks of a host have one clock, so messages travel only between hosts (as in NTP: the reply's time belongs to
     the middle of the fastest round trip, RFC 5905). group: None for a single rank. now: the clock, in ns.
@@ -34,7 +34,7 @@ def clock_offset(
 def _between_hosts(
     group: dist.ProcessGroup, other: int, device: torch.device, now: Callable[[], int]
 ) -> tuple[int, int]:
-    """Returns (offset, error) of the rank `other`, on the first rank; (0, 0) on all others."""
+    """Return (offset, error) of the rank `other`, on the first rank; (0, 0) on all others."""
     time_ns = torch.zeros(1, dtype=torch.int64, device=device)
     best: tuple[int, int] | None = None
     for _ in range(_ROUNDS):

@@ -28,9 +28,9 @@ TRACE, RUN = "trace", "run"  # folders within a profile
 
 
 def profile(options: ProfileCommand, words: Sequence[str]) -> int:
-    """Runs the command `words`, or the training of a configuration, and prints what was found.
+    """Run the command `words`, or the training of a configuration, and print what was found.
 
-    Returns 0. Raises UserError for bad input and for what this machine lacks, and RunError if the command fails.
+    Return 0. Raise UserError for bad input and for what this machine lacks, and RunError if the command fails.
     """
     out = options.out or Path("profiles") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -56,9 +56,9 @@ def profile(options: ProfileCommand, words: Sequence[str]) -> int:
 
 
 def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: str) -> list[list[str]]:
-    """Returns the commands to run, in their order. tool: the program of the profiler nsys or ncu.
+    """Return the commands to run, in their order. tool: the program of the profiler nsys or ncu.
 
-    Raises UserError for a command that cannot be profiled.
+    Raise UserError for a command that cannot be profiled.
     """
     if options.kernel and options.with_ != "ncu":
         raise UserError(f"--kernel is for --with ncu: --with {options.with_} records all kernels")
@@ -76,7 +76,7 @@ def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: 
 
 
 def _tool(options: ProfileCommand) -> str:
-    """Returns the path of the profiler's program. Raises UserError if it cannot record here."""
+    """Return the path of the profiler's program. Raise UserError if it cannot record here."""
     if options.with_ == "trace":
         return ""
     from tpfuse.tools.doctor import Machine, dcgm_runs, profiler  # torch takes seconds
@@ -90,7 +90,7 @@ def _tool(options: ProfileCommand) -> str:
 
 
 def _result(options: ProfileCommand, out: Path, tool: str) -> str:
-    """Returns what a profiler has found, in words, and the files that it has written."""
+    """Return what a profiler has found, in words, and the files that it has written."""
     if options.with_ == "trace":
         return summary_of(out)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.relative_to(out).parts[0] != RUN)
@@ -102,7 +102,7 @@ def _result(options: ProfileCommand, out: Path, tool: str) -> str:
 
 
 def _command(words: Sequence[str]) -> list[str]:
-    """Returns the program that the user means, with its arguments."""
+    """Return the program that the user means, with its arguments."""
     if not words:
         raise UserError("expected a configuration or a command after --, as in: tpfuse profile -- tiny --parallel.tp 2")
     first, *rest = words
@@ -122,13 +122,13 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _is_training(command: Sequence[str]) -> bool:
-    """Returns whether a command runs `tpfuse train`, perhaps by torchrun."""
+    """Return whether a command runs `tpfuse train`, perhaps by torchrun."""
     words = [Path(word).name for word in command]
     return any(pair == ("tpfuse", "train") for pair in itertools.pairwise(words))
 
 
 def _trained(command: Sequence[str], options: ProfileCommand, flags: Sequence[str], out: Path) -> list[str]:
-    """Returns a command that runs `tpfuse train`, with the flags that record the steps and end after them."""
+    """Return a command that runs `tpfuse train`, with the flags that record the steps and end after them."""
     if not _is_training(command):
         raise UserError(
             f"--with {options.with_} records the steps of `tpfuse train`, and this command is another program: in that"
@@ -142,7 +142,7 @@ def _trained(command: Sequence[str], options: ProfileCommand, flags: Sequence[st
 
 
 def _run(command: Sequence[str]) -> int:
-    """Runs a command, which gets Ctrl-C and SIGTERM too, and returns its exit status."""
+    """Run a command, which gets Ctrl-C and SIGTERM too, and return its exit status."""
     process = subprocess.Popen(command)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -157,7 +157,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def summary_of(folder: Path) -> str:
-    """Writes the explanation of a profile's traces beside them, and returns it as text. Raises UserError.
+    """Write the explanation of a profile's traces beside them, and return it as text. Raise UserError.
 
     folder: one that `tpfuse profile` has written, or one that has the files of `tpfuse.profile.record`.
     """

@@ -35,7 +35,7 @@ PROGRAMS = {
 
 @functools.cache
 def kernels() -> dict[str, bool]:
-    """Returns whether each kernel of tpfuse waits for other ranks, by its name, which Nsight shows."""
+    """Return whether each kernel of tpfuse waits for other ranks, by its name, which Nsight shows."""
     functions: dict[_Function, set[_Function]] = {}
     for file in sorted(_folder().glob("*.py")):
         functions |= _functions(file)
@@ -53,7 +53,7 @@ def _folder() -> Path:
 
 
 def _functions(file: Path) -> dict[_Function, set[_Function]]:
-    """Returns the functions that Triton compiles in a module of kernels, with the functions that each may call."""
+    """Return the functions that Triton compiles in a module of kernels, with the functions that each may call."""
     module, tree = file.stem, ast.parse(file.read_text(encoding="utf-8"))
     known = {node.name: (module, node.name) for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in tree.body:
@@ -68,7 +68,7 @@ def _functions(file: Path) -> dict[_Function, set[_Function]]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Yields the names and the attributes in a part of a program."""
+    """Yield the names and the attributes in a part of a program."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id
@@ -77,7 +77,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def _reached(first: _Function, functions: dict[_Function, set[_Function]]) -> set[_Function]:
-    """Returns the functions that a function calls, also through others, with itself."""
+    """Return the functions that a function calls, also through others, with itself."""
     reached, left = {first}, [first]
     while left:
         new = functions.get(left.pop(), set()) - reached

@@ -1,4 +1,4 @@
-"""Writes the traces of all ranks as one file for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write the traces of all ranks as one file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The format is Chrome's: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -16,7 +16,7 @@ _COLORS = {"wait": "terrible", "communication": "thread_state_iowait"}  # names 
 
 
 def write_perfetto(traces: Sequence[RankTrace], path: Path) -> None:
-    """Writes all spans, one process for each rank, and an arrow from each signal to the wait that it has ended."""
+    """Write all spans, one process for each rank, and an arrow from each signal to the wait that it has ended."""
     replace_file(path, json.dumps({"traceEvents": list(_events(traces)), "displayTimeUnit": "ms"}))
 
 
@@ -48,7 +48,7 @@ def _events(traces: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
 
 
 def _kernels(trace: RankTrace, operator: Span, microseconds: Callable[[int], float]) -> Iterator[dict[str, Any]]:
-    """Yields the events of an operator's kernels: a track for each program."""
+    """Yield the events of an operator's kernels: a track for each program."""
     for launch in trace.launches_of(operator):
         for program, kind, peer, begin, end in launch.events:
             yield _named(trace.rank, "thread_name", f"program {program}", 1 + program)
@@ -72,7 +72,7 @@ def _details(span: Span) -> dict[str, Any]:
 
 
 def _signalled(span: Span, traces: Sequence[RankTrace]) -> int | None:
-    """Returns when the peer has signalled what a wait waits for; None if that is not known."""
+    """Return when the peer has signalled what a wait waits for; None if that is not known."""
     if span.kind != "wait" or span.peer is None or not span.peer < len(traces):
         return None
     return traces[span.peer].signals.get(span.flow)

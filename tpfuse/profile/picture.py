@@ -1,4 +1,4 @@
-"""Draws the summary of a profile: where the time of each rank goes, and how long ranks wait for each other."""
+"""Draw the summary of a profile: where the time of each rank goes, and how long ranks wait for each other."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ _HOOKED = "tpfuse layer"  # a key in the metadata of nodes of autograd's graph
 
 
 def kernels_compiled_for_traces() -> AbstractContextManager[object]:
-    """Returns a context manager in which fused kernels are compiled as `record` needs them.
+    """Return a context manager in which fused kernels are compiled as `record` needs them.
 
     A step in it, before those to record, keeps the seconds of the compiler out of the trace.
     """
@@ -39,7 +39,7 @@ def record(
     device: torch.device | None = None,
     layout: Mapping[str, Any] | None = None,
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Records what this rank does within the block, and writes it to FOLDER/rankN.json. Collective over `group`.
+    """Record what this rank does within the block, and write it to FOLDER/rankN.json. Collective over `group`.
 
         with tpfuse.profile.record("trace", model, dist.group.WORLD) as step:
             for batch in batches:
@@ -49,7 +49,7 @@ def record(
     `tpfuse profile summary FOLDER` explains the files of all ranks. model: whose layers get spans; None for no layers.
     group: all ranks, by default torch's default group if it is initialised; None for a single one. device: where the
     model computes, default the CPU. layout: how the ranks share the model, for the reader. The file is also written if
-    the block raises. Raises OSError if it cannot be.
+    the block raises. Raise OSError if it cannot be.
     """
     device = torch.device("cpu") if device is None else device
     group = default_group() if group == "default" else group
@@ -80,7 +80,7 @@ def record(
 
 @contextlib.contextmanager
 def layer_spans(model: nn.Module) -> Iterator[None]:
-    """Marks a span for each call of a module of `model`, and for each module's part of the backward pass.
+    """Mark a span for each call of a module of `model`, and for each module's part of the backward pass.
 
     A module's part of a backward pass begins when the gradient of its output is there, and ends when another module's
     begins. Graphs that torch.compile has made have no such parts: the spans of their operators have no layer.
@@ -106,7 +106,7 @@ class _Layers:
         self._backward: trace.Span | None = None
 
     def before(self, name: str) -> Callable[..., None]:
-        """Returns a hook for the beginning of the module's calls."""
+        """Return a hook for the beginning of the module's calls."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_compiling():
@@ -118,7 +118,7 @@ class _Layers:
         return hook
 
     def after(self, name: str) -> Callable[..., None]:
-        """Returns a hook for the end of the module's calls."""
+        """Return a hook for the end of the module's calls."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             while not torch.compiler.is_compiling() and self._calls:
@@ -131,7 +131,7 @@ class _Layers:
         return hook
 
     def _mark_backward(self, tensors: Any, name: str) -> None:
-        """Lets the backward pass of module `name` begin when it comes to the nodes that have made `tensors`."""
+        """Let the backward pass of module `name` begin when it comes to the nodes that have made `tensors`."""
         for tensor in tree_leaves(tensors):
             node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
             if node is not None and _HOOKED not in node.metadata:  # else an inner module, or the one before, ends there

@@ -1,4 +1,4 @@
-"""Explains traces: where the time of each rank goes, in which operators, and who waits for whom.
+"""Explain traces: where the time of each rank goes, in which operators, and who waits for whom.
 
 Every nanosecond of a step is counted once: as waiting for another rank, as communication (data of several ranks is
 moved or summed), as idle (on CPU: the operating system ran other threads), or else as computing. A wait in a collective
@@ -29,7 +29,7 @@ class Place:
     implementation: str
 
     def __str__(self) -> str:
-        """Returns the place in words."""
+        """Return the place in words."""
         return f"{self.operator} of {self.layer}" if self.layer else self.operator
 
 
@@ -62,7 +62,7 @@ class PlaceTimes:
         return self.total - self.waiting
 
     def add(self, other: "PlaceTimes") -> None:
-        """Adds the times of another place."""
+        """Add the times of another place."""
         self.calls += other.calls
         self.computing += other.computing
         self.communication += other.communication
@@ -74,7 +74,7 @@ class PlaceTimes:
 
 
 def times_of(traces: Sequence[RankTrace]) -> list[dict[Place, PlaceTimes]]:
-    """Returns the times of each rank at each place, over all steps that were recorded."""
+    """Return the times of each rank at each place, over all steps that were recorded."""
     signals = [trace.signals for trace in traces]
     return [_times(trace, signals) for trace in traces]
 
@@ -107,7 +107,7 @@ def _times(trace: RankTrace, signals: Sequence[Mapping[str, int]]) -> dict[Place
 
 
 def _count_kernels(times: PlaceTimes, trace: RankTrace, operator: Span, most: int) -> int:
-    """Counts the waits and the communication inside an operator's kernels. Returns their ns, at most `most`.
+    """Count the waits and the communication inside an operator's kernels. Return their ns, at most `most`.
 
     Programs of a GPU run at the same time: there the mean over the programs counts. Interpreted programs run one after
     another.
@@ -138,7 +138,7 @@ def _place(span: Span, above: tuple[Span, ...], operator: Span | None) -> Place:
 
 
 def _count_wait(times: PlaceTimes, span: Span, operator: Span | None, signals: Mapping[str, int]) -> None:
-    """Counts how long the operator has awaited the signal, also while it computed."""
+    """Count how long the operator has awaited the signal, also while it computed."""
     duration = span.end - span.begin
     signalled = signals.get(span.flow)
     times.exposed += duration
@@ -147,7 +147,7 @@ def _count_wait(times: PlaceTimes, span: Span, operator: Span | None, signals: M
 
 
 def _wait_for_last(span: Span, signals: Sequence[Mapping[str, int]], rank: int) -> tuple[int, int]:
-    """Returns (ns of a collective before the last rank had come, that rank)."""
+    """Return (ns of a collective before the last rank had come, that rank)."""
     begun = {other: of[f"begin {span.flow}"] for other, of in enumerate(signals) if f"begin {span.flow}" in of}
     if not begun:
         return 0, rank
@@ -161,7 +161,7 @@ def _duration_in_background(span: Span, signals: Mapping[str, int]) -> int:
 
 
 def summarise(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """Returns the summary as a JSON document. Times are seconds of a step, the mean of the steps that were recorded.
+    """Return the summary as a JSON document. Times are seconds of a step, the mean of the steps that were recorded.
 
     steps: the names of the steps; ranks: for each rank its times, also for each operator; wait_matrix[r][p]: how long
     rank r waits for rank p; hidden_share: the share of communication during which ranks computed, None without
@@ -231,7 +231,7 @@ def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, Pla
 
 
 def _waits(by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int, wall: float) -> list[str]:
-    """Returns a sentence for each of the three operators that wait longest, if that matters."""
+    """Return a sentence for each of the three operators that wait longest, if that matters."""
     waits = [
         (ns / steps / 1e9, rank, peer, place, times)
         for rank, places in enumerate(by_rank)
@@ -248,7 +248,7 @@ def _waits(by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int, wall: floa
 
 
 def _slow_ranks(by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int, wall: float) -> list[str]:
-    """Returns a sentence for each rank that works longer than the others, with the place where it differs most."""
+    """Return a sentence for each rank that works longer than the others, with the place where it differs most."""
     owns = [sum(times.own for times in places.values()) for places in by_rank]
     sentences = []
     for rank, places in enumerate(by_rank):
@@ -268,7 +268,7 @@ def _slow_ranks(by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int, wall:
 
 
 def _excess(place: Place, rank: int, by_rank: Sequence[Mapping[Place, PlaceTimes]]) -> float:
-    """Returns the ns by which a rank's own work at a place exceeds the median of the other ranks."""
+    """Return the ns by which a rank's own work at a place exceeds the median of the other ranks."""
     others = [places[place].own if place in places else 0 for other, places in enumerate(by_rank) if other != rank]
     return by_rank[rank][place].own - median(others)
 
@@ -278,7 +278,7 @@ def _time(seconds: float) -> str:
 
 
 def table(document: Mapping[str, Any], rows: int = 12) -> str:
-    """Returns the times of all ranks, and of the operators that take longest, as text."""
+    """Return the times of all ranks, and of the operators that take longest, as text."""
     columns = [f"{kind:>14}" for kind in KINDS]
     lines = [f"{'':<52}{'total':>10}" + "".join(columns)]
     lines += [_line(f"rank {row['rank']}", row["wall_s"], row) for row in document["ranks"]]
@@ -288,7 +288,7 @@ def table(document: Mapping[str, Any], rows: int = 12) -> str:
 
 
 def mean_operators(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the times of each operator over all layers, the mean over ranks, the longest first."""
+    """Return the times of each operator over all layers, the mean over ranks, the longest first."""
     merged: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for rank in document["ranks"]:
         for row in rank["operators"]:
@@ -302,7 +302,7 @@ def mean_operators(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
-    """Returns what the rows of equal layers have in common: an operator, or a part of a step in such a layer."""
+    """Return what the rows of equal layers have in common: an operator, or a part of a step in such a layer."""
     if row["implementation"]:
         return f"{row['operator']} ({row['implementation']})"
     layer = re.sub(r"\b\d+\b", "*", row["layer"])

@@ -1,4 +1,4 @@
-"""Reads the files in which ranks have written their traces, with all times on one clock."""
+"""Read the files in which ranks have written their traces, with all times on one clock."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -35,7 +35,7 @@ class SpanNode:
         return self.duration - sum(child.duration for child in self.children)
 
     def walk(self, *above: Span) -> Iterator[tuple["SpanNode", tuple[Span, ...]]]:
-        """Yields this node and all nodes inside, each with the spans around it, outermost first."""
+        """Yield this node and all nodes inside, each with the spans around it, outermost first."""
         yield self, above
         for child in self.children:
             yield from child.walk(*above, self.span)
@@ -60,7 +60,7 @@ class RankTrace:
     launches: dict[int, list[Launch]] = field(default_factory=dict)
 
     def launches_of(self, span: Span) -> list[Launch]:
-        """Returns the launches of an operator."""
+        """Return the launches of an operator."""
         return self.launches.get(id(span), [])
 
     @property
@@ -70,7 +70,7 @@ class RankTrace:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Returns the traces of all ranks, in rank order. Raises UserError if one is missing or unreadable."""
+    """Return the traces of all ranks, in rank order. Raise UserError if one is missing or unreadable."""
     traces = [_read(path) for path in folder.glob("rank*.json")]
     if not traces:
         raise UserError(f"{folder} has no traces: expected the files rank0.json, rank1.json, …")
@@ -128,7 +128,7 @@ def _launch(values: list[Any], spans: list[Span], offset: int, device: str) -> L
 
 
 def _nested(spans: list[Span]) -> list[SpanNode]:
-    """Returns the spans that are in no other one. spans: in the order of their ends, so that outer ones come last."""
+    """Return the spans that are in no other one. spans: in the order of their ends, so that outer ones come last."""
     waiting: list[SpanNode] = []  # nodes whose outer span has not come yet
     for span in spans:
         node = SpanNode(span)

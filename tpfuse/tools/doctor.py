@@ -505,11 +505,9 @@ def _use(machine: Machine, gpus: Sequence[VisibleGpu], unshared: str) -> Iterato
     """Yield which kernels, memory and implementation ranks of this machine use, each with its reason."""
     device, where = ("cuda", "GPUs") if gpus else ("cpu", "CPUs")
     kernels, chosen = resolved_kernels(device), chosen_kernels()
-    name = "interpreted Triton kernels" if INTERPRETED else "Triton kernels"
-    yield (
-        "ok",
-        f"tpfuse computes with {name if kernels == 'triton' else kernels}, which --kernels {chosen} means on {where}",
-    )
+    triton = "interpreted Triton kernels" if INTERPRETED else "Triton kernels"
+    name = triton if kernels == "triton" else kernels
+    yield "ok", f"tpfuse computes with {name}, which --kernels {chosen} means on {where}"
     if len(gpus) == 1:
         yield "ok", "One rank runs on the one GPU, so nothing is communicated"
         return

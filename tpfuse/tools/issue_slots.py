@@ -42,7 +42,7 @@ class ProductLoop:
 
 
 @dataclass
-class _BasicBlock:
+class _Block:
     """Instructions that run one after another. after: the numbers of the blocks that may run next."""
 
     names: list[str] = field(default_factory=list)
@@ -78,18 +78,18 @@ def product_loops(sass: str) -> Iterator[ProductLoop]:
         )
 
 
-def _size(blocks: Sequence[_BasicBlock], loop: frozenset[int]) -> int:
+def _size(blocks: Sequence[_Block], loop: frozenset[int]) -> int:
     return sum(len(blocks[number].names) for number in loop)
 
 
-def _blocks(sass: str) -> list[_BasicBlock]:
+def _blocks(sass: str) -> list[_Block]:
     """Return the program, divided into blocks at labels and after branches."""
-    blocks, labels, targets = [_BasicBlock()], {}, []
+    blocks, labels, targets = [_Block()], {}, []
     for line in sass.splitlines():
         if match := _LABEL.match(line):
             if blocks[-1].names:
                 blocks[-1].after.add(len(blocks))
-                blocks.append(_BasicBlock())
+                blocks.append(_Block())
             labels[match[1]] = len(blocks) - 1
         elif match := _INSTRUCTION.match(line):
             predicate, name, operands = match.groups()
@@ -101,13 +101,13 @@ def _blocks(sass: str) -> list[_BasicBlock]:
                 # BRA.DIV, for example, has an operand before its target: it branches if threads differ.
                 if predicate or (branches and not operands.startswith("`(")):
                     blocks[-1].after.add(len(blocks))
-                blocks.append(_BasicBlock())
+                blocks.append(_Block())
     for number, label in targets:
         blocks[number].after.add(labels[label])
     return blocks
 
 
-def _loops(blocks: Sequence[_BasicBlock]) -> list[frozenset[int]]:
+def _loops(blocks: Sequence[_Block]) -> list[frozenset[int]]:
     """Return the natural loops of a program.
 
     A natural loop consists of a block that dominates the source of a branch back to it, and of all blocks that reach
