@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops.ring_attention": {"kernels", "choices", "backend", "comm", "comm.collectives", "ops"},
     "layers": {"_lazy", "comm", "ops", "ops.linear"},
     "parallel.pipeline": {"choices", "comm", "comm.collectives", "comm.messages"},
-    "parallel": {"choices", "comm", "comm.collectives", "ops", "ops.ring_attention"},
+    "parallel": {"choices", "comm", "ops", "ops.ring_attention"},
     "drop_in": {
         "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "parallel",
         "parallel.pipeline",
