@@ -53,7 +53,6 @@ TIMED = {
     "adamw": 20,
     "sharded_adamw": 20,
     "cross_entropy": 20,
-    "rope": 20,
 }
 # The share of a rank's rounds that are late, and the longest delay in cycles of a multiprocessor, about half a ms.
 _LATE, _LONGEST = 0.2, 1_000_000

@@ -57,7 +57,7 @@ from tpfuse.testing.ranks import RankPool
 WHAT = "tpfuse beside its peers on the CPU: medians, by turns"
 RANKS = 2
 MINUTES = 20.0  # the longest run; benchmarks that are left then count as failed
-OPERATORS = ("gemm", "attention", "layer_norm", "rms_norm", "rope", "linear_cross_entropy", "adamw")
+OPERATORS = ("gemm", "attention", "layer_norm", "rms_norm", "linear_cross_entropy", "adamw")
 # The benchmarks that are not part of a run, with the reasons.
 LEFT_OUT = {
     "activation": "not an operator of its own: gemm's row with gelu_tanh contains it",

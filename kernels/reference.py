@@ -3,7 +3,6 @@
     linear            y = act(x Wᵀ + b) + residual
     layer_norm        y = (x - mean) / sqrt(var + eps) * weight + bias
     rms_norm          y = x / sqrt(mean(x²) + eps) * weight
-    rope              (a, b) -> (a cos - b sin, b cos + a sin) for each pair of a head's elements
     adamw             p = p - lr decay p - lr m̂ / (sqrt(v̂) + eps)
     shard_sum         sum = g_0 + g_1 + …, rank 0 first
     sharded_adamw     adamw of clip shard_sum, decayed before decay_end
@@ -72,24 +71,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x divided by its root mean square over the last dimension. x: [..., C]; weight: [C] -> [..., C]."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def rope(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False, inverse: bool = False
-) -> Tensor:
-    """Rotates pairs of a head's elements by the angles of their positions.
-
-    x: [B, T, H, D]; cos, sin: [n_positions, R], 2 R <= D; positions: [B, T] or [T] int64 -> as x. Element j of a head
-    is paired with R + j, or, interleaved, 2 j with 2 j + 1; elements from 2 R on are not changed.
-    """
-    width = 2 * cos.shape[1]
-    cos, sin = (table[positions].unsqueeze(-2) for table in (cos, sin))
-    a, b = (x[..., :width:2], x[..., 1:width:2]) if interleaved else x[..., :width].chunk(2, dim=-1)
-    if inverse:
-        sin = -sin
-    pair = (a * cos - b * sin, b * cos + a * sin)
-    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([rotated.to(x.dtype), x[..., width:]], dim=-1)
 
 
 def adamw(

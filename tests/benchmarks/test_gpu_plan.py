@@ -81,12 +81,12 @@ def _run(folder: Path) -> None:
     append(folder, {"step": "ceilings", "row": "ceilings", "ceilings": {"matrix": 1e15, "copy": 3e12}})
     for operator, rows in {
         "layer_norm": [_timed("layer_norm", OURS, 1000.0, bytes=2.7e9)],
-        "rope": [
-            _timed("rope", OURS, 20.0),
-            _timed("rope", "plain torch", 80.0),
-            _timed("rope", "torch.compile", 30.0),
-            _timed("rope", OURS, 10.0, mode="backward", host_us=9.0),
-            _timed("rope", "plain torch", 25.0, mode="backward"),
+        "cross_entropy": [
+            _timed("cross_entropy", OURS, 20.0),
+            _timed("cross_entropy", "plain torch", 80.0),
+            _timed("cross_entropy", "torch.compile", 30.0),
+            _timed("cross_entropy", OURS, 10.0, mode="backward", host_us=9.0),
+            _timed("cross_entropy", "plain torch", 25.0, mode="backward"),
         ],
         "gemm": [
             _timed("gemm", OURS, 10.0, mode="backward"),
@@ -108,10 +108,10 @@ def test_a_run_on_a_gpu_fills_its_figures(tmp_path: Path) -> None:
     assert document["machine"] == "NVIDIA H100" and "step" not in document and len(document["rows"]) == 11
     assert document["rows"][1]["median_ms"] == 0.02 and document["rows"][-1]["error"] == "RuntimeError: no"
     page = (results / "gpu-nvidia-h100.md").read_text()
-    assert "| rope | a; forward | 20 µs | 80 µs, plain torch; 30 µs, torch.compile |" in page
+    assert "| cross_entropy | a; forward | 20 µs | 80 µs, plain torch; 30 µs, torch.compile |" in page
     lines = _lines(results)
     assert lines["layer_norm forward, part of copy bandwidth"] == f"0.90, pass {PLACE}"
-    assert lines["rope, speed / fastest peer"] == f"1.50 to 2.50 {PLACE}"
+    assert lines["cross_entropy, speed / fastest peer"] == f"1.50 to 2.50 {PLACE}"
     assert lines["gemm backward, speed / fastest peer (backward_products.md)"] == f"0.90 {PLACE}"
     assert lines["host time of a call, µs (host_time.md)"] == f"7.00 to 9.00 {PLACE}"
     assert sum(text != UNKNOWN for text in lines.values()) == 4

@@ -1,6 +1,6 @@
 """Starts the operators' launches both by Triton's `kernel[grid](…)` and by `tpfuse.kernels.compiled_launch`.
 
-    python tests/kernels/compare_launches.py gemm rope
+    python tests/kernels/compare_launches.py gemm adamw
 
 Nothing is compiled and nothing runs: compiler and driver are stand-ins, which record the arguments with which a
 compiled kernel is started. Each launch of the operators (`tpfuse.tools.operators`) is compared as it is. Once for each

@@ -38,7 +38,6 @@ from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
-from tpfuse.ops.rope import rope
 from tpfuse.testing.ranks import pool
 
 
@@ -84,9 +83,6 @@ def _operators(device: torch.device, group: dist.ProcessGroup | None) -> None:
     q, k = _floats(device, 2, 4, 6, 16), _floats(device, 2, 2, 6, 16)
     _is(attention(q, k, k), 2, 4, 6, 16)
     _is(attention(q, k, k, window=3, return_lse=True)[1], 2, 4, 6)
-    angles = torch.empty(6, 8, device=device)
-    positions = torch.empty(6, dtype=torch.int64, device=device)
-    _is(rope(q.transpose(1, 2), k.transpose(1, 2), angles, angles, positions)[1], 2, 6, 2, 16)
 
 
 def _communicating(device: torch.device, group: dist.ProcessGroup, pair: Any) -> None:

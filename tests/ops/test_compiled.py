@@ -14,14 +14,12 @@ from tpfuse.ops.gemm import gemm
 from tpfuse.ops.layer_norm import add_layer_norm
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.rms_norm import add_rms_norm
-from tpfuse.ops.rope import rope
 from tpfuse.testing.compare import evaluate
 from tpfuse.testing.inputs import integers, normal
 
 F32, BF16 = torch.float32, torch.bfloat16
 TARGET = integers(3, 20, low=-1, high=29, dtype=torch.int64)
 HEAD_ROWS, KEY = torch.arange(8).view(2, 4), torch.tensor(7)
-ANGLES, POSITIONS = normal(7, 5, 8), torch.arange(5)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,10 +38,6 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] =
     "linear_cross_entropy": (
         lambda x, weight: linear_cross_entropy(x * 2, weight, TARGET, 30, chunk_tokens=8)[0] / 20,
         {"x": (20, 16), "weight": (30, 16)},
-    ),
-    "rope": (
-        lambda q, k: torch.cat(rope(q, k, ANGLES.cos(), ANGLES.sin(), POSITIONS), dim=2),
-        {"q": (2, 5, 3, 16), "k": (2, 5, 1, 16)},
     ),
     "layer_norm": (
         lambda *tensors: torch.cat(add_layer_norm(*tensors, 1e-5)).square(),

@@ -21,8 +21,8 @@ from tpfuse.tools.operator import Given
 from tpfuse.tools.resources import Compilation
 from tpfuse.tools.training import TrainingRun
 
-FAST = "rope"
-KERNEL = Compilation(FAST, "sm_90", "bfloat16", "rope_kernel", {"BLOCK": 64}, 4, 2, registers=48, shared=1024)
+FAST = "rms_norm"
+KERNEL = Compilation(FAST, "sm_90", "bfloat16", "rms_norm_kernel", {"BLOCK": 64}, 4, 2, registers=48, shared=1024)
 
 
 def swish(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     use(monkeypatch)
     assert run(["verify", "--operators", FAST]) == 0
     announced, machine, table = capsys.readouterr().out.split("\n\n", 2)
-    assert announced == "comparing rope: without a GPU about half a minute each on two cores"
+    assert announced == "comparing rms_norm: without a GPU about half a minute each on two cores"
     assert "\n  ok     Processes can share anonymous memory, through which ranks watch each other.\n" in machine
     lines = table.splitlines()
     assert lines[0].split() == ["operator", "case", "dtype", "error", "bound", "registers", "spills", "shared"]
@@ -125,19 +125,19 @@ def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert document["versions"]["torch"] == torch.__version__
     assert [entry["dtype"] for entry in document["comparisons"]] == ["bfloat16", "float16", "float32"]
     assert all(0 < entry["error"] <= entry["bound"] and entry["passed"] for entry in document["comparisons"])
-    assert document["kernels"][0]["kernel"] == "rope_kernel"
+    assert document["kernels"][0]["kernel"] == "rms_norm_kernel"
 
 
 def test_a_wrong_kernel_gives_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(monkeypatch, replace(SOUND, function=lambda x, weight, shift: swish(x, weight) * 1.1))
     assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
     out = capsys.readouterr().out
-    assert "FAILED rope, small, float32: " in out
+    assert "FAILED rms_norm, small, float32: " in out
     assert out.endswith("\nFAILED: 0 of 3 cases are within their bounds\n")
     use(monkeypatch, replace(SOUND, function=lambda **tensors: tensors["nothing"]))
     assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
     captured = capsys.readouterr()
-    assert "FAILED rope, small, float16: KeyError: 'nothing'" in captured.out
+    assert "FAILED rms_norm, small, float16: KeyError: 'nothing'" in captured.out
     assert "Traceback" not in captured.out + captured.err
 
 
@@ -148,7 +148,7 @@ def test_a_kernel_that_spills_gives_status_1(
     use(monkeypatch, kernels=(KERNEL, replace(KERNEL, **fault)))
     assert run(["verify", "--operators", FAST]) == 1
     out = capsys.readouterr().out
-    assert "FAILED rope sm_90 bfloat16 rope_kernel BLOCK=64 num_warps=4 num_stages=2: " in out
+    assert "FAILED rms_norm sm_90 bfloat16 rms_norm_kernel BLOCK=64 num_warps=4 num_stages=2: " in out
     assert out.endswith("all 3 cases are within their bounds, 1 of 2 kernels compile without spills\n")
 
 
@@ -164,13 +164,13 @@ def test_comparisons_are_shown_if_the_compiler_cannot_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cannot(*arguments: object) -> CompilationReport:
-        raise RuntimeError("compiling rope failed:\nno compiler")
+        raise RuntimeError("compiling rms_norm failed:\nno compiler")
 
     use(monkeypatch)
     monkeypatch.setattr(verify, "compile_in_subprocess", cannot)
     assert run(["verify", "--operators", FAST]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("FAILED rope sm_90") and line.endswith(": no compiler") for line in lines)
+    assert any(line.startswith("FAILED rms_norm sm_90") and line.endswith(": no compiler") for line in lines)
     assert lines[-1] == "FAILED: all 3 cases are within their bounds, 0 of 1 kernels compile without spills"
 
 

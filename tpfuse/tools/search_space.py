@@ -49,7 +49,6 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "layer_norm_sum_parts": ({"BLOCK_P": (32, 64, 128), "BLOCK_C": (32, 64, 128), "num_warps": (4, 8)},),
     "cross_entropy": ({"BLOCK_M": (1, 2), "BLOCK_V": (1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8)},),
     "cross_entropy_combine": ({"BLOCK_M": (64, 128, 256, 512), "num_warps": (1, 2, 4)},),
-    "rope": ({"BLOCK_M": (8, 16, 32, 64, 128), "HEADS": (1, 2, 4, 8), "num_warps": (4, 8)},),
     "dropout": ({"BLOCK_M": (1, 2, 4, 8, 16), "BLOCK_C": (256, 512, 1024), "num_warps": (4, 8)},),
     **dict.fromkeys(("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "stage"), _TILES),
     "adamw": ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)},),

@@ -551,7 +551,7 @@ class VerifyCommand:
     """
 
     operators: Annotated[tuple[str, ...], arg(metavar="OPERATOR ...", help_behavior_hint="(default: all)")] = ()
-    """Verify these operators, such as gemm or rope. The name training stands for two training steps of the small GPT on
+    """Verify these operators, such as gemm. The name training stands for two training steps of the small GPT on
     two ranks with each implementation of tensor parallelism."""
     json: bool = False
     """Print one JSON document instead of tables."""
