@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.choice import choose_implementation
-from tpfuse.comm.measurement import decisions
 from tpfuse.comm.mesh import check_order
 from tpfuse.ops.attention import attention
 from tpfuse.ops.collectives import gather_last
@@ -128,10 +127,6 @@ class ContextParallel:
             return None
         choice = choose_implementation(like.device, like.dtype, self.groups[0])
         local = SequenceLayout(length, self.size, self.balance).local_length
-        for case, decision in decisions(self.groups[0]).items() if choice.provisional else ():
-            if case.startswith("ring_attention ") and f"x{heads}x{local}x{head_size} " in case:
-                schedule, implementation = decision.taken.split()
-                return implementation, f"{schedule}, {self.balance}: measured {decision}"
         schedule, reason = self.schedule, "chosen"
         if schedule == "auto":
             schedule, reason = choose_schedule((1, heads, local, head_size), heads, like.dtype, like.device, self.group)

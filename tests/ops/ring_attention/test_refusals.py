@@ -1,7 +1,5 @@
 """Bad arguments are refused in one line, by every rank for itself, before ranks communicate."""
 
-import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation
-from tpfuse.comm.measurement import measuring
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.testing.ranks import pool
 
@@ -72,12 +69,11 @@ EXPECTED = [f"ring_attention: {message}" for _, message in BAD] + [message for _
 def _refused(name: Implementation) -> list[str]:
     """Return the errors on rank 0, which calls alone in a group that has never communicated; then on all ranks.
 
-    All ranks continue afterwards. name "auto": while cases are measured.
+    All ranks continue afterwards.
     """
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     world, messages = dist.new_group(), []
-    measured = measuring(600, file=Path("/proc/none")) if name == "auto" else contextlib.nullcontext()
-    with implementation(name), measured:
+    with implementation(name):
         for changes, _ in BAD + OF_THE_LAYOUT:
             alone = _complaint(changes, world, pair) if dist.get_rank() == 0 else None
             dist.barrier()
@@ -106,7 +102,7 @@ def _works(n: int, group: Any, schedule: Any = "auto") -> None:
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused", "auto")])
+@pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused")])
 def test_bad_input_is_refused_before_ranks_communicate(name: Implementation) -> None:
     for messages in pool(4).run(_refused, name):
         assert messages == EXPECTED

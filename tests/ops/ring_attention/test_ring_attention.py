@@ -11,27 +11,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.cases import naming
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, chosen_implementation, implementation
-from tpfuse.comm.measurement import measuring
+from tpfuse.backend import Implementation, implementation
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
-from tpfuse.ops.ring_attention import ring_attention as ring_module
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import choose_schedule, ring_attention
-from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -437,64 +432,6 @@ def _chosen(name: Implementation) -> list[str]:
 )
 def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str]) -> None:
     assert pool(2).run(_chosen, name) == [expected] * 2
-
-
-class _Apart(_Way):
-    """A schedule in a group of its own, whose decisions no other test uses."""
-
-    group = functools.cached_property(lambda _: dist.new_group())  # type: ignore[assignment]
-
-
-def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], set[str], str]:
-    """Slow all candidates but one down in the forward pass.
-
-    Return the candidates that computed after the `measuring` block, the decisions, and the plan of a
-    context.
-    """
-    way, computed = _Apart("auto"), []
-    length = 20 + 2 * len(wanted) + compiled  # other cases in each test: decisions last as long as the job
-    sequence = _Sequence(length, heads=2, kv_heads=2, dtype=F32)
-    truth = _new_truth(sequence, 1)
-    attend, attend_backward = ring_module._attend, ring_module._attend_backward
-    call = torch.compile(ring_attention, backend="aot_eager") if compiled else ring_attention
-
-    def slowed(q: Tensor, k: Tensor, v: Tensor, place: Any, *args: Any, **options: Any) -> Any:
-        computed.append(f"{place.schedule} {chosen_implementation()}")
-        time.sleep(0 if computed[-1].replace("auto", "direct") == wanted else 0.02)
-        return attend(q, k, v, place, *args, **options)
-
-    def recorded(*args: Any) -> Any:
-        computed.append(f"{args[-2].schedule} {chosen_implementation()}")
-        return attend_backward(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_module, "_attend", slowed)
-        patch.setattr(ring_module, "_attend_backward", recorded)
-        with measuring(600, file=Path(file)) as found:
-            _check(way, sequence, _run(way, sequence, truth.inputs, call), truth)
-        computed.clear()
-        _check(way, sequence, _run(way, sequence, truth.inputs, call), truth)
-    taken = {decision.taken for decision in found.decisions.values()}
-    context = ContextParallel(DeviceMesh.from_group(way.group, "cpu"))
-    return computed, taken, str(context.plan(length, 2, SIZE, torch.empty(0)))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "compiled"),
-    [
-        ("ring direct", False),
-        ("all_gather collective", False),
-        *exhaustive(("ulysses direct", False), ("ulysses collective", True), ("all_gather direct", True)),
-    ],
-)
-def test_the_schedule_that_is_measured_to_be_the_fastest_is_taken(tmp_path: Path, wanted: str, compiled: bool) -> None:
-    schedule, kind = wanted.split()
-    for computed, taken, plan in pool(2).run(_measured, wanted, compiled, str(tmp_path / "decisions.json")):
-        assert taken == {wanted}
-        # the backward of the usual implementation is autograd's, outside of a graph
-        count = 2 if compiled or kind == "collective" else 1
-        assert [name.replace("auto", "direct") for name in computed] == [wanted] * count
-        assert plan.startswith(f"('{kind}', '{schedule}, zigzag: measured {wanted} "), plan
 
 
 def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], options: Sequence[int]) -> None:

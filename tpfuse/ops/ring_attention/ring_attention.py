@@ -12,22 +12,19 @@ for Ulysses, and arXiv:2405.07719 for both together. All schedules return the sa
 """
 
 import functools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 from torch.library import custom_op
 
-from tpfuse.backend import Implementation, chosen_implementation, implementation
+from tpfuse.backend import Implementation
 from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.layout import is_traced
-from tpfuse.comm.measurement import decide, decisions, is_measuring
 from tpfuse.comm.mesh import check_group, named_group
 from tpfuse.ops.attention import autocast_heads
 from tpfuse.ops.autograd import once_differentiable
@@ -129,13 +126,8 @@ def ring_attention(
         names = {"ring": ring.group_name, "ulysses": None if ulysses is None else ulysses.group_name}
         out, lse = _forward(q, k, v, *tensors, **names, **options)
     else:
-        training = torch.is_grad_enabled() and q.requires_grad
-        method = _decided(q, k, v, group, tensors, options, measure=training)
-        placement, call = _planned(q, k, group, *tensors, **options | {"schedule": method.schedule})
-        if method.implementation is None:
-            out, lse = _attend(q, k, v, placement, call, with_lse=return_lse)
-        else:
-            out, lse = _AttendWith.apply(q, k, v, placement, call, method.implementation)  # type: ignore[no-untyped-call]
+        placement, call = _planned(q, k, group, *tensors, **options)
+        out, lse = _attend(q, k, v, placement, call, with_lse=return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -244,106 +236,6 @@ def schedule_for(
     if 2 * batch * kv_heads * tokens * world * size * dtype.itemsize <= GATHERED_BYTES:
         return "all_gather", f"{world} ranks cannot divide {shape[1]} heads"
     return "ring", f"{world} ranks cannot divide {shape[1]} heads, and keys and values are too large to be gathered"
-
-
-@dataclass(frozen=True)
-class _Method:
-    """The way to compute attention. implementation: None for the one that `tpfuse.comm.choice` chooses."""
-
-    schedule: Schedule
-    implementation: Implementation | None = None
-
-
-def _decided(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: dict[str, Any],
-    *,
-    measure: bool,
-) -> _Method:
-    """Return the schedule, and the implementation if the group has decided for another one than the usual.
-
-    measure: whether to measure a case that the group has not decided, forward and backward together, while cases are
-    measured at all (`tpfuse.comm.measurement`). Raise ValueError for a layout, heads or documents that do not fit.
-    """
-    requested: Schedule = options["schedule"]
-    ring = group[0] if isinstance(group, tuple) else group
-    known, measure = decisions(ring), measure and is_measuring()
-    if not known and not measure:
-        return _Method(requested)
-    case = _case(q.shape, k.shape, q.dtype, group, tensors[0] is not None, options)
-    decision = known.get(case)
-    if decision is None:  # no call like this one is checked yet, and choosing an implementation may make ranks meet
-        possible = "ulysses_ring" if isinstance(group, tuple) else "all_gather"
-        _planned(q, k, group, *tensors, **options | {"schedule": possible if requested == "auto" else requested})
-    choice = choose_implementation(q.device, q.dtype, ring)
-    if not choice.provisional:
-        return _Method(requested)
-    if decision is None and measure:
-        shape = q.shape[0], q.shape[1], q.shape[2], q.shape[3]
-        usual = choose_schedule(shape, k.shape[1], q.dtype, q.device, group)[0] if requested == "auto" else requested
-        others: list[Schedule] = []
-        if requested == "auto" and not isinstance(group, tuple):
-            others = ["ring", "all_gather"]
-            if _divides(group.size(), q.shape[1], k.shape[1]):
-                others.append("ulysses")
-        schedules = [usual, *(name for name in others if name != usual)]
-        other: Implementation = "collective" if q.device.type == "cpu" else "fused"
-        kinds: tuple[Implementation, ...] = choice.implementation, other
-
-        def run(schedule: Schedule, kind: Implementation) -> None:
-            with implementation(kind), torch.no_grad():
-                placement, call = _planned(q, k, group, *tensors, **options | {"schedule": schedule})
-                out, lse = _attend(q, k, v, placement, call, with_lse=True)
-                _attend_backward(out, q, k, v, out, lse, placement, call)
-
-        candidates = {
-            f"{schedule} {kind}": functools.partial(run, schedule, kind) for kind in kinds for schedule in schedules
-        }
-        decision = decide(ring, q.device, case, candidates, f"{usual} {choice.implementation}")
-    if decision is None:
-        return _Method(requested)
-    schedule, kind = decision.taken.split()
-    usual_kind = kind == choice.implementation
-    return _Method(cast(Schedule, schedule), None if usual_kind else cast(Implementation, kind))
-
-
-def _case(
-    q: Sequence[int], k: Sequence[int], dtype: torch.dtype, group: Group, documents: bool, options: Mapping[str, Any]
-) -> str:
-    """Return the name of a call of `ring_attention` in the decisions of its group. q, k: shapes on a rank."""
-    shapes = " and ".join("x".join(map(str, shape)) for shape in (q, k))
-    names = ("causal", "schedule", "balance", "window")
-    described = " ".join(f"{name} {options[name]}" for name in names if options[name] is not None)
-    more = " documents" * documents + " dropout" * (options["dropout_p"] > 0)
-    worlds = " x ".join(str(each.size()) for each in (group if isinstance(group, tuple) else (group,)))
-    return f"ring_attention {shapes} {described}{more} {dtype} on {worlds} ranks"
-
-
-class _AttendWith(Function):
-    """`_attend` with another implementation than the usual one, forward and backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, placement: "_Placement", call: RingCall, kind: Implementation
-    ) -> tuple[Tensor, Tensor]:
-        with implementation(kind):
-            out, lse = _attend(q, k, v, placement, call, with_lse=True)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.placement, ctx.call, ctx.kind = placement, call, kind
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with implementation(ctx.kind):
-            q, k, v, out, lse = ctx.saved_tensors
-            gradients = _attend_backward(grad_out, q, k, v, out, lse, ctx.placement, ctx.call)
-        return *gradients, None, None, None
 
 
 @dataclass(frozen=True)
@@ -478,9 +370,8 @@ def _forward(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse): a node of torch.compile's graph. `auto` chooses when it runs. ring, ulysses: group names."""
-    placement, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
-    with implementation(kind):
-        out, lse = _attend(q, k, v, placement, call, with_lse=True)
+    placement, call = _planned(q, k, _named(ring, ulysses), cu_seqlens, head_rows, key, **options)
+    out, lse = _attend(q, k, v, placement, call, with_lse=True)
     return _heads_inside(out), lse.contiguous()
 
 
@@ -510,9 +401,8 @@ def _gradients(
     ulysses: str | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    placement, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
-    with implementation(kind):
-        dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, placement, call))
+    placement, call = _planned(q, k, _named(ring, ulysses), cu_seqlens, head_rows, key, **options)
+    dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, placement, call))
     if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():
         dv = dv.clone()  # results of an operator share no memory
     return dq, dk, dv
@@ -523,20 +413,6 @@ def _(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q), _empty_like(k), _empty_like(v)
-
-
-def _traced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: dict[str, Any],
-) -> tuple["_Placement", RingCall, Implementation]:
-    """Return this rank's placement, the call and the implementation that computes it, when a node of a graph runs."""
-    method = _decided(q, k, v, group, tensors, options, measure=True)
-    placement, call = _planned(q, k, group, *tensors, **options | {"schedule": method.schedule})
-    return placement, call, method.implementation or chosen_implementation()
 
 
 def _named(ring: str, ulysses: str | None) -> Group:
