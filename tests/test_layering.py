@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # import each other, also not through other parts.
 ALLOWED: dict[str, set[str]] = {
     "_lazy": set(),
+    "_version": set(),
     "kernels": set(),
     "choices": set(),
     "nearest": set(),
     "backend": {"kernels", "choices"},
-    "comm": {"kernels", "backend"},
+    "comm": {"_version", "kernels", "backend"},
     "comm.collectives": {"kernels", "comm"},
     "comm.messages": {"kernels", "comm", "comm.collectives"},
     "profile.clock": {"comm", "comm.collectives"},
@@ -41,8 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline"},
     "plan": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer"},
     "train": {
-        "nearest", "choices", "backend", "comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline",
-        "drop_in", "zero", "models", "plan", "profile.recording",
+        "_version", "nearest", "choices", "backend", "comm", "comm.collectives", "ops", "layers", "parallel",
+        "parallel.pipeline", "drop_in", "zero", "models", "plan", "profile.recording",
     },
     "plan.command": {
         "choices", "comm", "comm.collectives", "comm.messages", "ops", "models", "parallel.pipeline", "plan", "train",
@@ -50,11 +51,11 @@ ALLOWED: dict[str, set[str]] = {
     "explore": {"comm"},
     "testing": {"comm"},
     "tools": {
-        "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear", "ops.ring_attention",
-        "layers", "models", "train", "testing",
+        "_version", "kernels", "backend", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear",
+        "ops.ring_attention", "layers", "models", "train", "testing",
     },
     "profile": {"_lazy", "comm", "profile.recording", "train", "tools"},
-    "cli": {"nearest", "comm.collectives", "train", "plan.command", "profile", "tools"},
+    "cli": {"_version", "nearest", "comm.collectives", "train", "plan.command", "profile", "tools"},
 }  # fmt: skip
 AT_THE_ROOT = {"kernels": ROOT / "kernels", "models": ROOT / "models"}
 ABOVE_THE_LIBRARY = ("train", "plan.command", "profile", "explore", "testing", "tools", "cli")
@@ -99,10 +100,10 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _may_import(part: str, module: str) -> bool:
-    package, _, name = module.partition(".")
+    package = module.partition(".")[0]
     if package == "tpfuse":
         target = _part(module)
-        return name in ("", "__version__") if target is None else target in ALLOWED[part] | {part}
+        return target is not None and target in ALLOWED[part] | {part}
     if part == "kernels" and module.startswith("torch.distributed"):
         return False
     return part not in LIBRARY or package in LIBRARY_PACKAGES | sys.stdlib_module_names

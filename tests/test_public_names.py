@@ -17,7 +17,7 @@ NAMES = {
         all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
         ring_attention SequenceLayout ZeroOptimizer Pipeline recomputed profile
         build_mesh connect explain parallelize restore FusedColwiseParallel FusedRowwiseParallel FusedSequenceParallel
-        FusedPrepareModuleInput measuring PeerTimeout Disagreement
+        FusedPrepareModuleInput autotune PeerTimeout Disagreement
     """,
     "tpfuse.layers": LAYERS,
     "tpfuse.profile": "record",

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from tpfuse import _layout as _layout
 from tpfuse._lazy import lazy_names
-
-__version__ = "0.1.0"
+from tpfuse._version import __version__ as __version__
 
 # Without a workspace of a fixed size cuBLAS may give results with other bits in another run, and torch refuses to call
 # it if deterministic algorithms are required. cuBLAS reads this variable when it is first used.
@@ -44,7 +43,7 @@ _MODULES = {
     "FusedRowwiseParallel": "tpfuse.drop_in.styles",
     "FusedSequenceParallel": "tpfuse.drop_in.styles",
     "FusedPrepareModuleInput": "tpfuse.drop_in.styles",
-    "measuring": "tpfuse.comm.measurement",
+    "autotune": "tpfuse.comm.autotune",
     "PeerTimeout": "tpfuse.comm.errors",
     "Disagreement": "tpfuse.comm.errors",
 }
@@ -52,10 +51,10 @@ __all__ = [*_MODULES]
 
 if TYPE_CHECKING:  # These are the same names for editors and type checkers. A test compares them with the table.
     from tpfuse import profile as profile
+    from tpfuse.comm.autotune import autotune as autotune
     from tpfuse.comm.connect import connect as connect
     from tpfuse.comm.errors import Disagreement as Disagreement
     from tpfuse.comm.errors import PeerTimeout as PeerTimeout
-    from tpfuse.comm.measurement import measuring as measuring
     from tpfuse.comm.mesh import build_mesh as build_mesh
     from tpfuse.drop_in.parallelize import parallelize as parallelize
     from tpfuse.drop_in.parallelize import restore as restore

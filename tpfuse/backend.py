@@ -19,7 +19,7 @@ option needs tpfuse's own (`tpfuse.ops.attention.chosen_attention`).
 | collective | torch.distributed (NCCL, Gloo) before or after a product           | everywhere                        |
 
 On CPU ranks `auto` is direct. On GPUs it is collective, except for tensor-parallel products, which use the
-implementation that a measurement on this machine found to be the fastest (`tpfuse.measuring`). If an implementation
+implementation that a measurement on this machine found to be the fastest (`tpfuse.autotune`). If an implementation
 that was chosen is not possible, the next one below it in the table replaces it, with one warning.
 `tpfuse.explain(model)` shows which one is used, and why. `tpfuse train --parallel.impl` sets the name; your own program
 calls `set_implementation`, on every rank.

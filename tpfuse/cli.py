@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import tpfuse
+from tpfuse._version import __version__
 from tpfuse.nearest import nearest
 from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
 from tpfuse.train.messages import fail, is_first_rank, say, show_cursor
@@ -283,7 +283,7 @@ def _usage() -> str:
 
 
 def _version(arguments: Sequence[str]) -> int:
-    print(f"tpfuse {tpfuse.__version__}")
+    print(f"tpfuse {__version__}")
     return 0
 
 

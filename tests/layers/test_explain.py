@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tpfuse
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.backend import Implementation, implementation
-from tpfuse.comm.measurement import measuring
+from tpfuse.comm.autotune import autotune
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
 from tpfuse.layers.layer_norm import LayerNorm
@@ -76,7 +76,7 @@ def _measured_plans(file: str) -> list[LayerPlan]:
     """Return the plans of two layers, one of them measured in forward and backward."""
     mesh = tensor_mesh()
     up, down = ColumnParallelLinear(8, 12, sequence_parallel=True, device_mesh=mesh), RowParallelLinear(12, 8)
-    with measuring(600, file=Path(file)):
+    with autotune(600, file=Path(file)):
         up(torch.ones(1, 2, 8, requires_grad=True)).sum().backward()
     return plans(nn.ModuleDict({"up": up, "down": down}))
 

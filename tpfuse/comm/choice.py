@@ -22,7 +22,7 @@ class Choice:
     """An implementation, why it is taken, and the symmetric memory that it works on (None for `collective`).
 
     fallback: it replaces the one that was chosen, or the one that ranks have if they can reach each other's memory.
-    provisional: `auto` was chosen, and this is taken as long as nothing was measured (`tpfuse.comm.measurement`).
+    provisional: `auto` was chosen, and this is taken as long as nothing was measured (`tpfuse.comm.autotune`).
     """
 
     implementation: Literal["fused", "direct", "collective"]

@@ -27,10 +27,10 @@ import torch.distributed as dist
 import triton
 
 from tpfuse.backend import chosen_implementation, chosen_kernels, resolved_kernels
+from tpfuse.comm.autotune import driver
 from tpfuse.comm.choice import decide
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
-from tpfuse.comm.decisions import driver
 from tpfuse.comm.limits import core_time
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem

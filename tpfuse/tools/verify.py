@@ -23,7 +23,7 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-import tpfuse
+from tpfuse._version import __version__
 from tpfuse.backend import kernels
 from tpfuse.kernels import launch
 from tpfuse.testing.compare import Expected, evaluate, unwritten_memory_is_nan
@@ -185,7 +185,7 @@ def document(verification: Verification) -> dict[str, Any]:
         "family": verification.family,
         "machine": [asdict(finding) for finding in verification.machine],
         "versions": {
-            "tpfuse": tpfuse.__version__,
+            "tpfuse": __version__,
             "torch": torch.__version__,
             "triton": triton.__version__,
             "python": platform.python_version(),

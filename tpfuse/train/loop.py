@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import tpfuse
+from tpfuse._version import __version__
 from tpfuse.backend import resolved_kernels, set_implementation, set_kernels
+from tpfuse.comm.autotune import Decision, as_json, autotune, from_json, machine
 from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
-from tpfuse.comm.decisions import Decision, as_json, from_json, machine
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
-from tpfuse.comm.measurement import measuring
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
@@ -433,15 +432,15 @@ class TrainingLoop:
             seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
         if self.info.world == 1 or not (seconds or self.decisions):
             return self.trainer.train_step(self.windows, self.stop)
-        with measuring(seconds, known=self.decisions) as measurement:
+        with autotune(seconds, known=self.decisions) as tuning:
             result = self.trainer.train_step(self.windows, self.stop)
         assert dist.group.WORLD is not None
-        for cases in gather_objects(as_json(measurement.decisions), dist.group.WORLD, op="gathering decisions"):
+        for cases in gather_objects(as_json(tuning.decisions), dist.group.WORLD, op="gathering decisions"):
             self.decisions |= from_json(cases)
         if self.first and self.decisions:
             counts = Counter(decision.taken for decision in self.decisions.values())
             taken = ", ".join(f"{count} {name}" for name, count in counts.items())
-            say(f"auto     {taken}; measured in {measurement.spent:.1f} s")
+            say(f"auto     {taken}; measured in {tuning.spent:.1f} s")
         return result
 
     def _row(self, results: Sequence[StepResult], interval: tuple[int, float], evaluated: bool, seconds: float) -> Row:
@@ -492,7 +491,7 @@ class TrainingLoop:
         state["data"] |= self.data.digests()
         state["proof"] = self._proof(loss)
         state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
-        state["versions"] = {"tpfuse": tpfuse.__version__, "torch": torch.__version__, "numpy": np.__version__}
+        state["versions"] = {"tpfuse": __version__, "torch": torch.__version__, "numpy": np.__version__}
         state["config"] = resolved(self.options)
         state["decisions"] = {"machine": machine(self.device.type), "cases": as_json(self.decisions)}
         saved = checkpoint.save(

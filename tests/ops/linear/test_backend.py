@@ -21,9 +21,9 @@ from tests.support.cases import naming
 from tests.support.parallel_products import Case, gathering, scattering, summing
 from tests.support.tiers import exhaustive
 from tpfuse.backend import Implementation, implementation, kernels
-from tpfuse.comm import measurement
+from tpfuse.comm import autotune as tuner
+from tpfuse.comm.autotune import autotune
 from tpfuse.comm.connect import connect
-from tpfuse.comm.measurement import measuring
 from tpfuse.comm.settings import set_settings
 from tpfuse.kernels import configurations, reference
 from tpfuse.ops.linear import backend as parallel_linear_module
@@ -63,7 +63,7 @@ METHODS = ("all_gather", "all_gather_backward", "reduce_scatter", "reduce_scatte
 def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
     """Let each call of one of two implementations take a millisecond longer, by a clock of this test.
 
-    Return the decisions of a `measuring` block, the implementations that compute after it, whether results and
+    Return the decisions of a `autotune` block, the implementations that compute after it, whether results and
     gradients are those of the other implementation, and the number of cases.
     """
     group = dist.new_group()
@@ -86,7 +86,7 @@ def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
         return 1.0 + sum(call.lower().startswith(slow) for call in calls[before:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measurement, "_milliseconds", milliseconds)
+        patch.setattr(tuner, "_milliseconds", milliseconds)
         for kind in (DirectLinear, CollectiveLinear):
             for name in METHODS:
                 method = getattr(kind, name)
@@ -96,7 +96,7 @@ def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
                     return method(*args, **options)
 
                 patch.setattr(kind, name, recorded)
-        with measuring(600, file=file) as found:
+        with autotune(600, file=file) as found:
             step()
         calls.clear()
         results = step()
@@ -136,8 +136,8 @@ def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
         patch.setitem(parallel_linear_module.CANDIDATES, "cpu", ("direct", *FUSED))
         patch.setattr(configurations, "_with_other_tiles", found_tiles)
         patch.setattr(EngineGather, "send", recorded)
-        patch.setattr(measurement, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != wanted))
-        with measuring(600, file=Path(file)) as found, torch.no_grad():
+        patch.setattr(tuner, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != wanted))
+        with autotune(600, file=Path(file)) as found, torch.no_grad():
             measured = all_gather_linear(x, weight, None, group)
             sent.clear(), tiles.clear()
             again = all_gather_linear(x, weight, None, group)

@@ -1,7 +1,7 @@
 """The choice of an implementation for the tensor-parallel products of a group, and the interface of implementations.
 
 With `auto`, each product is computed by the implementation that was measured to be the fastest for its shapes
-(`tpfuse.comm.measurement`), and by the usual one of `tpfuse.comm.choice` if nothing was measured.
+(`tpfuse.comm.autotune`), and by the usual one of `tpfuse.comm.choice` if nothing was measured.
 """
 
 import warnings
@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.backend import Implementation, implementation
+from tpfuse.comm.autotune import Decision, decide, is_autotuning
 from tpfuse.comm.choice import Choice, choose_implementation
-from tpfuse.comm.decisions import Decision
-from tpfuse.comm.measurement import decide, is_measuring
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear
@@ -141,7 +140,7 @@ class MeasuredLinear:
 
     def _best(self, product: Product, run: Callable[[ParallelLinear], _T]) -> _T:
         decision = self.decisions.get(product)
-        if decision is None and is_measuring():
+        if decision is None and is_autotuning():
             names = CANDIDATES[self._device.type]
             candidates: dict[str, Callable[[], object]] = {name: partial(self._run_with, name, run) for name in names}
             case = f"{product} {self._dtype} on {self._group.size()} ranks"
@@ -174,7 +173,7 @@ def parallel_linear(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
     choice = choose_implementation(x.device, x.dtype, group)
     if choice.fallback:
         _warn(choice, group)
-    if choice.provisional and (group in _measured or is_measuring()):
+    if choice.provisional and (group in _measured or is_autotuning()):
         return _measured_linear(x.device, x.dtype, group)
     return _implementation(choice, group)
 

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import exhaustive
-from tpfuse.comm import decisions, measurement
+from tpfuse.comm import autotune as tuner
+from tpfuse.comm.autotune import Decision, add_decisions, autotune, decide, machine, read_decisions
 from tpfuse.comm.connect import connect
-from tpfuse.comm.decisions import Decision, add_decisions, machine, read_decisions
 from tpfuse.comm.errors import Disagreement
-from tpfuse.comm.measurement import decide, measuring
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.testing.ranks import RankError, pool
 
@@ -41,9 +40,8 @@ def _decided(
     group = dist.new_group()
     runs: list[str] = []
     candidates = {name: _sleeping(each[group.rank()], runs, name) for name, each in seconds.items()}
-    with measuring(budget, known=known, file=Path(file)) as found:
+    with autotune(budget, known=known, file=Path(file)) as found:
         taken = decide(group, CPU, case, candidates, "first")
-        assert decide(group, CPU, case, candidates, "first") is taken, "a case was decided twice"
     assert found.decisions == {case: taken}
     return taken, runs
 
@@ -63,9 +61,7 @@ def test_the_candidate_with_the_fastest_slowest_rank_is_taken(tmp_path: Path) ->
     (found, runs), (other, _) = pool(2).run(_decided, case, seconds, str(file))
     assert found == other and found.taken == "second"
     assert found.milliseconds["first"] >= 30 and found.milliseconds["second"] >= 12
-    assert runs == ["first", "second"] * (
-        1 + measurement.ROUNDS
-    )  # They run in turn, so that a disturbance affects both.
+    assert runs == ["first", "second"] * (1 + tuner.ROUNDS)  # They run in turn, so that a disturbance affects both.
     assert read_decisions(file, machine("cpu")) == {case: found}
 
 
@@ -132,7 +128,7 @@ def test_a_file_that_cannot_be_written_is_no_error() -> None:
 def _compared(case: str, times: dict[str, float], usual: str) -> str:
     """Returns the decision for these milliseconds. Each candidate has one outlier, downwards or upwards."""
     group = dist.new_group()
-    with pytest.MonkeyPatch.context() as patch, measuring(600, file=Path("/proc/no")):
+    with pytest.MonkeyPatch.context() as patch, autotune(600, file=Path("/proc/no")):
         seen: dict[str, int] = dict.fromkeys(times, 0)
 
         def milliseconds(run: Callable[[], str], device: torch.device) -> float:
@@ -140,7 +136,7 @@ def _compared(case: str, times: dict[str, float], usual: str) -> str:
             seen[name] += 1
             return times[name] * ({"first": 0.1, "second": 10.0}[name] if seen[name] == 3 else 1.0)
 
-        patch.setattr(measurement, "_milliseconds", milliseconds)
+        patch.setattr(tuner, "_milliseconds", milliseconds)
         candidates = {name: partial(str, name) for name in times}
         return decide(group, CPU, case, candidates, usual).taken
 
@@ -158,7 +154,7 @@ def _in_two_groups(case: str, file: str) -> str:
     groups = [dist.new_group([0]), dist.new_group([1])]
     seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
     candidates = {name: _sleeping(time, [], name) for name, time in seconds.items()}
-    with measuring(600, file=Path(f"{file} {rank}")):
+    with autotune(600, file=Path(f"{file} {rank}")):
         return decide(groups[rank], CPU, case, candidates, "first").taken
 
 
@@ -175,7 +171,7 @@ def _disagreeing(known: bool, file: str) -> str:
     rank = group.rank()
     case, before = ("one case", {"one case": Decision("ab"[rank])}) if known else (f"case {rank}", {})
     candidates = {"a": _nothing, "b": _nothing}
-    with measuring(600, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
+    with autotune(600, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
         decide(group, CPU, case, candidates, "a")
     return str(error.value)
 
@@ -211,7 +207,7 @@ def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], l
 
     memory.reset = recorded  # type: ignore[method-assign]
 
-    with measuring(600, file=Path(file)), warnings.catch_warnings(record=True) as caught:
+    with autotune(600, file=Path(file)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         candidates = {"a": memory.barrier, "b": b}
         taken = decide(group, CPU, f"case {ranks} {usual} {file}", candidates, usual).taken
@@ -232,12 +228,12 @@ def test_an_error_of_the_usual_candidate_is_raised(tmp_path: Path) -> None:
         pool(2).run(_raising, [0, 1], "b", str(tmp_path / "decisions.json"))
 
 
-def test_measuring_blocks_cannot_be_nested() -> None:
-    with pytest.raises(ValueError, match=r"measuring: -1 seconds: expected 0 or more"), measuring(-1):
+def test_autotune_blocks_cannot_be_nested() -> None:
+    with pytest.raises(ValueError, match=r"autotune: -1 seconds: expected 0 or more"), autotune(-1):
         pass
-    with measuring(1), pytest.raises(RuntimeError, match="is measuring already"), measuring(1):
+    with autotune(1), pytest.raises(RuntimeError, match="is in such a block already"), autotune(1):
         pass
-    assert not measurement.is_measuring()
+    assert not tuner.is_autotuning()
 
 
 def test_decisions_of_another_machine_are_not_read(tmp_path: Path) -> None:
@@ -254,12 +250,12 @@ def test_decisions_of_another_machine_are_not_read(tmp_path: Path) -> None:
 def test_the_machine_changes_with_versions_and_the_table_of_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decisions.machine.cache_clear()
+    tuner.machine.cache_clear()
     before = machine("cpu")
     assert f"torch {torch.__version__}" in before
     table = tmp_path / "configurations.toml"
     table.write_text("")
-    decisions.machine.cache_clear()
-    monkeypatch.setattr(decisions, "TABLE", table)
+    tuner.machine.cache_clear()
+    monkeypatch.setattr(tuner, "TABLE", table)
     assert machine("cpu") != before
-    decisions.machine.cache_clear()
+    tuner.machine.cache_clear()
