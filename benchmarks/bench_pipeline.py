@@ -27,12 +27,13 @@ from torch.autograd import Function
 from benchmarks.bench_tensor_parallel import preset
 from benchmarks.harness import Parser, Row, percentiles, write_row
 from benchmarks.timing import seconds_per_call
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.ops.autograd import apply, wanted_gradients
 from tpfuse.parallel.pipeline.order import Action, Order, PipelineSchedule, order, usual_stages
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Interval, timeline
+from tpfuse.switches import use
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.batches import Windows
 from tpfuse.train.hardware import keep_freed_memory
@@ -153,7 +154,7 @@ def prepare(schedule: PipelineSchedule, micro_batch: int) -> list[list[float]]:
     options = replace(options, parallel=replace(options.parallel, pp=2, pp_schedule=schedule), train=train)
     losses = []
     for name in ("direct", "collective"):
-        with implementation(name):
+        with use(implementation=name):
             trainer = Trainer(options, config, build_mesh("cpu", dp=1, tp=1, pp=2), torch.device("cpu"))
             losses.append([trainer.train_step(windows, lambda: False).loss for _ in range(3)])
         _trainers[name] = trainer, windows
@@ -174,7 +175,7 @@ def turn(name: Implementation) -> Turn:
         trainer.train_step(windows, lambda: False)
         steps.append(runner.intervals)
 
-    with implementation(name):
+    with use(implementation=name):
         seconds = seconds_per_call(train, _CALLS)
     passes = {
         same[0].action: statistics.fmean(interval.end - interval.start for interval in same)

@@ -37,9 +37,10 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
 from benchmarks.harness import OURS, Parser, Row, aligned, percentiles, write_row
 from benchmarks.timing import seconds_per_call
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import Group, Schedule, ring_attention
+from tpfuse.switches import use
 from tpfuse.testing.ranks import RankPool
 
 TEMPLATES, PLAIN, IDEAL = "torch templates", "plain ring", "ideal"
@@ -149,7 +150,7 @@ class PlainRing(Function):
 def _ours(
     q: Tensor, k: Tensor, v: Tensor, name: Implementation, schedule: Schedule, group: Group, length: int
 ) -> Tensor:
-    with implementation(name):
+    with use(implementation=name):
         return ring_attention(q, k, v, group=group, schedule=schedule, length=length)
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tpfuse import backend
+from tpfuse import switches
 from tpfuse.kernels import compiled_launch, launch
 
 _SOURCE = Path(__file__).with_name("libcuda_stand_in.c")
@@ -44,7 +44,7 @@ class DriverStandIn:
         triton.runtime.driver.set_active(driver)
         launch._gpus[torch.device("cpu")] = "sm_90", 132
         compiled_launch._scratch = _scratch
-        backend.INTERPRETED = True  # this means that Triton runs kernels on CPU tensors
+        switches.INTERPRETED = True  # this means that Triton runs kernels on CPU tensors
         _keep_pages()
 
     @property

@@ -20,8 +20,9 @@ import triton
 
 from benchmarks import timing
 from benchmarks.timing import CallClock, Candidate, Ceilings, DeviceClock, HostClock, Timing
-from tpfuse.backend import Kernels, kernels
+from tpfuse.choices import Kernels
 from tpfuse.comm.host import processor
+from tpfuse.switches import use
 from tpfuse.tools.operator import Draw
 
 RESULTS = Path(__file__).parent / "results"  # git tracks it
@@ -209,7 +210,7 @@ def measure(case: BenchCase, bench: Bench) -> Iterator[Row]:
     """Yield a row per mode and candidate. tpfuse is not timed where it is wrong; a failure's row has the error."""
     identity: Row = {"operator": case.operator, "case": case.name, "asked": case.asked}
     try:
-        with kernels(bench.kernels):
+        with use(kernels=bench.kernels):
             check, works = case.build(bench)
             verdicts = check()
             for work in works:

@@ -28,9 +28,9 @@ from torch.library import custom_op
 from benchmarks.driver_stand_in import DriverStandIn
 from benchmarks.harness import aligned, machine
 from benchmarks.lone_rank import LoneRank
-from tpfuse.backend import set_kernels
 from tpfuse.ops.gemm import gemm, product
 from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.switches import use
 
 WORLD = 8
 ROWS, COLUMNS, K = 8, 1024, 512  # sizes of one rank: they are small, because the copies are real
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table of benchmarks/results/host_time.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    set_kernels("triton")
+    use(kernels="triton")
     driver = DriverStandIn()
     rank = LoneRank(WORLD)
     measured_cases, loop = measure(rank, driver, options.rounds, options.calls)

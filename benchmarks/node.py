@@ -32,10 +32,11 @@ from torch import Tensor
 from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
 from benchmarks.shapes import ModelSizes, layers, model
 from benchmarks.timing import one_line
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.kernels.launch import INTERPRETED
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.switches import use
 from tpfuse.testing.compare import check_error
 
 MODELS = (ModelSizes("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
@@ -138,7 +139,7 @@ def _ours(name: Implementation, product: NodeProduct, x: Tensor, weight: Tensor,
     operator = all_gather_linear if product.gathers else linear_reduce_scatter
 
     def call() -> Tensor:
-        with implementation(name), torch.no_grad():
+        with use(implementation=name), torch.no_grad():
             return operator(x, weight, None, node.group)
 
     return call

@@ -35,6 +35,7 @@ _MODULES = {
     "recomputed": "tpfuse.parallel.recompute",
     "profile": "tpfuse.profile",
     "build_mesh": "tpfuse.comm.mesh",
+    "use": "tpfuse.switches",
     "connect": "tpfuse.comm.connect",
     "explain": "tpfuse.layers.explain",
     "parallelize": "tpfuse.drop_in.parallelize",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.ops.ring_attention.ring_attention import ring_attention as ring_attention
     from tpfuse.parallel.pipeline.pipeline import Pipeline as Pipeline
     from tpfuse.parallel.recompute import recomputed as recomputed
+    from tpfuse.switches import use as use
     from tpfuse.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 else:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -9,9 +9,9 @@ Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 """The order in which pipeline stages compute their micro-batches (`tpfuse.parallel.pipeline.order`)."""
 Implementation = Literal["auto", "fused", "direct", "collective"]
-"""The way in which tensor-parallel products and collectives communicate (`tpfuse.backend`)."""
+"""The way in which tensor-parallel products and collectives communicate (`tpfuse.switches`)."""
 Kernels = Literal["auto", "triton", "torch"]
-"""The kernels that compute (`tpfuse.backend`)."""
+"""The kernels that compute (`tpfuse.switches`)."""
 GradientDtype = Literal["float32", "parameter"]
 """The dtype in which gradients are accumulated and kept (`tpfuse.zero.gradient_buckets`)."""
 Recompute = Literal["none", "selective", "full"]

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.backend import Implementation, Kernels, chosen_implementation, implementation, kernels, set_implementation
+from tpfuse.choices import Implementation, Kernels
 from tpfuse.comm import choice
 from tpfuse.comm.errors import Unavailable
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 
 F32, F64 = torch.float32, torch.float64
@@ -66,7 +67,7 @@ def test_the_choice_for_each_device_dtype_and_switch(
     found: str,
     reason: str,
 ) -> None:
-    with implementation(wanted), kernels(kernel):
+    with use(implementation=wanted, kernels=kernel):
         made = choice.choose_implementation(torch.device(device), dtype, group)
     assert (made.implementation, made.reason) == (found, reason)
     assert made.memory is (None if found == "collective" else memory)
@@ -81,7 +82,7 @@ def test_ranks_that_share_no_memory_use_collective(
         raise Unavailable("ranks on hosts a and b")
 
     monkeypatch.setattr(choice, "connect", connect)
-    with implementation(wanted):
+    with use(implementation=wanted):
         made = choice.choose_implementation(torch.device("cpu"), F32, group)
     assert made == choice.Choice("collective", "the ranks share no memory: ranks on hosts a and b", None, fallback=True)
 
@@ -91,11 +92,11 @@ def test_fused_is_refused_on_cpus_if_kernels_are_not_interpreted(
     group: Any, memory: object, monkeypatch: pytest.MonkeyPatch, wanted: Implementation, kernel: Kernels
 ) -> None:
     monkeypatch.setattr(choice, "INTERPRETED", False)
-    with implementation(wanted), kernels(kernel):
+    with use(implementation=wanted, kernels=kernel):
         with pytest.raises(ValueError, match=r"interpreted: set TRITON_INTERPRET=1 before the program starts"):
             choice.choose_implementation(torch.device("cpu"), F32, group)
         assert choice.choose_implementation(torch.device("cuda"), F32, group).implementation == "fused"
-    with implementation("direct"):
+    with use(implementation="direct"):
         assert choice.choose_implementation(torch.device("cpu"), F32, group).implementation == "direct"
 
 
@@ -105,7 +106,7 @@ def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch
     cpu = torch.device("cpu")
     first = choice.choose_implementation(cpu, F32, group)
     assert choice.choose_implementation(cpu, F32, group) is first and asked == [(group, "cpu")]
-    with implementation("fused"):
+    with use(implementation="fused"):
         assert choice.choose_implementation(cpu, F32, group).implementation == "fused"
     assert choice.choose_implementation(cpu, F32, group) is first
     other = Group()
@@ -113,24 +114,11 @@ def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch
     assert asked[-1] == (other, "cpu")
 
 
-def test_implementation_sets_the_switch_within_a_block() -> None:
-    assert chosen_implementation() == "auto"
-    with pytest.raises(KeyError), implementation("direct"):
-        with implementation("collective"):
-            assert chosen_implementation() == "collective"
-        assert chosen_implementation() == "direct"
-        raise KeyError
-    assert chosen_implementation() == "auto"
-    with pytest.raises(ValueError, match="'nccl': expected one of auto, fused, direct, collective"):
-        set_implementation("nccl")  # type: ignore[arg-type]
-    assert chosen_implementation() == "auto"
-
-
 def _memories() -> list[str]:
     group = dist.new_group()
     found = []
     for name in ("fused", "direct", "auto"):
-        with implementation(name):  # type: ignore[arg-type]
+        with use(implementation=name):  # type: ignore[arg-type]
             found.append(choice.choose_implementation(torch.device("cpu"), F32, group))
     assert found[0].memory is found[1].memory is found[2].memory is not None
     return [made.memory.backend for made in found if made.memory is not None]

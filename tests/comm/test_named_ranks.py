@@ -9,18 +9,19 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, set_implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings, settings
+from tpfuse.switches import use
 from tpfuse.testing.ranks import on_ranks, pool
 
 
 def _late(implementation: Implementation, folder: str) -> None:
     """Rank 3 does not come to its tensor-parallel group, in which rank 2 waits for it."""
     before = settings()
-    set_implementation(implementation)
+    use(implementation=implementation)
     set_settings(timeout=1.0, flight_folder=Path(folder))
     try:
         mesh = build_mesh("cpu", dp=2, tp=2)
@@ -37,7 +38,7 @@ def _late(implementation: Implementation, folder: str) -> None:
             time.sleep(3.5)
     finally:
         set_settings(timeout=before.timeout, flight_folder=before.flight_folder)
-        set_implementation("auto")
+        use(implementation="auto")
 
 
 @pytest.mark.parametrize("implementation", ["direct", *exhaustive("collective")])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.connect import connect
@@ -21,6 +21,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.switches import use
 from tpfuse.testing.patience import patient
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def _chain(rank: Rank, name: Implementation, timeout: float, last_waits: bool) -
     """
     set_settings(timeout=patient(LIMIT))
     group = rank.join()
-    with implementation(name):
+    with use(implementation=name):
         messages = open_messages(group, CPU, torch.float32, BOTH_WAYS, 4)
     dist.barrier(group)
     set_settings(timeout=timeout)
@@ -105,7 +106,7 @@ def _between_nodes(rank: Rank, what: str) -> None:
     set_settings(timeout=patient(LIMIT))
     rank.join()
     nodes, within = dist.new_group([0, 1]), dist.new_group([1, 2])
-    with implementation("collective"):
+    with use(implementation="collective"):
         messages = open_messages(nodes, CPU, torch.float32, BOTH_WAYS[:2], 4) if rank.rank < 2 else None
     if messages is not None:
         collective.start_all_reduce(torch.ones(1), nodes).wait()

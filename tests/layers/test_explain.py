@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tpfuse
 from tests.support.meshes import mesh_of, tensor_mesh
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.autotune import autotune
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
@@ -29,6 +29,7 @@ from tpfuse.parallel.pipeline.order import PipelineSchedule
 from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.timeline import most_in_flight
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import shard
 
@@ -47,7 +48,7 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
 
 
 def _plans(name: Implementation, dtype: torch.dtype) -> list[LayerPlan]:
-    with implementation(name):
+    with use(implementation=name):
         return plans(_model(dtype))
 
 
@@ -101,7 +102,7 @@ def test_layers_of_one_rank_are_local(capsys: pytest.CaptureFixture[str]) -> Non
 
 def _context_plans(name: Implementation) -> list[LayerPlan]:
     config = GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    with implementation(name):
+    with use(implementation=name):
         return plans(GPT(config, context_mesh=mesh_of(1, 1, 2)["cp"], context_balance="contiguous"))
 
 
@@ -139,7 +140,7 @@ def _explained_pipeline(
     name: Implementation, schedule: PipelineSchedule, layers: list[int] | None = None
 ) -> tuple[list[list[str]], PipelinePlan]:
     """Return the columns of the printed lines, and the plan."""
-    with implementation(name), contextlib.redirect_stdout(io.StringIO()) as out:
+    with use(implementation=name), contextlib.redirect_stdout(io.StringIO()) as out:
         pipeline = _pipeline(schedule, layers)
         assert tpfuse.explain(pipeline) == []
         return [re.split("  +", line) for line in out.getvalue().splitlines()], pipeline.plan()
@@ -188,11 +189,11 @@ def _carriers() -> list[str]:
     blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     model, mesh = nn.Sequential(*blocks), mesh_of(1, 1, pp=2)["pp"]
     pipeline = Pipeline(model, blocks=blocks, before=torch.clone, after=_sum, device_mesh=mesh, micro_batches=2)
-    with implementation("collective"):
+    with use(implementation="collective"):
         found = [pipeline.plan().implementation]
         pipeline.step([(torch.ones(1, 2),)] * 2)
         found.append(pipeline.plan().implementation)
-    with implementation("direct"):
+    with use(implementation="direct"):
         return [*found, pipeline.plan().implementation]
 
 

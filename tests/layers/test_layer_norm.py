@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.backend import kernels
 from tpfuse.comm.layout import local_tensor
 from tpfuse.kernels import reference
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.rms_norm import RMSNorm
+from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -125,7 +125,7 @@ def test_kernels_compute_norms_without_weights() -> None:
         results = []
         for name in ("triton", "torch"):
             mine = x.clone().requires_grad_()
-            with kernels(name):  # type: ignore[arg-type]
+            with use(kernels=name):  # type: ignore[arg-type]
                 out = layer(mine)
                 out.backward(normal(2, 5, 10))
             results.append((out.detach(), mine.grad))

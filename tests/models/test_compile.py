@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, Kernels, implementation, kernels
+from tpfuse.choices import Implementation, Kernels
 from tpfuse.comm.mesh import context_mesh, group_of
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.parallel.initialize import initialize
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks
 
@@ -49,7 +50,7 @@ def _check(model: GPT, batches: Sequence[int], length: int, names: Sequence[Impl
     for step, batch in enumerate(batches):
         ids = integers(step, batch, length, low=0, high=60, dtype=torch.int64)
         at = (7, step) if model.config.dropout else None
-        with implementation(names[step % len(names)]):
+        with use(implementation=names[step % len(names)]):
             assert all(map(torch.equal, _trained(compiled, ids, at), _trained(model, ids, at)))
             if step == 0:
                 with torch.no_grad():
@@ -62,7 +63,7 @@ def _check(model: GPT, batches: Sequence[int], length: int, names: Sequence[Impl
     ("name", "dropout"), [("torch", 0.2), *exhaustive(("triton", 0.2), ("torch", 0.0), ("triton", 0.0))]
 )
 def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float) -> None:
-    with kernels(name):
+    with use(kernels=name):
         _check(GPT(GPTConfig(61, 8, 32, 1, 2, dropout=dropout)), (2, 2, 2), 8)
 
 

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmarks.long_context import SavedBytes
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation, kernels
+from tpfuse.choices import Implementation
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -33,6 +33,7 @@ from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
@@ -107,7 +108,7 @@ def test_a_block_saves_the_bytes_of_the_formula_on_two_tensor_parallel_ranks() -
     world, mesh = 2, mesh_of(1, 2)["tp"]
     m, share = M // world, C // world
     for impl in ("direct", "collective"):
-        with implementation(impl):
+        with use(implementation=impl):
             assert _per_layer("none", device_mesh=mesh) == 4 * (m * (4 * C + 4) + M * (12 * share + H // world))
             assert _per_layer("selective", device_mesh=mesh) == 4 * (m * (4 * C + 4) + M * 7 * share)
             assert _per_layer("full", device_mesh=mesh) == 4 * m * C
@@ -142,7 +143,7 @@ def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule)
                 layer.register_forward_pre_hook(
                     lambda _, given, inputs=inputs: inputs.append(StorageWeakRef(given[0].untyped_storage()))
                 )
-        with implementation(impl):
+        with use(implementation=impl):
             loss = model(ids, ids, loss_weight=0.1)
             assert [x.expired() for x in inputs] == [recompute == "selective"] * 4
             loss.backward()
@@ -152,7 +153,7 @@ def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, l
     mesh = mesh_of(1, tp, cp)
     config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
     options = {"device_mesh": mesh["tp"] if tp > 1 else None, "context_mesh": context_mesh(mesh)}
-    with implementation(impl):
+    with use(implementation=impl):
         plain, *others = (
             _step(_built(config, name, context_schedule=schedule, **options), (3, 4), length) for name in RECOMPUTE
         )
@@ -217,7 +218,7 @@ def test_gradients_are_the_same_under_fully_shard() -> None:
 def test_interpreted_kernels() -> None:
     """The activation's rounding in float32 is the same inside the product and after it, up to its last bit."""
     config = GPTConfig(61, 16, C, 1, 2)
-    with kernels("triton"):
+    with use(kernels="triton"):
         plain, selective, full = (_step(_built(config, name), (3, 4)) for name in RECOMPUTE)
     assert _equal(full, plain)
     for found, expected in zip(selective[2], plain[2], strict=True):

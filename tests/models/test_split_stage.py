@@ -15,7 +15,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.parameter import offer_leaf
 from tpfuse.models import gpt_block
@@ -23,6 +23,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 
@@ -87,7 +88,7 @@ def _compare(tp: int, name: Implementation) -> None:
     """
     calls: Counter[str] = Counter()
     blocks, activations = _counting(calls, gpt_block.Block, "forward"), _counting(calls, gpt_block, "activation")
-    with implementation(name), blocks, activations:
+    with use(implementation=name), blocks, activations:
         for recompute in RECOMPUTE:
             whole = _Run(recompute, tp, False, calls)
             expected = whole.whole()

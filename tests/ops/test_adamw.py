@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import naming
-from tpfuse.backend import Kernels, kernels
+from tpfuse.choices import Kernels
 from tpfuse.ops.adamw import _update, adamw_
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 
 RATES = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -32,7 +33,7 @@ def test_updates_are_those_of_torchs_optimizer(name: Kernels) -> None:
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
         optimizer.step()
-        with kernels(name):
+        with use(kernels=name):
             adamw_(masters, gradients, exp_avgs, exp_avg_sqs, parameters, step=torch.tensor(float(step)), **RATES)
     for leaf, master, parameter in zip(leaves, masters, parameters, strict=True):
         if name == "torch":
@@ -47,7 +48,7 @@ def test_scalars_on_the_device_and_half_gradients(name: Kernels, clip: float | T
     expected, actual = _shards(), _shards()
     expected[1] = [x.bfloat16().float() * 0.25 for x in expected[1]]
     actual[1] = [x.bfloat16() * 2 for x in actual[1]]
-    with kernels(name):
+    with use(kernels=name):
         adamw_(*expected, step=torch.tensor(3.0), **RATES)
         factors = {"scale": torch.tensor([0.5]), "clip": clip}
         adamw_(*actual, step=torch.tensor([3]), **RATES | {"lr": torch.tensor(1e-2)}, **factors)
@@ -60,7 +61,7 @@ def test_scalars_on_the_device_and_half_gradients(name: Kernels, clip: float | T
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_float32_parameters_are_their_own_masters(name: Kernels) -> None:
     with_parameters, alone = _shards(), _shards()
-    with kernels(name):
+    with use(kernels=name):
         adamw_(*with_parameters, step=torch.tensor(3.0), **RATES)
         adamw_(*alone[:4], [None] * 3, step=torch.tensor(3.0), **RATES)
         adamw_([], [], [], [], [], step=torch.tensor(3.0), **RATES)
@@ -73,7 +74,7 @@ def test_autograd_knows_that_saved_tensors_were_overwritten(name: Kernels) -> No
     shards = _shards()
     weight = shards[0][0].requires_grad_()
     product = (weight * weight).sum()
-    with kernels(name), torch.no_grad():
+    with use(kernels=name), torch.no_grad():
         adamw_(*shards, step=torch.tensor(1.0), **RATES)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
@@ -89,7 +90,7 @@ def test_the_operator_is_registered_correctly_and_compiles() -> None:
         adamw_(*shards, step=number, **RATES)
 
     expected, actual = _shards(), _shards()
-    with kernels("triton"):
+    with use(kernels="triton"):
         step(expected, torch.tensor(2.0))
         torch.compile(step, fullgraph=True, backend="aot_eager")(actual, torch.tensor(2.0))
     assert all(torch.equal(x, y) for a, b in zip(actual, expected, strict=True) for x, y in zip(a, b, strict=True))
@@ -105,5 +106,5 @@ def test_bad_arguments_are_refused(name: Kernels) -> None:
         (gradients, halves, step, r"exp_avg is torch\.float16: expected float32"),
         (gradients, exp_avgs, torch.zeros(3), r"step has shape \(3,\): expected one element"),
     ):
-        with naming(message), kernels(name), pytest.raises(ValueError, match=message):
+        with naming(message), use(kernels=name), pytest.raises(ValueError, match=message):
             adamw_(masters, given, moments, exp_avg_sqs, parameters, step=number, **RATES)

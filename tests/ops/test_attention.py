@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import exhaustive, pairwise
-from tpfuse.backend import Kernels, chosen_kernels, kernels
+from tpfuse.choices import Kernels
 from tpfuse.kernels import reference
 from tpfuse.ops import attention as module
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
+from tpfuse.switches import chosen_kernels, use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 
@@ -62,7 +63,7 @@ def _check(name: Kernels, inputs: dict[str, Tensor], options: Options) -> None:
         assert result[1].dtype == (torch.float64 if x["q"].dtype == torch.float64 else torch.float32)
         return _both(result)
 
-    with kernels(name):
+    with use(kernels=name):
         Expected(lambda **x: _both(_reference(**x, options=options)), inputs, grad).check_function(both)
 
 
@@ -150,7 +151,7 @@ def _computed_by(monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Tensor], opt
 def test_auto_trains_by_scaled_dot_product_attention(monkeypatch: pytest.MonkeyPatch, changes: Options) -> None:
     inputs, options = _training(**changes)
     assert _computed_by(monkeypatch, inputs, options) == "sdpa"
-    with kernels("triton"):
+    with use(kernels="triton"):
         assert _computed_by(monkeypatch, inputs, options) == "triton"
 
 
@@ -235,7 +236,7 @@ def test_documents_do_not_see_each_other(options: Options, dtype: torch.dtype, n
         assert (result[1][:, :, 35:] == -torch.inf).all()
         return _both(result)
 
-    with kernels(name):
+    with use(kernels=name):
         Expected(apart, inputs, normal(4, 1, 4, 40, 17, dtype=dtype)).check_function(together)
 
 
@@ -268,7 +269,7 @@ def test_custom_operators_are_registered_right() -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_one_of_two_results_may_be_unused(name: Kernels) -> None:
     leaves = [x.requires_grad_() for x in _inputs(torch.float32, batch=1).values()]
-    with kernels(name):
+    with use(kernels=name):
         out, lse = attention(*leaves, return_lse=True)
         both = torch.autograd.grad(out.sum() + lse.sum(), leaves, retain_graph=True)
         first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
@@ -283,7 +284,7 @@ def test_both_paths_drop_the_same_probabilities() -> None:
     v = torch.eye(16).expand(2, 2, 16, 16)
     found = []
     for name in ("torch", "triton"):
-        with kernels(name):
+        with use(kernels=name):
             found.append(attention(q, k, v, dropout_p=0.5, head_rows=HEAD_ROWS, key=KEY) != 0)
     assert torch.equal(*found)
 
@@ -302,7 +303,7 @@ def test_dropout_does_not_depend_on_the_layout_of_heads_and_sequences() -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_every_query_sees_the_right_keys(name: Kernels) -> None:
     q, k, v = _inputs(torch.float32, 63, 63).values()
-    with kernels(name):
+    with use(kernels=name):
         before = attention(q, k, v)
         k[:, :, 40:], v[:, :, 40:] = 1e4, -1e4
         assert torch.equal(attention(q, k, v)[:, :, :40], before[:, :, :40])
@@ -313,7 +314,7 @@ def test_every_query_sees_the_right_keys(name: Kernels) -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_autocast_computes_in_its_dtype(name: Kernels) -> None:
     leaves = [x.requires_grad_() for x in _inputs(torch.float32, 20, 20).values()]
-    with kernels(name), torch.autocast("cpu", torch.bfloat16):
+    with use(kernels=name), torch.autocast("cpu", torch.bfloat16):
         out, lse = attention(*leaves, return_lse=True)
         out.sum().backward()
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
@@ -325,7 +326,7 @@ def test_autocast_computes_in_its_dtype(name: Kernels) -> None:
 def test_empty_inputs(name: Kernels, shape: tuple[int, int, int]) -> None:
     batch, tq, tk = shape
     leaves = [x.requires_grad_() for x in _inputs(torch.float32, tq, tk, batch).values()]
-    with kernels(name):
+    with use(kernels=name):
         out, lse = attention(*leaves, causal=False, return_lse=True)
         out.sum().backward()
     assert out.shape == leaves[0].shape and lse.shape == out.shape[:3]
@@ -374,7 +375,7 @@ def test_bad_input_is_refused(name: Kernels, change: Options, message: str) -> N
     good: Options = {"q": torch.zeros(1, 4, 3, 16), "k": torch.zeros(1, 2, 3, 16), "v": torch.zeros(1, 2, 3, 16)}
     if message.startswith("key") or message.startswith("head_rows has"):
         change = change | ({} if "key" in message else {"key": KEY})
-    with kernels(name), pytest.raises(ValueError, match=f"attention:? {message}"):
+    with use(kernels=name), pytest.raises(ValueError, match=f"attention:? {message}"):
         attention(**(good | change))
 
 
@@ -382,5 +383,5 @@ def test_kernels_refuse_other_head_sizes() -> None:
     for size in (8, 20, 264):
         x = torch.zeros(1, 1, 2, size)
         attention(x, x, x)
-        with kernels("triton"), pytest.raises(ValueError, match=f"head size {size}: expected a multiple of 8"):
+        with use(kernels="triton"), pytest.raises(ValueError, match=f"head size {size}: expected a multiple of 8"):
             attention(x, x, x)

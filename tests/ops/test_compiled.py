@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Kernels, kernels
+from tpfuse.choices import Kernels
 from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.layer_norm import add_layer_norm
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.rms_norm import add_rms_norm
+from tpfuse.switches import use
 from tpfuse.testing.compare import evaluate
 from tpfuse.testing.inputs import integers, normal
 
@@ -72,7 +73,7 @@ def test_one_graph_gives_the_same(operator: str, name: Kernels, dtype: torch.dty
         return function(*tensors.values())
 
     torch._dynamo.reset()
-    with kernels(name):
+    with use(kernels=name):
         grad = normal(9, *call(**inputs).shape)
         expected = evaluate(call, inputs, grad)
         found = evaluate(torch.compile(call, fullgraph=True, backend="aot_eager"), inputs, grad)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.kernels import reference
 from tpfuse.ops.cross_entropy import cross_entropy
+from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -39,7 +39,7 @@ def _against_reference(kind: str, dtype: torch.dtype, vocabulary: int, scale: fl
     grad = normal(2, 63, dtype=torch.float32 if dtype in HALF else dtype)
     expected = Expected(_upcast, {"logits": logits, "target": target}, grad)
     mine = logits[own].clone().requires_grad_()
-    with kernels(kind):
+    with use(kernels=kind):
         losses = cross_entropy(mine, target, vocabulary, group_of(tensor_mesh()))
         losses.backward(grad)
     expected.check("out", losses)
@@ -80,7 +80,7 @@ def _nothing_to_learn(kind: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(10, rank, world)
     logits = normal(4, 7, 10)[:, start:stop].clone().requires_grad_()
-    with kernels(kind):
+    with use(kernels=kind):
         losses = cross_entropy(logits, torch.tensor([-1, -100, -100, -1, -1, -100, -1]), 10, group_of(tensor_mesh()))
         losses.sum().backward()
     assert torch.equal(losses, torch.zeros(7))
@@ -101,7 +101,7 @@ def _masked(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     whole[:, 6:] = -torch.inf
     whole[5, 11] = torch.nan
     logits = whole[:, start:stop].clone().requires_grad_()
-    with kernels(kind):
+    with use(kernels=kind):
         losses = cross_entropy(logits, torch.tensor([0, 1, 2, 3, 4, 5]), 12, group_of(tensor_mesh()))
         losses.sum().backward()
     return losses.detach(), logits.grad
@@ -126,7 +126,7 @@ def _bits(kind: str) -> torch.Tensor:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(300, rank, world)
     logits = normal(6, 40, 300)[:, start:stop].clone()
-    with kernels(kind):
+    with use(kernels=kind):
         return cross_entropy(logits, _targets(40, 300), 300, group_of(tensor_mesh()))
 
 
@@ -140,7 +140,7 @@ def _used_twice(kind: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(50, rank, world)
     logits, target = normal(7, 20, 50)[:, start:stop].clone().requires_grad_(), _targets(20, 50)
-    with kernels(kind):
+    with use(kernels=kind):
         before = logits.detach().clone()
         loss = cross_entropy(logits, target, 50, group_of(tensor_mesh())).sum()
         (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
@@ -163,14 +163,14 @@ def test_logits_of_any_stride(dtype: torch.dtype) -> None:
         normal(7, 40, 50, dtype=dtype)[::2],
     ):
         expected = Expected(_upcast, {"logits": logits, "target": target}, torch.ones(20))
-        with kernels("triton"):
+        with use(kernels="triton"):
             expected.check_function(partial(cross_entropy, vocabulary=50, group=None))
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
 def test_no_tokens(kind: str) -> None:
     logits = torch.empty(0, 10, requires_grad=True)
-    with kernels(kind):
+    with use(kernels=kind):
         losses = cross_entropy(logits, torch.empty(0, dtype=torch.int64), 10, None)
         losses.sum().backward()
     assert losses.shape == (0,) and logits.grad.shape == (0, 10)
@@ -180,7 +180,7 @@ def test_no_tokens(kind: str) -> None:
 def test_the_custom_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
     logits, target = normal(7, 12, 20, dtype=dtype).requires_grad_(), _targets(12, 20)
     forward, backward = torch.ops.tpfuse.cross_entropy_forward.default, torch.ops.tpfuse.cross_entropy_backward.default
-    with kernels("triton"):
+    with use(kernels="triton"):
         torch.library.opcheck(forward, (logits, target, 20, 0, None))
         torch.library.opcheck(backward, (logits.detach(), target, torch.ones(2, 12), torch.ones(12), 0))
 
@@ -202,7 +202,7 @@ def _errors(kind: str) -> None:
             for outside in (10, -2, -99, -101)
         ),
     ):
-        with naming(message), kernels(kind), pytest.raises(ValueError, match=message):
+        with naming(message), use(kernels=kind), pytest.raises(ValueError, match=message):
             cross_entropy(wrong, of, 10, group)
 
 

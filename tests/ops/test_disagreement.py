@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.meshes import tensor_mesh
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.settings import set_settings
@@ -17,6 +17,7 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 
 Group = dist.ProcessGroup
@@ -93,7 +94,7 @@ def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[s
     assert group is not None
     set_settings(fingerprint=fingerprint)
     try:
-        with implementation(name):
+        with use(implementation=name):
             for title, run in PROGRAMS.items():
                 if name == "fused" and "dtype" in title and "attention" in title:
                     continue  # only `direct` computes float64

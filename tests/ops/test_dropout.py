@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.backend import kernels
 from tpfuse.ops.dropout import drawn_keys, dropout, dropout_key, dropout_keys, keep_mask
+from tpfuse.switches import use
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
 
@@ -77,7 +77,7 @@ def test_triton_has_the_same_mask_and_gradient(dtype: torch.dtype, p: float) -> 
     x = normal(3, 2, 3, 100, dtype=dtype)
     plain, own = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected = dropout(plain, p, rows, KEY)
-    with kernels("triton"):
+    with use(kernels="triton"):
         out = dropout(own, p, rows, KEY)
     truth = x.double() * keep_mask(rows, 100, p, KEY) / (1 - p)
     check_error("out", out, expected, truth, torch.finfo(dtype).eps * truth.abs().max().item())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.forked_ranks import LIMIT, Rank, ranks
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
@@ -22,6 +22,7 @@ from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.switches import use
 from tpfuse.testing.patience import patient
 
 TIMEOUT = 0.4  # seconds on an idle machine
@@ -81,7 +82,7 @@ def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tupl
     for step in steps:
         # Gloo's groups cannot be used after an error.
         group = dist.new_group() if name == "collective" else world
-        with implementation(name):
+        with use(implementation=name):
             _set_timeout(patient(10.0), group, name)
             out = _forward(step, group)
             _run(step, group, out)
@@ -137,7 +138,7 @@ def _until_a_rank_dies(rank: Rank, name: Implementation, step: str) -> None:
     group = rank.join()
     collective.PATIENCE = patient(0.4)
     set_settings(timeout=patient(10.0 if step in ATTENTION and name == "collective" else LIMIT))
-    with implementation(name):
+    with use(implementation=name):
         out = _forward(step, group)
         _run(step, group, out)
         rank.tell("here")

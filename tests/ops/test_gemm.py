@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import kernels
 from tpfuse.kernels import activation_backward as activation_backward_kernel
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels import reference
@@ -17,6 +16,7 @@ from tpfuse.kernels.activations import GATED as KERNEL_GATED
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.activation import ACTIVATIONS, GATED
 from tpfuse.ops.gemm import gemm, preactivation_gradient, product, weight_gradient
+from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 
@@ -39,7 +39,7 @@ def _inputs(activation: str | None, dtype: torch.dtype, names: str = "x weight b
 def _check_all(inputs: dict[str, Tensor], activation: str | None, choice: Any) -> None:
     """Compare output and every gradient of gemm with the reference."""
     grad = normal(9, *_result(inputs, activation).shape, dtype=inputs["x"].dtype)
-    with kernels(choice):
+    with use(kernels=choice):
         expected = Expected(lambda **tensors: _result(tensors, activation), inputs, grad)
         expected.check_function(partial(gemm, activation=activation))
 
@@ -90,7 +90,7 @@ def test_without_bias_or_residual(activation: str | None, names: str) -> None:
 def test_one_gradient_alone(needed: str) -> None:
     inputs = _inputs("gelu", torch.float32)
     inputs[needed].requires_grad_()
-    with kernels("triton"):
+    with use(kernels="triton"):
         gemm(**inputs, activation="gelu").sum().backward()
     actual = inputs[needed].grad
     inputs[needed].grad = None
@@ -100,7 +100,7 @@ def test_one_gradient_alone(needed: str) -> None:
 
 def test_views_and_a_single_row() -> None:
     x, weight = integers(1, 20, 5, 8).transpose(0, 1), integers(2, 8, 12).t()
-    with kernels("triton"):
+    with use(kernels="triton"):
         assert torch.equal(gemm(x, weight), x @ weight.t())
         assert torch.equal(gemm(x[0, 0], weight), x[0, 0] @ weight.t())
         assert torch.equal(
@@ -114,7 +114,7 @@ def test_empty_inputs(shape: tuple[int, ...], choice: Any) -> None:
     inputs = {"x": torch.zeros(shape), "weight": torch.ones(5, shape[-1]), "bias": integers(1, 5)}
     for x in inputs.values():
         x.requires_grad_()
-    with kernels(choice):
+    with use(kernels=choice):
         out = gemm(**inputs, activation="relu")
         out.sum().backward()
     assert torch.equal(out, inputs["bias"].relu().expand(*shape[:-1], 5))
@@ -131,7 +131,7 @@ def test_empty_inputs(shape: tuple[int, ...], choice: Any) -> None:
 def test_gradcheck_of_the_torch_path(activation: str | None) -> None:
     inputs = {name: x.requires_grad_() for name, x in _inputs(activation, torch.float64).items()}
     small = (inputs["x"][0, :3], inputs["weight"][:6], inputs["bias"][:6])
-    with kernels("triton"):  # torch computes float64
+    with use(kernels="triton"):  # torch computes float64
         assert torch.autograd.gradcheck(lambda x, w, b: gemm(x, w, b, activation=activation), small)
 
 
@@ -159,7 +159,7 @@ def test_no_preactivation_is_kept_without_gradients(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("tpfuse.ops.gemm._forward", spy)
     inputs = _inputs("gelu", torch.float32)
-    with kernels("triton"):
+    with use(kernels="triton"):
         gemm(**inputs, activation="gelu")
         inputs["weight"].requires_grad_()
         gemm(**inputs, activation="gelu")
@@ -174,7 +174,7 @@ def test_autocast_computes_in_its_dtype(choice: Any) -> None:
     inputs = _inputs("gelu", torch.float32)
     for x in inputs.values():
         x.requires_grad_()
-    with kernels(choice), torch.autocast("cpu", dtype=torch.bfloat16):
+    with use(kernels=choice), torch.autocast("cpu", dtype=torch.bfloat16):
         plain = gemm(inputs["x"], inputs["weight"], inputs["bias"], activation="gelu")
         out = gemm(**inputs, activation="gelu")
     assert plain.dtype == torch.bfloat16
@@ -190,7 +190,7 @@ def test_products_by_themselves(activation: str | None) -> None:
     grad = normal(9, 3, 11, 35 if activation in GATED else 70)
     results = []
     for choice in ("torch", "triton"):
-        with kernels(choice):
+        with use(kernels=choice):
             out, kept = product(*inputs.values(), activation, True)
             assert (kept is None) == (activation is None)
             assert product(*inputs.values(), activation, False)[1] is None
@@ -219,7 +219,7 @@ def test_torch_computes_products_that_nothing_follows(monkeypatch: pytest.Monkey
     inputs = _inputs("gelu", torch.float32)
     for x in inputs.values():
         x.requires_grad_()
-    with kernels("triton"):
+    with use(kernels="triton"):
         gemm(inputs["x"], inputs["weight"], inputs["bias"]).sum().backward()
         gemm(inputs["x"], inputs["weight"], residual=inputs["residual"].double())  # is added after the product
         assert launched == []
@@ -246,5 +246,5 @@ def test_torch_computes_products_that_nothing_follows(monkeypatch: pytest.Monkey
 )
 def test_bad_arguments_are_named(changes: dict[str, Any], message: str, choice: Any) -> None:
     good: dict[str, Any] = {"x": torch.zeros(2, 3), "weight": torch.zeros(6, 3)}
-    with kernels(choice), pytest.raises(ValueError, match=message):
+    with use(kernels=choice), pytest.raises(ValueError, match=message):
         gemm(**good | changes)

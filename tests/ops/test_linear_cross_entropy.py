@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive, pairwise
-from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.kernels import reference
 from tpfuse.kernels.launch import recording
 from tpfuse.ops import linear_cross_entropy as module
 from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
+from tpfuse.switches import use
 from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
@@ -89,7 +89,7 @@ def test_results_and_gradients_match_the_reference(
     shape: tuple[int, int, int, int | None], kind: str, dtype: torch.dtype
 ) -> None:
     rows, width, vocabulary, chunk = shape
-    with kernels(kind):
+    with use(kernels=kind):
         _compare(_inputs(rows, width, vocabulary, dtype), chunk_tokens=chunk)
 
 
@@ -97,7 +97,7 @@ def test_results_and_gradients_match_the_reference(
 def test_without_weights(kind: str) -> None:
     inputs = _inputs(40, 16, 70, torch.float32)
     del inputs["weights"]
-    with kernels(kind):
+    with use(kernels=kind):
         _compare(inputs, chunk_tokens=16)
         plain = _run(inputs, torch.tensor(1.0), chunk_tokens=16)
         ones = _run(inputs | {"weights": torch.ones(40)}, torch.tensor(1.0), chunk_tokens=16)
@@ -111,7 +111,7 @@ def test_the_upstream_gradient_is_not_rounded(dtype: torch.dtype, upstream: floa
     inputs = _inputs(30, 16, 40, dtype)
     inputs["weights"] = inputs["weights"] * (1e-3 if upstream > 1 else 1)
     grad = torch.tensor(upstream)
-    with kernels(kind):
+    with use(kernels=kind):
         actual = _run(inputs, grad, chunk_tokens=16)
         by_one = _run(inputs, torch.tensor(1.0), chunk_tokens=16)
     for name in ("x", "weight", "weights"):
@@ -128,7 +128,7 @@ def test_the_upstream_gradient_is_not_rounded(dtype: torch.dtype, upstream: floa
     ],
 )
 def test_large_logits(dtype: torch.dtype, kind: str) -> None:
-    with kernels(kind):
+    with use(kernels=kind):
         _compare(_inputs(33, 16, 130, dtype, scale=1e3), chunk_tokens=16)
 
 
@@ -146,7 +146,7 @@ def test_gradients_in_float64() -> None:
 def test_a_second_backward_returns_the_same(kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
     x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
-    with kernels(kind):
+    with use(kernels=kind):
         total, _ = linear_cross_entropy(x, weight, inputs["target"], 40, chunk_tokens=8)
         first = torch.autograd.grad(total * 3, (x, weight), retain_graph=True)
         again = torch.autograd.grad(total * 3, (x, weight))
@@ -157,7 +157,7 @@ def test_a_second_backward_returns_the_same(kind: str) -> None:
 @pytest.mark.parametrize("wanted", [(), ("x",), ("weight",), ("weights",)])
 def test_only_needed_gradients_are_returned(wanted: tuple[str, ...], kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
-    with kernels(kind):
+    with use(kernels=kind):
         whole = _run(inputs, torch.tensor(2.0), chunk_tokens=8)
         leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in inputs.items()}
         total, losses = linear_cross_entropy(**leaves, vocabulary=40, chunk_tokens=8)
@@ -247,7 +247,7 @@ def test_a_quarter_of_the_plain_memory_of_real_tensors(kind: str) -> None:
     arguments = tuple(inputs.values())
     with _Peak() as plain:
         _plain(*arguments)
-    with kernels(kind), _Peak() as fused:
+    with use(kernels=kind), _Peak() as fused:
         x, weight, target = arguments
         leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
         total, _ = linear_cross_entropy(*leaves, target, 256, chunk_tokens=16)
@@ -266,7 +266,7 @@ def _in_ranks(kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel:
     expected = Expected(reference.linear_cross_entropy, inputs, grad)
     x, weight = inputs["x"][tokens].clone().requires_grad_(), inputs["weight"][own].clone().requires_grad_()
     weights = inputs["weights"].clone().requires_grad_()
-    with kernels(kind):
+    with use(kernels=kind):
         whole = all_gather(x, group) if sequence_parallel else replicate(x, group)
         total, losses = linear_cross_entropy(
             whole, weight, inputs["target"], vocabulary, group, weights=weights, chunk_tokens=25
@@ -306,7 +306,7 @@ def test_slices_of_the_vocabulary(world: int, cases: list[tuple[str, torch.dtype
 def test_no_loss_if_all_targets_are_ignored(kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
     inputs["target"] = torch.full((20,), -1)
-    with kernels(kind):
+    with use(kernels=kind):
         for name, actual in _run(inputs, torch.tensor(1.0), chunk_tokens=8).items():
             assert torch.count_nonzero(actual) == 0, name
 
@@ -316,7 +316,7 @@ def test_nan_stays_in_its_row_of_x_and_reaches_every_weight(kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
     x = inputs["x"].clone()
     x[6, 3] = torch.nan
-    with kernels(kind):
+    with use(kernels=kind):
         expected = _run(inputs, torch.tensor(1.0), chunk_tokens=8)
         actual = _run(inputs | {"x": x}, torch.tensor(1.0), chunk_tokens=8)
     others = torch.arange(20) != 6
@@ -329,7 +329,7 @@ def test_nan_stays_in_its_row_of_x_and_reaches_every_weight(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_runs_agree_to_the_bit(kind: str) -> None:
     inputs = _inputs(24, 16, 70, torch.bfloat16)
-    with kernels(kind):
+    with use(kernels=kind):
         first, *others = [_run(inputs, torch.tensor(1.0), chunk_tokens=10) for _ in range(4)]
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
@@ -338,7 +338,7 @@ def test_two_runs_agree_to_the_bit(kind: str) -> None:
 def test_inputs_of_any_stride_are_not_changed(kind: str) -> None:
     inputs = _inputs(30, 16, 40, torch.float32)
     for name, x in {"x": inputs["x"].t().contiguous().t(), "weight": normal(2, 40, 32)[:, ::2]}.items():
-        with kernels(kind):
+        with use(kernels=kind):
             before = x.clone()
             _compare(inputs | {name: x}, chunk_tokens=16)
             assert torch.equal(x, before)
@@ -348,7 +348,7 @@ def test_inputs_of_any_stride_are_not_changed(kind: str) -> None:
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_no_tokens(chunk: int | None, kind: str) -> None:
     x, weight = torch.empty(0, 8, requires_grad=True), torch.ones(10, 8, requires_grad=True)
-    with kernels(kind):
+    with use(kernels=kind):
         total, losses = linear_cross_entropy(x, weight, torch.empty(0, dtype=torch.int64), 10, chunk_tokens=chunk)
         total.backward()
     assert total.item() == 0 and losses.shape == (0,) and x.grad.shape == (0, 8)
@@ -359,11 +359,11 @@ def test_no_tokens(chunk: int | None, kind: str) -> None:
 def test_autocast_computes_in_its_dtype(kind: str) -> None:
     inputs = _inputs(30, 16, 40, torch.float32)
     x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
-    with kernels(kind), torch.autocast("cpu", torch.bfloat16):
+    with use(kernels=kind), torch.autocast("cpu", torch.bfloat16):
         total, losses = linear_cross_entropy(x, weight, inputs["target"], 40)
     total.backward()
     by_hand = {name: inputs[name].detach().bfloat16() for name in ("x", "weight")} | {"target": inputs["target"]}
-    with kernels(kind):
+    with use(kernels=kind):
         expected = _run(by_hand, torch.tensor(1.0))
     assert total.dtype == losses.dtype == torch.float32 and torch.equal(total, expected["out"])
     assert torch.equal(x.grad, expected["x"].float()) and torch.equal(weight.grad, expected["weight"].float())
@@ -377,7 +377,7 @@ def test_the_custom_operator_keeps_torchs_rules(weighted: bool, dtype: torch.dty
     leaves = [inputs[name].requires_grad_() for name in ("x", "weight")]
     weights = inputs["weights"].requires_grad_() if weighted else None
     arguments = (*leaves, inputs["target"], weights, 20, None, 5, True, True)
-    with kernels("triton"):
+    with use(kernels="triton"):
         torch.library.opcheck(torch.ops.tpfuse.linear_cross_entropy_forward.default, arguments)
 
 
@@ -385,7 +385,7 @@ def test_the_custom_operator_keeps_torchs_rules(weighted: bool, dtype: torch.dty
 def test_bad_arguments_are_refused(kind: str) -> None:
     x, weight, target = torch.zeros(3, 4), torch.zeros(10, 4), torch.zeros(3, dtype=torch.int64)
     call = partial(linear_cross_entropy, vocabulary=10)
-    with kernels(kind):
+    with use(kernels=kind):
         for message, refused in {
             r"x has shape \(4,\): expected \[M, C\]": lambda: call(x[0], weight, target),
             r"x is torch\.int64": lambda: call(x.long(), weight.long(), target),

@@ -13,11 +13,12 @@ from torch import Tensor
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive, pairwise
-from tpfuse.backend import Kernels, kernels
+from tpfuse.choices import Kernels
 from tpfuse.comm.mesh import group_of
 from tpfuse.kernels import reference
 from tpfuse.ops.layer_norm import _forward, _gradients, add_layer_norm, layer_norm
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
+from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -85,7 +86,7 @@ def test_results_and_gradients_match_the_reference(
 ) -> None:
     inputs = _inputs(norm, *shape, dtype, left_out)
     grad = normal(9, shape[0] * (2 if "residual" in inputs else 1), shape[1], dtype=dtype)
-    with kernels(name):
+    with use(kernels=name):
         Expected(norm.reference, inputs, grad).check_function(norm.fused)
 
 
@@ -97,7 +98,7 @@ def _on_shards(key: str, name: Kernels, dtype: torch.dtype, left_out: str, summe
     parameters = [inputs[key].clone().requires_grad_() if key in inputs else None for key in norm.parameters]
     x, residual = (inputs[key][own].clone().requires_grad_() if key in inputs else None for key in ("x", "residual"))
     options = {"sum_gradients_over": group if summed else None}
-    with kernels(name):
+    with use(kernels=name):
         if residual is None:
             out = norm.alone(x, *parameters, 1e-5, **options)
         else:
@@ -131,7 +132,7 @@ def test_gradients_on_shards_are_those_of_all_rows(world: int) -> None:
 @BOTH
 def test_only_the_sum_may_be_used(norm: Norm, name: Kernels) -> None:
     inputs = {key: x.requires_grad_() for key, x in _inputs(norm, 5, 8, F32).items()}
-    with kernels(name):
+    with use(kernels=name):
         norm.added(*inputs.values(), 1e-5)[1].sum().backward()
     assert torch.equal(inputs["x"].grad, torch.ones(5, 8)) and torch.equal(inputs["residual"].grad, torch.ones(5, 8))
     assert inputs["weight"].grad is None
@@ -143,7 +144,7 @@ def test_only_the_sum_may_be_used(norm: Norm, name: Kernels) -> None:
 def test_shapes(norm: Norm, name: Kernels, shape: tuple[int, ...]) -> None:
     x, residual = (normal(seed, *shape).requires_grad_() for seed in (1, 2))
     weight, *others = (normal(3, 64).requires_grad_(), None)[: len(norm.parameters)]
-    with kernels(name):
+    with use(kernels=name):
         out, summed = norm.added(x, residual, weight, *others, 1e-5)
         alone = norm.alone(x, weight, *others, 1e-5)
         (out.sum() + summed.sum() + alone.sum()).backward()
@@ -158,7 +159,7 @@ def test_views_and_transposed_inputs() -> None:
     outs = []
     for tensor in (x, x.contiguous()):
         leaf = tensor.detach().requires_grad_()
-        with kernels("triton"):
+        with use(kernels="triton"):
             out = layer_norm(leaf, normal(3, 63), None, 1e-5)
             out.backward(grad)
         outs.append((out, leaf.grad))
@@ -206,5 +207,5 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
 @BOTH
 @pytest.mark.parametrize(("call", "message"), ERRORS)
 def test_bad_arguments_are_refused(name: Kernels, call: Callable[[], Any], message: str) -> None:
-    with kernels(name), pytest.raises(ValueError, match=message):
+    with use(kernels=name), pytest.raises(ValueError, match=message):
         call()

@@ -18,7 +18,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation, kernels
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.channel import Channel
 from tpfuse.kernels import layer_norm_backward
@@ -30,6 +30,7 @@ from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.rms_norm import rms_norm
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 
@@ -158,7 +159,7 @@ def _products(name: Implementation, dtype: torch.dtype) -> None:
     weight, bias = integers(2 + rank, 3, 5, dtype=dtype), integers(4, 3, dtype=dtype)
     other, wide = integers(5 + rank, 3, dtype=dtype), integers(7 + rank, 3, 5, dtype=dtype)
     signals = Events({"signal": 1} if name == "direct" else {})  # both parts communicate, in one epoch each
-    with implementation(name):
+    with use(implementation=name):
         _compare(_gathering(None, False), x, [weight, bias], signals)
         _compare(_gathering("relu", False), x, [weight, bias], signals + AGAIN)
         _compare(_gathering(None, True), x, [weight, wide, bias, other], signals)
@@ -183,7 +184,7 @@ def test_tensor_parallel_products(name: Implementation, dtype: torch.dtype) -> N
 def test_gemm(chosen: Any) -> None:
     x, weight, bias = integers(1, 7, 5), integers(2, 3, 5), integers(3, 3)
     twice = AGAIN if chosen == "triton" else None  # torch's activation is an operator of its own
-    with kernels(chosen):
+    with use(kernels=chosen):
         _compare(gemm, x, [weight, bias])
         _compare(lambda x, w, b: gemm(x, w, b, activation="relu"), x, [weight, bias], twice)
 
@@ -192,7 +193,7 @@ def test_gemm(chosen: Any) -> None:
 def test_norms(columns: int) -> None:
     """The kernels compute dx in one part, and the gradients of weight and bias in the other."""
     x, weight, bias = normal(1, 9, columns), normal(2, columns), normal(3, columns)
-    with kernels("triton"):
+    with use(kernels="triton"):
         _compare(lambda x, w, b: layer_norm(x, w, b, 1e-5), x, [weight, bias])
         _compare(lambda x, w: rms_norm(x, w, 1e-5), x, [weight])
         _compare(lambda x, w, b: sum(add_layer_norm(x, 2 * x, w, b, 1e-5)), x, [weight, bias])
@@ -202,7 +203,7 @@ def test_norms(columns: int) -> None:
 def test_linear_cross_entropy(chosen: Any) -> None:
     """Forward computes the gradients; each part scales one of them."""
     target = torch.tensor([0, 3, -1, 2])
-    with kernels(chosen):
+    with use(kernels=chosen):
         _compare(lambda x, w: linear_cross_entropy(x, w, target, 5)[0], normal(1, 4, 6), [normal(2, 5, 6)])
 
 

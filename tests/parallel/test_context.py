@@ -7,10 +7,11 @@ from torch import Tensor
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 
 CONFIG = GPTConfig(vocab_size=31, n_positions=21, n_embd=32, n_layer=1, n_head=2, dropout=0.1)  # 21 tokens: padding
@@ -21,7 +22,7 @@ def _trained(cp: int, name: Implementation, schedule: Schedule) -> tuple[Tensor,
     model = GPT(CONFIG, context_mesh=mesh_of(1, 1, cp)["cp"] if cp > 1 else None, context_schedule=schedule)
     initialize(model, 0)
     ids, targets = torch.randint(31, (2, 2, 21), generator=torch.Generator().manual_seed(1))
-    with implementation(name):
+    with use(implementation=name):
         loss = model(ids, targets, loss_weight=1 / targets.numel(), dropout_at=(1, 2))
         loss.backward()
     found = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}

@@ -18,7 +18,6 @@ from benchmarks.plan_accuracy import MeasuredRun, b200
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
-from tpfuse.backend import implementation, kernels
 from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
@@ -31,6 +30,7 @@ from tpfuse.plan.activations import activations
 from tpfuse.plan.in_flight import parts
 from tpfuse.plan.memory import RankMemory, memories, rank_memory
 from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, RankShare, TrainingProgram
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.options import TrainCommand
@@ -66,7 +66,7 @@ def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, int, int, int,
     Gradients are those that exist all the time: at stage 2 the sums of shards.
     """
     held: list[dict[int, int]] = []  # after each action of a pipeline, the bytes of storages by address
-    with implementation("direct"):
+    with use(implementation="direct"):
         trainer, windows = new_trainer(options, config)
         runner, engine, optimizer = trainer.runner, trainer.engine, trainer.optimizer
         assert isinstance(engine, GradientBuckets) and isinstance(optimizer, FlatAdamW)
@@ -184,7 +184,7 @@ def test_kernels_of_triton_save_what_the_formula_counts(
 
 
 def _saved_by_triton(options: TrainCommand, config: GPTConfig) -> int:
-    with kernels("triton"):
+    with use(kernels="triton"):
         return _held(options, config)[-1]
 
 
@@ -243,7 +243,7 @@ def _saved_by_llama(sizes: ModelSizes, sequences: int) -> int:
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
         max_position_embeddings=sizes.tokens, tie_word_embeddings=sizes.tied,
     )  # fmt: skip
-    with kernels("triton"):
+    with use(kernels="triton"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model = tpfuse.parallelize(model, mesh_of(1, 1)["tp"])
         ids = torch.arange(sequences * sizes.tokens).view(sequences, -1) % sizes.vocabulary

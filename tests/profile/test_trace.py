@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives, trace
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.kernels.trace import KernelEvent, TracedLaunch
@@ -27,6 +27,7 @@ from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.recording import layer_spans, record
 from tpfuse.profile.summary import Place, summarise, times_of
 from tpfuse.profile.trace_files import RankTrace, read_traces
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.errors import UserError
 
@@ -91,7 +92,7 @@ def _record(folder: Path, kind: Implementation, busy: bool) -> tuple[list[float]
     """Records steps of a model on this rank, with the delay. Returns the seconds of steps and of delays."""
     walls: list[float] = []
     took: list[float] = []
-    with implementation(kind):
+    with use(implementation=kind):
         model = _Model()
         x = torch.randn(4, 16, requires_grad=True)
         model(x).sum().backward()  # the channels are open then
@@ -182,7 +183,7 @@ def test_operators_know_their_layer_in_forward_and_backward(tmp_path: Path) -> N
 
 
 def _fused(folder: Path) -> None:
-    with implementation("fused"):
+    with use(implementation="fused"):
         down = RowParallelLinear(32, 16, sequence_parallel=True, device_mesh=tensor_mesh())
         x = torch.randn(4, 32 // dist.get_world_size())
         down(x)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tests.support.decoders import exact
 from tests.support.meshes import mesh_of
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import differing, newest_good, save
@@ -118,7 +119,7 @@ def train(
         windows.ahead = trainer.ahead // config.n_positions
         assert differing(found, trainer.shards(), trainer.world_group) == []
         assert trainer.optimizer.updates == found.step
-    with implementation(name):
+    with use(implementation=name):
         results = [trainer.train_step(windows, lambda: False) for _ in range(steps)]
     if save_to is not None:
         checkpoint(trainer, save_to)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import resolved_kernels
 from tpfuse.cli import run
+from tpfuse.switches import resolved_kernels
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators, verify
 from tpfuse.tools.compilation import CompilationReport

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Commands
-from tpfuse.backend import chosen_implementation, chosen_kernels, implementation, kernels
 from tpfuse.cli import run
+from tpfuse.switches import chosen_implementation, chosen_kernels, use
 from tpfuse.train import hardware
 from tpfuse.train.launch import STOP_SIGNALS
 
@@ -35,7 +35,7 @@ def _signals() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _switches() -> Iterator[None]:
     """Restores the kernels and the implementation, which a run in this process chooses."""
-    with kernels(chosen_kernels()), implementation(chosen_implementation()):
+    with use(kernels=chosen_kernels()), use(implementation=chosen_implementation()):
         yield
 
 

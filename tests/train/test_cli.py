@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tpfuse
 from tests.support.command import Commands
-from tpfuse import backend, cli
+from tpfuse import cli, switches
 from tpfuse.__main__ import main
 from tpfuse.cli import COMMANDS, run
 from tpfuse.testing.patience import patient
@@ -141,7 +141,7 @@ def test_a_disk_without_space_for_the_optimizer(commands: Commands, monkeypatch:
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(switches, "INTERPRETED", False)
     for option, verb in (("--kernels triton", "are"), ("--parallel.impl fused", "is")):
         expected = f"{option} on a CPU {verb} interpreted: set TRITON_INTERPRET=1"
         assert expected in commands.fail_to_train(*option.split())

@@ -15,12 +15,12 @@ from torch import nn
 from tests.support.decoders import FAMILIES, decoder, exact
 from tests.support.tiers import exhaustive, pairwise
 from tests.support.training import Result, check_same, new_trainer, options_of, ranks_of, train, trained_decoder
-from tpfuse.backend import implementation
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.plan.memory import memories
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError
@@ -263,7 +263,7 @@ def _held(config: DecoderConfig, options: TrainCommand) -> tuple[dict[str, tuple
     """Train a step. Return shapes of parameters, bytes of slots and of buckets, and sizes of all live parameters."""
     gc.collect()
     before = {id(each) for each in gc.get_objects() if isinstance(each, nn.Parameter)}
-    with implementation("direct"):
+    with use(implementation="direct"):
         trainer, windows = new_trainer(options, config)
         trainer.train_step(windows, lambda: False)
     assert trainer.runner is not None and isinstance(trainer.engine, GradientBuckets)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tests.support.forked_ranks import Rank, Ranks, ranks
 from tests.support.meshes import mesh_from
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.connect import connect
@@ -35,6 +35,7 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.switches import use
 from tpfuse.testing.patience import patient
 from tpfuse.train.hang import hang
 from tpfuse.zero import shard
@@ -320,7 +321,7 @@ def _serve(rank: Rank) -> None:
         group = world
         if case.name == "collective":  # Gloo's groups cannot be used after an error
             group = dist.new_group()
-        with implementation(case.name):
+        with use(implementation=case.name):
             _set_timeout(patient(LONG), group, case.name)
             step = case.make(group)
             step()

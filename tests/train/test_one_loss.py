@@ -24,8 +24,9 @@ from tests.support.training import (
     trained,
     whole_weights,
 )
-from tpfuse.backend import Implementation, Kernels, kernels
+from tpfuse.choices import Implementation, Kernels
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
@@ -232,7 +233,7 @@ def trained_by(
     name: Kernels, tp: int, dtype: str, config: GPTConfig, steps: int, products: Implementation = "auto"
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns the losses and weights after some steps of 63 tokens, which tp does not divide."""
-    with kernels(name):
+    with use(kernels=name):
         options = options_of(tp=tp, dtype=dtype, batch=9, order="random")
         losses, _, weights = train(options, steps, products, None, None, config)
     return torch.tensor(losses, dtype=torch.float64), weights

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, set_implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import shard
@@ -71,11 +72,11 @@ def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fail
 
 
 def _compare(implementation: Implementation, stage: int, where: Where, micro_batch: int, on_all_ranks: bool) -> None:
-    set_implementation(implementation)
+    use(implementation=implementation)
     try:
         runs = [_trained(stage, where, micro_batch, on_all_ranks), _trained(stage, "", 0, on_all_ranks)]
     finally:
-        set_implementation("auto")
+        use(implementation="auto")
     for failed, whole in zip(*runs, strict=True):
         assert torch.equal(failed, whole)
 

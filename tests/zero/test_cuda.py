@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import torchs_adamw
-from tpfuse.backend import implementation
 from tpfuse.comm import collectives
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 from tpfuse.zero import shard
@@ -63,7 +63,7 @@ def _plainly(world: int, dtype: torch.dtype, clip: bool) -> list[Tensor]:
 def _train(device: str, dtype: torch.dtype, stage: int, sums: bool, offload: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = _model(dtype).to(device)
-    with implementation("fused"):
+    with use(implementation="fused"):
         buckets = shard(model, stage=stage, bucket_bytes=20_000)
         store = HostStore(2**12, pinned=device == "cuda") if offload else None
         optimizer = FlatAdamW(buckets, weight_decay=0.1, store=store)

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Kernels, kernels
+from tpfuse.choices import Kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
+from tpfuse.switches import use
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
 from tpfuse.zero import shard
@@ -30,7 +31,7 @@ def test_half_parameters_follow_float32_masters(name: Kernels) -> None:
         buckets.start(last=True)
         model(torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(0)).sum().backward()
         buckets.finish()
-        with kernels(name):
+        with use(kernels=name):
             optimizer.step(1e-6)  # much less than the smallest change of a bfloat16 weight
     for bucket, old in zip(buckets.buckets, before, strict=True):
         master = optimizer.state(bucket)["model"]
@@ -59,7 +60,7 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
         for index, (_, bucket, segment) in enumerate(places):
             gradient = normal(100 * step + index, *segment.shape) * 10.0 ** (step % 5 - 4)
             bucket.layout.view(bucket.reduced_shard, segment).copy_(gradient)
-        with kernels(name):
+        with use(kernels=name):
             optimizer.step(1e-2 / (step + 1), 0.5 if step % 2 else 1.0)
     state = {}
     for n, bucket, segment in places:

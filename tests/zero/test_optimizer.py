@@ -18,10 +18,11 @@ from tests.support.meshes import mesh_from, mesh_of
 from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import torchs_adamw
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.layout import gather_whole
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import offload
@@ -342,7 +343,7 @@ def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int, impl: Im
     results = []
     for skip in (False, True):
         model = made()
-        with implementation(impl):
+        with use(implementation=impl):
             optimizer = optimizer_of(model, stage)
         rows = ROWS.chunk(dist.get_world_size())[dist.get_rank()]
         for step in range(2):

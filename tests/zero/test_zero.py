@@ -10,8 +10,9 @@ from torch import nn
 from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive, pairwise
 from tests.support.zero_training import CLIP, Layout, Result, check_same, engine_of, gpt, plain, run
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import plan_buckets
@@ -24,7 +25,7 @@ def trained(
 ) -> tuple[Result, int]:
     """Train on this rank. nodes: whether the four ranks are on two pretended nodes."""
     options = {} if layout.stage == 3 else {"bucket_bytes": BUCKET[name]}
-    with implementation(reducer):
+    with use(implementation=reducer):
         if not nodes:
             return run(name, layout, accumulation, clip, **options)
         with pretended_nodes(2, 2) as group:
@@ -128,7 +129,7 @@ def test_training_at_stage_3_equals_that_of_one_rank(name: str, layout: Layout, 
 def norm_of_ones(name: Implementation) -> float:
     """Return the squared norm of gradients that are all 1; a small bucket follows larger ones in the same buffer."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (1, 64, 64, 64)])
-    with implementation(name):
+    with use(implementation=name):
         buckets = shard(model, stage=2, bucket_bytes=1)
         buckets.start(last=True)
         sum(parameter.sum() for parameter in model).backward()  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
 """The choice of the implementation that serves a group's tensors, with its reason.
 
-`tpfuse.backend` has the table of implementations and the switch.
+`tpfuse.switches` has the table of implementations and the switch.
 """
 
 from dataclasses import dataclass, replace
@@ -10,11 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from tpfuse.backend import Implementation, Kernels, chosen_implementation, chosen_kernels
+from tpfuse.choices import Implementation, Kernels
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.launch import INTERPRETED
+from tpfuse.switches import chosen_implementation, chosen_kernels
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ _choices: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Choice]] = WeakKeyDict
 def choose_implementation(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> Choice:
     """Returns the implementation for tensors of `dtype` on `device`; it is the same on every rank of the group.
 
-    The first call for a device is collective. An implementation that was set by `set_implementation` and is not
+    The first call for a device is collective. An implementation that `tpfuse.use` chose and that is not
     possible is replaced. Raises ValueError if `fused` was chosen for CPU tensors and this process does not interpret
     kernels.
     """

@@ -21,7 +21,7 @@ class LayerPlan:
     """The implementation of one layer, and the reason for it.
 
     weight: the shape of the whole weight, () for none; shard: the shape of this rank's shard of it; operator: the
-    operator's name; implementation: "fused", "direct" or "collective" (`tpfuse.backend`), or "local" for one rank.
+    operator's name; implementation: "fused", "direct" or "collective" (`tpfuse.switches`), or "local" for one rank.
     """
 
     layer: str

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.backend import use_triton
 from tpfuse.kernels import adamw
+from tpfuse.switches import use_triton
 
 
 def adamw_(

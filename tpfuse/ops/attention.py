@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.backend import chosen_kernels, use_triton
 from tpfuse.comm.layout import check_local
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
@@ -24,6 +23,7 @@ from tpfuse.kernels.checks import check_device, check_integers, check_shape
 from tpfuse.ops.autograd import autocast
 from tpfuse.ops.dense_attention import dense_attention, expressible
 from tpfuse.ops.values import check_cumulative
+from tpfuse.switches import chosen_kernels, use_triton
 
 
 class Options(TypedDict, total=False):

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
-from tpfuse.backend import use_triton
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
@@ -35,6 +34,7 @@ from tpfuse.kernels.cross_entropy import (
 )
 from tpfuse.ops.autograd import apply, once_differentiable
 from tpfuse.ops.values import check_range
+from tpfuse.switches import use_triton
 
 __all__ = ["IGNORE", "TORCH_IGNORE", "cross_entropy", "is_ignored"]
 

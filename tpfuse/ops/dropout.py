@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.backend import use_triton
 from tpfuse.comm.layout import is_traced
 from tpfuse.kernels.dropout import dropout_forward, threshold
+from tpfuse.switches import use_triton
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9

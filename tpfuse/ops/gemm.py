@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.backend import use_triton
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast, wanted_gradients
 from tpfuse.ops.linear_checks import check_linear, check_residual
+from tpfuse.switches import use_triton
 
 
 def gemm(

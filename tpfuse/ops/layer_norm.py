@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.backend import use_triton
 from tpfuse.comm.layout import check_local
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.autograd import wanted_gradients
 from tpfuse.ops.collectives import replicate
+from tpfuse.switches import use_triton
 
 
 def layer_norm(

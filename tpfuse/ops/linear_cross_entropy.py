@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
-from tpfuse.backend import use_triton
 from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
+from tpfuse.switches import use_triton
 
 _ALIGNMENT = 16  # entries: TMA, wide loads and store masks need rows of logits at multiples of 32 bytes
 

@@ -4,9 +4,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfuse.backend import use_triton
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.layer_norm import check_norm, normalize
+from tpfuse.switches import use_triton
 
 
 def rms_norm(

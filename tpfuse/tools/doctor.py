@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import triton
 
-from tpfuse.backend import chosen_implementation, chosen_kernels, resolved_kernels
 from tpfuse.comm.autotune import driver
 from tpfuse.comm.choice import decide
 from tpfuse.comm.cuda_calls import CudaCalls
@@ -34,6 +33,7 @@ from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.limits import core_time
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
+from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels
 from tpfuse.train.messages import say
 
 _OLDEST_TORCH, _OLDEST_TRITON = (2, 11), (3, 6)  # pyproject.toml requires them

@@ -58,7 +58,7 @@ class Shape:
         raise NotImplementedError
 
     def function(self, *inputs: Any, **named: Any) -> Tensor:
-        """Return the one result of tpfuse's operator, under `kernels("triton")`."""
+        """Return the one result of tpfuse's operator, under `use(kernels="triton")`."""
         raise NotImplementedError
 
     def reference(self, *inputs: Any, **named: Any) -> Tensor:

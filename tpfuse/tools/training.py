@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpfuse.backend import Implementation, Kernels, implementation, kernels
+from tpfuse.choices import Implementation, Kernels
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.explain import plans
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.switches import use
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if _gpu() else torch.device("cpu")
     if _gpu():
         torch.cuda.set_device(device)
-    with implementation(name), kernels(kind):
+    with use(implementation=name, kernels=kind):
         mesh = build_mesh(device.type, dp=1, tp=tp) if tp > 1 else None
         trainer = Trainer(_options(dtype), SIZES, mesh, device)
         windows = Windows(_text(), SIZES.n_positions, 1, "train", SEQUENCES)

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tpfuse._version import __version__
-from tpfuse.backend import kernels
 from tpfuse.kernels import launch
+from tpfuse.switches import use
 from tpfuse.testing.compare import Expected, evaluate, unwritten_memory_is_nan
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import doctor
@@ -65,12 +65,12 @@ def compare(operator: str, case: Shape, dtype: str, device: torch.device) -> Com
     identity = operator, case.name, dtype
     try:
         inputs = {name: x.to(device) for name, x in case.seeded(DTYPES[dtype]).items()}
-        with kernels("torch"):
+        with use(kernels="torch"):
             with torch.no_grad():
                 shape = case.reference(**inputs).shape
             grad = normal(0, *shape, dtype=DTYPES[dtype]).to(device)
             expected = Expected(case.reference, inputs, grad)
-        with kernels("triton"):
+        with use(kernels="triton"):
             actual = evaluate(case.function, inputs, grad)
         measured = [
             (name, expected.error(name, actual.get(name)), expected.bound(name)) for name in expected.same_dtype

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse._version import __version__
-from tpfuse.backend import resolved_kernels, set_implementation, set_kernels
 from tpfuse.comm.autotune import Decision, as_json, autotune, from_json, machine
 from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
@@ -25,6 +24,7 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
 from tpfuse.layers.explain import plans, summary
 from tpfuse.parallel.pipeline.timeline import Timeline
+from tpfuse.switches import resolved_kernels, use
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
@@ -75,8 +75,7 @@ def train_rank(info: RankInfo, run: Run) -> int:
     Raises RunError if the run cannot continue, and PeerLost, which is a RunError, if other ranks do not answer.
     """
     stop = StopRequest(insistent=info.world == 1)
-    set_kernels(run.options.kernels)
-    set_implementation(run.options.parallel.impl)
+    use(implementation=run.options.parallel.impl, kernels=run.options.kernels)
     if run.options.train.deterministic:
         torch.use_deterministic_algorithms(True)
     comm, debug = run.options.comm, run.options.debug

@@ -13,11 +13,11 @@ from typing import Any
 import tomli_w
 import torch
 
-from tpfuse import backend
-from tpfuse.backend import kernels, resolved_kernels
+from tpfuse import switches
 from tpfuse.comm.stacks import remove_stacks
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
+from tpfuse.switches import resolved_kernels, use
 from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good, open_checkpoint
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import resolved
@@ -211,11 +211,11 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
 
 def _check_kernels(options: TrainCommand) -> None:
     try:
-        with kernels(options.kernels):
+        with use(kernels=options.kernels):
             resolved_kernels("cuda" if device_count() else "cpu")
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    if options.parallel.impl == "fused" and not device_count() and not backend.INTERPRETED:
+    if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation, kernels
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective, direct
 from tpfuse.comm.collectives.fused import FusedCollectives
@@ -20,6 +20,7 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.mesh import group_of
 from tpfuse.comm.settings import set_settings
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
@@ -32,7 +33,7 @@ def _collect_one(name: Implementation, dtype: torch.dtype) -> None:
     group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
     whole = integers(1, world, 7 * world, 9, dtype=dtype)
     mine = whole[rank]
-    with implementation(name):
+    with use(implementation=name):
         for x in (mine, mine.t().contiguous().t()):  # Strides must not matter.
             before = x.clone()
             assert torch.equal(collectives.all_gather(x, group), whole.flatten(0, 1))
@@ -66,7 +67,7 @@ def _taken(name: Implementation, triton: bool) -> str:
         run = getattr(kind, method)
         patch.setattr(kind, method, lambda *args, **options: taken.append(kind) or run(*args, **options))
 
-    with pytest.MonkeyPatch.context() as patch, implementation(name), kernels("triton" if triton else "auto"):
+    with pytest.MonkeyPatch.context() as patch, use(implementation=name, kernels="triton" if triton else "auto"):
         for kind, method in ((direct.DirectCollectives, "_run"), (FusedCollectives, "_run")):
             spy(kind, method)
         patch.setattr(collective, "CollectiveHandle", _counting(taken))
@@ -105,7 +106,7 @@ def test_the_implementation_that_was_set_is_used(name: Implementation, triton: b
 
 def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    with implementation(name):
+    with use(implementation=name):
         for n in sizes:
             whole = integers(n, world, world, n).to(dtype)
             mine = whole[rank].clone()
@@ -235,7 +236,7 @@ def _late(objects: bool) -> str:
         if objects:
             collective.set_timeout(group)
             collective.gather_objects("anything", group, op="all_reduce")
-        with implementation("collective"):
+        with use(implementation="collective"):
             collectives.all_reduce(torch.zeros(3), group)
     except PeerTimeout as error:
         return f"{type(error).__name__}: {error}"

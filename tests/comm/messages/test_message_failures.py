@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.switches import use
 from tpfuse.testing.patience import patient
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ ROUTES = [Route("x", 0, 1, 2), Route("y", 1, 0, 2), Route("z", 2, 0, 1)]
 def opened(name: Implementation, group: dist.ProcessGroup, timeout: float) -> Messages:
     """Returns the routes; waits have this deadline after they are open."""
     set_settings(timeout=patient(LIMIT))
-    with implementation(name):
+    with use(implementation=name):
         messages = open_messages(group, CPU, torch.float32, ROUTES, 40)
     dist.barrier(group)
     set_settings(timeout=timeout)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import decide
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
@@ -17,6 +17,7 @@ from tpfuse.comm.messages.collective import CollectiveMessages
 from tpfuse.comm.messages.direct import DirectMessages
 from tpfuse.comm.messages.fused import FusedMessages
 from tpfuse.comm.trace import Recorder, observed
+from tpfuse.switches import use
 from tpfuse.testing.ranks import on_ranks, pool
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def _world() -> dist.ProcessGroup:
 def opened(
     name: Implementation, routes: Sequence[Route], nbytes: int, group: dist.ProcessGroup | None = None
 ) -> Messages:
-    with implementation(name):
+    with use(implementation=name):
         messages = open_messages(group or _world(), CPU, torch.float32, routes, nbytes)
     assert type(messages) is KINDS[name]
     return messages
@@ -229,7 +230,7 @@ def test_routes_that_cannot_be_are_refused() -> None:
     for name in IMPLEMENTATIONS:
         assert opened(name, [], 4, dist.new_group()).finish() is None
         with (
-            implementation(name),
+            use(implementation=name),
             pytest.raises(ValueError, match=r"rank \d opens .* rank \d opens .* expected"),
         ):
             open_messages(_world(), CPU, torch.float32, [Route("x", 0, 1, 1 + dist.get_rank())], 4)
@@ -257,7 +258,7 @@ def _between_collectives(name: Implementation) -> None:
     """Ranks send and receive different numbers of messages between operations in which all ranks take part."""
     rank, group = dist.get_rank(), dist.new_group()
     messages = opened(name, [Route("x", 0, 1, 2)], 8, group)
-    with implementation(name):
+    with use(implementation=name):
         for turn in range(3):
             if rank == 0:
                 for number in range(2):

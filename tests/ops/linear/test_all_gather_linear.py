@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 
@@ -40,7 +41,7 @@ def _several(name: Implementation, activation: str | None) -> None:
         ws = [weight.clone().requires_grad_(i != 1) for i, weight in enumerate(weights)]
         return x.clone().requires_grad_(), ws, [b if b is None else b.clone().requires_grad_() for b in biases]
 
-    with implementation(name), pytest.MonkeyPatch.context() as patch:
+    with use(implementation=name), pytest.MonkeyPatch.context() as patch:
         x1, ws1, bs1 = leaves()
         apart = [all_gather_linear(x1, w, b, group, activation=activation) for w, b in zip(ws1, bs1, strict=True)]
         torch.autograd.backward(apart, grads)
@@ -83,7 +84,7 @@ def _empty_shard(name: Implementation) -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     x = integers(1, world, 3, 4)[rank].requires_grad_()
     weight = integers(2, 0 if rank else 5, 4).requires_grad_()
-    with implementation(name):
+    with use(implementation=name):
         out = all_gather_linear(x, weight, None, group)
         assert out.shape == (3 * world, 0 if rank else 5)
         out.sum().backward()

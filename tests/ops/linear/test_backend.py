@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.support.cases import naming
 from tests.support.parallel_products import Case, gathering, scattering, summing
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation, kernels
+from tpfuse.choices import Implementation
 from tpfuse.comm import autotune as tuner
 from tpfuse.comm.autotune import autotune
 from tpfuse.comm.connect import connect
@@ -35,6 +35,7 @@ from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 
@@ -49,10 +50,10 @@ def _served(dtype: torch.dtype) -> list[tuple[type, bool]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("auto", *IMPLEMENTATIONS):
-            with implementation(name):  # type: ignore[arg-type]
+            with use(implementation=name):  # type: ignore[arg-type]
                 one = parallel_linear(x, group)
                 found.append((type(one), parallel_linear(x, group) is one))
-        with kernels("triton"):
+        with use(kernels="triton"):
             found.append((type(parallel_linear(x, group)), True))
     return found
 
@@ -101,7 +102,7 @@ def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
         calls.clear()
         results = step()
         computed = list(calls)
-    with implementation("collective" if slow == "direct" else "direct"):
+    with use(implementation="collective" if slow == "direct" else "direct"):
         same = all(torch.equal(one, other) for one, other in zip(results, step(), strict=True))
     taken = sorted({decision.taken for decision in found.decisions.values()})
     return taken, sorted({call.partition(".")[0] for call in computed}), same, len(found.decisions)
@@ -168,10 +169,10 @@ def _warned() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            with implementation("fused"):
+            with use(implementation="fused"):
                 all_gather_linear(x, torch.ones(N, K, dtype=torch.float64), None, group)
             for name in ("auto", "direct", "collective"):
-                with implementation(name):  # type: ignore[arg-type]
+                with use(implementation=name):  # type: ignore[arg-type]
                     all_gather_linear(x, torch.ones(N, K, dtype=torch.float64), None, group)
     return [str(warning.message) for warning in caught]
 
@@ -197,7 +198,7 @@ def _late(name: Implementation, iterations: int) -> None:
     """Run products on ranks that arrive in any order, repeatedly in the same memory."""
     group, late = dist.group.WORLD, random.Random(dist.get_rank())
     calls = list(itertools.product((1, 3, 8), PRODUCTS))
-    with implementation(name):
+    with use(implementation=name):
         for i in range(iterations):
             if late.random() < 0.1:
                 time.sleep(late.random() * 2e-3)
@@ -226,7 +227,7 @@ def _by_copy_engines() -> None:
     """Gather shards of 8 rows by copy engines and shards of 1 row by the products."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     products = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=2 * K * 4)
-    with pytest.MonkeyPatch.context() as patch, implementation("fused"):
+    with pytest.MonkeyPatch.context() as patch, use(implementation="fused"):
         _serve_by(products, patch)
         for rows, product in itertools.product((8, 1, 8), PRODUCTS):
             with naming((product.function.__name__, rows)):
@@ -247,7 +248,7 @@ def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
     """Return the errors if the last rank has one row more; known: the numbers of rows that ranks agreed on before."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
     messages = []
-    with implementation(name):
+    with use(implementation=name):
         for product in PRODUCTS:
             for rows in known:
                 product.check(_case(rows), group)
@@ -294,7 +295,7 @@ def _twice(name: Implementation, dtype: torch.dtype, rows: int) -> list[list[Ten
         first, second = (normal(2 + i, world, 24, 40, dtype=dtype)[rank].requires_grad_() for i in range(2))
         last = normal(4, world, 40, 24, dtype=dtype)[rank].requires_grad_()
         bias = normal(5, 40, dtype=dtype).requires_grad_()
-        with implementation(name):
+        with use(implementation=name):
             one, other = all_gather_linear(x, [first, second], None, group, activation="gelu_tanh")
             time.sleep(late.random() * 3e-3)
             out = linear_reduce_scatter(one * other, last, bias, group, residual=x)
@@ -332,7 +333,7 @@ def _sums(name: Implementation, dtype: torch.dtype) -> None:
         total += products.float()
     expected = ((total + bias) + residual).to(dtype)
     own = slice(5 * rank, 5 * rank + 5)
-    with implementation(name):
+    with use(implementation=name):
         out = linear_reduce_scatter(x[rank], weight[rank], bias, group, residual=residual[own])
         whole = linear_all_reduce(x[rank], weight[rank], bias, group, residual=residual)
         leaf = torch.ones(5, 7, dtype=dtype, requires_grad=True)
@@ -345,7 +346,7 @@ def _sums(name: Implementation, dtype: torch.dtype) -> None:
     grad = integers(5, 5 * world, 7, low=-100, high=100)
     for wanted in (True, False):
         bias, last = bias.detach().requires_grad_(), weight[rank].detach().requires_grad_(wanted)
-        with implementation(name):
+        with use(implementation=name):
             linear_reduce_scatter(x[rank], last, bias, group).backward(grad[own].to(dtype))
         assert torch.equal(bias.grad, grad.sum(0).to(dtype))
 
@@ -355,7 +356,7 @@ def _never_waits(name: Implementation) -> None:
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     set_settings(timeout=0.5)
     try:
-        with implementation(name):
+        with use(implementation=name):
             for product in PRODUCTS:
                 with naming(product.function.__name__):
                     product.check(_case(4), group)

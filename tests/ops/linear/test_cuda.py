@@ -16,13 +16,14 @@ from torch import Tensor
 
 from tests.support.cases import naming
 from tests.support.parallel_products import Case, gathering, scattering, summing
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.kernels import reference
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.backend import parallel_linear
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 
@@ -55,7 +56,7 @@ def _all_products(device: str, names: tuple[Implementation, ...], small: bool) -
         ]
     for name, product, case in itertools.product(names, PRODUCTS, cases):
         activation = None if "residual" in product.held else case.activation
-        with implementation(name), naming((name, product.function.__name__, case)):
+        with use(implementation=name), naming((name, product.function.__name__, case)):
             product.check(replace(case, activation=activation, device=device), dist.group.WORLD)
 
 
@@ -64,7 +65,7 @@ def _iterations(device: str, count: int, large: int) -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     late = random.Random(rank)
     weight, down = integers(1, 48, 32).to(device), integers(2, 32, 48).to(device)
-    with implementation("fused"):
+    with use(implementation="fused"):
         products = parallel_linear(weight, group)
         assert isinstance(products, FusedLinear)
         products._engine_bytes = 4 * 32 * large  # shards of `large` rows or more
@@ -84,7 +85,7 @@ def _graph(device: str) -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     weight, down = integers(1, 48, 32).to(device), integers(2, 32, 48).to(device)
     x = torch.zeros(40, 32, device=device)
-    with implementation("fused"), torch.no_grad():
+    with use(implementation="fused"), torch.no_grad():
 
         def pair() -> Tensor:
             out = all_gather_linear(x, weight, None, group)

@@ -17,13 +17,14 @@ from torch import Tensor
 from tests.support.cases import naming
 from tests.support.parallel_products import Case, Tensors, gathering, scattering, summing
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.kernels import reference
 from tpfuse.ops.activation import ACTIVATIONS
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 
@@ -84,7 +85,7 @@ OF_TORCH = {
 
 def _check(product: str, name: Implementation, cases: list[Case]) -> list[Tensors]:
     found = []
-    with implementation(name):
+    with use(implementation=name):
         for case in cases:
             with naming(case):
                 found.append(PRODUCTS[product].check(case, dist.group.WORLD))
@@ -119,7 +120,7 @@ def test_result_and_every_gradient(product: str, name: Implementation, world: in
 
 
 def _check_what(product: str, name: Implementation, what: str) -> None:
-    with implementation(name):
+    with use(implementation=name):
         getattr(PRODUCTS[product], what)(dist.group.WORLD)
 
 

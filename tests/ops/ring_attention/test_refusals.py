@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 
 DOCUMENTS = torch.tensor([0, 3, 16], dtype=torch.int32)
@@ -73,7 +74,7 @@ def _refused(name: Implementation) -> list[str]:
     """
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     world, messages = dist.new_group(), []
-    with implementation(name):
+    with use(implementation=name):
         for changes, _ in BAD + OF_THE_LAYOUT:
             alone = _complaint(changes, world, pair) if dist.get_rank() == 0 else None
             dist.barrier()
@@ -112,7 +113,7 @@ def _uneven(name: Implementation, schedule: str, odd: int) -> str:
     """Return the error if rank `odd` has two tokens more than the others."""
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     group = pair if schedule == "ulysses_ring" else dist.group.WORLD
-    with implementation(name):
+    with use(implementation=name):
         _works(4, group, schedule)
         x = torch.ones(1, 1 if schedule == "ring" else 4, 6 if dist.get_rank() == odd else 4, 16)
         with pytest.raises(ValueError) as caught:

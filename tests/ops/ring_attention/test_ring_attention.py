@@ -21,12 +21,13 @@ from torch import Tensor
 from tests.support.cases import naming
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import choose_schedule, ring_attention
+from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -195,7 +196,7 @@ ALL = range(len(MASKS))
 def _products(name: Implementation, stride: int) -> None:
     """Check every stride-th combination; a stride coprime to the numbers of options meets every pair of options."""
     products = itertools.product(_ways(dist.get_world_size()), MASKS, (False, True))
-    with implementation(name):
+    with use(implementation=name):
         for way, mask, grouped in itertools.islice(products, 0, None, stride):
             sequence = replace(mask, **_heads(way, grouped))
             truth = _truth(sequence, 1)
@@ -204,7 +205,7 @@ def _products(name: Implementation, stride: int) -> None:
 
 def _in_dtype(name: Implementation, dtype: torch.dtype, masks: Sequence[int]) -> None:
     """Check each schedule with one of the masks, in turn."""
-    with implementation(name):
+    with use(implementation=name):
         for i, way in enumerate(_ways(dist.get_world_size())):
             sequence = replace(MASKS[masks[i % len(masks)]], dtype=dtype, **_heads(way, i % 2 == 1))
             truth = _truth(sequence, 2)
@@ -215,7 +216,7 @@ def _errors(name: Implementation) -> dict[tuple[str, str], float]:
     """Return this rank's sum of squared errors and largest error, by schedule and name of the result."""
     sequence, found = _Sequence(160, heads=8, kv_heads=8, dtype=BF16), {}
     truth = _truth(sequence, 3)
-    with implementation(name):
+    with use(implementation=name):
         for way in (_Way("ring"), _Way("all_gather"), _Way("ulysses", ulysses=dist.get_world_size())):
             result, layout = _run(way, sequence, truth.inputs), way.layout(sequence.length)
             for key in ("out", "q", "k", "v"):
@@ -235,7 +236,7 @@ def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> None:
     """Run two forwards before their backwards, as in a model, with other data in every call and late ranks."""
     late = random.Random(dist.get_rank())
     ways = [way for way in _ways(dist.get_world_size()) if way.balance == "zigzag"]
-    with implementation(name):
+    with use(implementation=name):
         for call in range(0, calls, 2):
             way = ways[call // 2 % len(ways)]
             heads = _heads(way, grouped=False, least=1 if name == "fused" else 4)
@@ -287,7 +288,7 @@ def _dropped(
         rows = 5 + 64 * torch.arange(batch).unsqueeze(1) + torch.arange(sequence.heads)
         dropout = {"dropout_p": 0.3, "key": key, "head_rows": rows, "dropout_width": width}
         truth = _unsharded(sequence, _truth(sequence, 4).inputs, dropout)
-        with implementation(name):
+        with use(implementation=name):
             _check(way, sequence, _run(way, sequence, truth.inputs, **dropout), truth)
 
 
@@ -301,7 +302,7 @@ def _twice(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]
         results = []
         for _ in range(2):
             time.sleep(late.random() * 3e-3)
-            with implementation(name):
+            with use(implementation=name):
                 results.append(_run(way, sequence, sequence.inputs(5)))
         assert all(torch.equal(results[0][key], results[1][key]) for key in NAMES), way
 
@@ -311,7 +312,7 @@ def _by_direct_and_collective(dtype: torch.dtype, masks: Sequence[int]) -> None:
     for way, i in itertools.product(_ways(dist.get_world_size()), masks):
         sequence, results = replace(MASKS[i], dtype=dtype, **_heads(way, grouped=True)), []
         for name in HOST:
-            with implementation(name):
+            with use(implementation=name):
                 results.append(_run(way, sequence, sequence.inputs(5)))
         for key in NAMES:
             assert torch.equal(results[0][key], results[1][key]), (way, key)
@@ -322,7 +323,7 @@ def _rare_cases(name: Implementation, stride: int) -> None:
     world = dist.get_world_size()
     blind = [_Sequence(48, documents=documents) for documents in ((0, 3, 9), (0, 0), (0, 0, 1))]
     short = [_Sequence(length, causal=causal) for length in (world, world + 1, 2 * world) for causal in (True, False)]
-    with implementation(name):
+    with use(implementation=name):
         products = itertools.product(_ways(world), (*blind, *short))
         for way, case in itertools.islice(products, 0, None, stride):
             sequence = replace(case, **_heads(way, grouped=False))
@@ -343,7 +344,7 @@ def _packed(name: Implementation) -> None:
             packed = torch.stack([shards[x].transpose(1, 2) for x in "qkv"], dim=2).requires_grad_()
             q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
             options = {"schedule": way.schedule, "balance": way.balance, "length": sequence.length}
-            with implementation(name):
+            with use(implementation=name):
                 out, lse = ring_attention(q, k, v, group=way.group, return_lse=True, **options)
                 out.backward(shards["grad"].transpose(2, 3).contiguous().transpose(2, 3))
             gradients = dict(zip("qkv", (x.transpose(1, 2) for x in packed.grad.unbind(2)), strict=True))
@@ -360,7 +361,7 @@ def _some_gradients(name: Implementation) -> None:
         for key in wanted:
             shards[key].requires_grad_()
         options = {"schedule": way.schedule, "balance": way.balance, "length": sequence.length}
-        with implementation(name):
+        with use(implementation=name):
             out = ring_attention(**shards, group=way.group, **options)
             assert out.requires_grad == bool(wanted)
             if wanted:
@@ -389,7 +390,7 @@ def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length
             truth = _new_truth(sequence, 200 + 2 * call + i)
             leaves = {key: layout.shard(x, rank, 2).requires_grad_() for key, x in truth.inputs.items()}
             grad = leaves.pop("grad").detach()
-            with implementation(name):
+            with use(implementation=name):
                 out, lse = ring_attention(**leaves, group=group, schedule="ring", length=length, return_lse=True)
                 all_gather_linear(torch.ones(2, 3, dtype=dtype), weight, None, group).sum().backward()
             runs.append((truth, leaves, grad, out, lse))
@@ -404,7 +405,7 @@ def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
     world = dist.get_world_size()
     ways = [_Way("ring"), _Way("all_gather"), _Way("ring", "striped"), _Way("all_gather", "contiguous")]
     ways += [_Way("ulysses", ulysses=world), *([_Way("ulysses_ring", ulysses=2)] if world == 4 else [])]
-    with implementation("fused"), warnings.catch_warnings():
+    with use(implementation="fused"), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no fallback
         for i in chosen:
             way = ways[i]
@@ -418,7 +419,7 @@ def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
 def _chosen(name: Implementation) -> list[str]:
     group, device = dist.group.WORLD, torch.device("cpu")
     shapes = (((1, 4, 8, 16), 4), ((1, 4, 8, 16), 1), ((1, 3, 8, 16), 3), ((1, 3, 2**21, 128), 3))
-    with implementation(name):
+    with use(implementation=name):
         return [choose_schedule(shape, heads, torch.float32, device, group)[0] for shape, heads in shapes]
 
 
@@ -448,7 +449,7 @@ def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], option
         if dropout:
             rows = torch.arange(2 * sequence.heads).view(2, -1)
             more = {"dropout_p": 0.3, "head_rows": rows, "key": dropout_keys(torch.empty(0), 1, 2, 3)[0]}
-        with implementation(name), naming((name, way, sequence)):
+        with use(implementation=name), naming((name, way, sequence)):
             inputs = sequence.inputs(3)
             expected = _run(way, sequence, inputs, **more)
             found = _run(way, sequence, inputs, compiled, **more)

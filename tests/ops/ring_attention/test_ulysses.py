@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import exhaustive
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm import channel
 from tpfuse.explore import PCT, SimulatedMemory, explore
 from tpfuse.explore.mutants import mutants_of, surviving
 from tpfuse.ops.ring_attention import ulysses
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ulysses import find_token_slices, to_heads, to_tokens
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 
@@ -26,7 +27,7 @@ def _there_and_back(name: Implementation, balance: Balance) -> None:
     x, y = (integers(seed, 2, heads, layout.padded_length, 3) for seed, heads in ((1, 2 * world), (2, world)))
     own = layout.positions(rank)
     shards = [z.index_select(2, own).requires_grad_() for z in (x, y)]
-    with implementation(name):
+    with use(implementation=name):
         found = to_heads(shards, token_slices, dist.group.WORLD)
         assert torch.equal(found[0], x[:, 2 * rank : 2 * rank + 2]) and torch.equal(found[1], y[:, rank : rank + 1])
         back = to_tokens(found, token_slices, dist.group.WORLD)

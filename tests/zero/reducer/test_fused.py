@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.tiers import exhaustive, pairwise
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.explore import PCT, SimulatedMemory, explore
 from tpfuse.explore.mutants import surviving
 from tpfuse.explore.planting import Fault, replace
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import shard
@@ -32,7 +33,7 @@ def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> 
     model = nn.Sequential(nn.Linear(9, 33, dtype=dtype), nn.Linear(33, 17, dtype=dtype))
     for seed, parameter in enumerate(model.parameters()):
         parameter.data.copy_(normal(seed, *parameter.shape))
-    with implementation(name):
+    with use(implementation=name):
         buckets = shard(model, stage=stage, bucket_bytes=700)
         kind = FusedReducer if name == "fused" else DirectReducer
         assert [type(reducer) for reducer in buckets.reducers] == [kind]

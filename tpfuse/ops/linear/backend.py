@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.backend import Implementation, implementation
+from tpfuse.choices import Implementation
 from tpfuse.comm.autotune import Decision, decide, is_autotuning
 from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear
 from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.switches import use
 
 _T = TypeVar("_T")
 
@@ -152,7 +153,7 @@ class MeasuredLinear:
         """Return run(the implementation called `name`), in which collectives are of the same implementation."""
         if name == self._usual and name in self._implementations:
             return run(self._implementations[name])
-        with implementation(cast(Implementation, name.partition(" ")[0])):
+        with use(implementation=cast(Implementation, name.partition(" ")[0])):
             products = self._implementations.get(name)
             if products is None:
                 products = _implementation(choose_implementation(self._device, self._dtype, self._group), self._group)

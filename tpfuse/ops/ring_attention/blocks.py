@@ -1,11 +1,11 @@
-"""Attention block by block, by Triton kernels or by torch's operators: `tpfuse.backend` chooses."""
+"""Attention block by block, by Triton kernels or by torch's operators: `tpfuse.switches` chooses."""
 
 from torch import Tensor
 
-from tpfuse.backend import use_triton
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 from tpfuse.ops.ring_attention.triton_blocks import KernelBackward, KernelForward
+from tpfuse.switches import use_triton
 
 
 def block_forward(q: Tensor, call: RingCall) -> BlockForward | KernelForward:

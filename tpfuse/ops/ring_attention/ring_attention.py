@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.backend import Implementation
+from tpfuse.choices import Implementation
 from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose_implementation

@@ -13,7 +13,7 @@ class PipelinePlan:
     """The plan of a pipeline, which is the same on all its ranks.
 
     order: the order of a step. stages: those of all ranks. costs: of each stage, as they are counted for the cut.
-    implementation: what carries messages between ranks, "fused", "direct" or "collective" (`tpfuse.backend`), or
+    implementation: what carries messages between ranks, "fused", "direct" or "collective" (`tpfuse.switches`), or
     "local" for one rank. reason: why. predicted: a step whose passes take the time that is expected of them.
     """
 

@@ -9,7 +9,6 @@
 torch always computes on float64 tensors, and it always computes matrix products without an activation or a residual: on
 GPUs it calls cuBLAS for them. With `auto` a GPU trains with torch's attention, which may be that of cuDNN, unless an
 option needs tpfuse's own (`tpfuse.ops.attention.chosen_attention`).
-`tpfuse train --kernels` sets the name; your own program calls `set_kernels`.
 
 | name       | what it is                                                         | where it is possible              |
 |------------|--------------------------------------------------------------------|-----------------------------------|
@@ -21,53 +20,65 @@ option needs tpfuse's own (`tpfuse.ops.attention.chosen_attention`).
 On CPU ranks `auto` is direct. On GPUs it is collective, except for tensor-parallel products, which use the
 implementation that a measurement on this machine found to be the fastest (`tpfuse.autotune`). If an implementation
 that was chosen is not possible, the next one below it in the table replaces it, with one warning.
-`tpfuse.explain(model)` shows which one is used, and why. `tpfuse train --parallel.impl` sets the name; your own program
-calls `set_implementation`, on every rank.
+`tpfuse.explain(model)` shows which one is used, and why.
+
+`tpfuse train --kernels --parallel.impl` sets the switches; your own program calls `tpfuse.use`, on every rank.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tpfuse.choices import Implementation as Implementation
-from tpfuse.choices import Kernels as Kernels
+from tpfuse.choices import Implementation, Kernels
 from tpfuse.kernels.launch import INTERPRETED as INTERPRETED
 
-_kernels: Kernels = "auto"
 _implementation: Implementation = "auto"
+_kernels: Kernels = "auto"
 
 
-def set_kernels(name: Kernels) -> None:
-    """Sets the kernels of this process. Raises ValueError for an unknown name."""
-    global _kernels
-    if name not in get_args(Kernels):
-        raise ValueError(f"kernels {name!r}: expected one of {', '.join(get_args(Kernels))}")
-    _kernels = name
+def use(
+    *, implementation: Implementation | None = None, kernels: Kernels | None = None
+) -> contextlib.AbstractContextManager[object]:
+    """Set the switches of this process that are given: for good, or until the end of a with block.
+
+        tpfuse.use(implementation="fused")              # from now on
+        with tpfuse.use(kernels="torch"): ...           # in the block
+
+    Raise ValueError for an unknown name.
+    """
+    for switch, name, known in (
+        ("implementation", implementation, get_args(Implementation)),
+        ("kernels", kernels, get_args(Kernels)),
+    ):
+        if name is not None and name not in known:
+            raise ValueError(f"{switch} {name!r}: expected one of {', '.join(known)}")
+    previous = contextlib.ExitStack()
+    previous.callback(_set, _implementation, _kernels)
+    _set(implementation or _implementation, kernels or _kernels)
+    return previous
+
+
+def _set(implementation: Implementation, kernels: Kernels) -> None:
+    global _implementation, _kernels
+    _implementation, _kernels = implementation, kernels
+
+
+def chosen_implementation() -> Implementation:
+    """Return the implementation that was set for this process."""
+    return _implementation
 
 
 def chosen_kernels() -> Kernels:
-    """Returns the name that was set for this process."""
+    """Return the kernels that were set for this process."""
     return _kernels
 
 
-@contextlib.contextmanager
-def kernels(name: Kernels) -> Iterator[None]:
-    """Sets the kernels of this process within a with block, as `set_kernels` does."""
-    previous = _kernels
-    set_kernels(name)
-    try:
-        yield
-    finally:
-        set_kernels(previous)
-
-
 def resolved_kernels(device_type: str) -> Literal["triton", "torch"]:
-    """Returns which kernels compute on tensors of a device type: "cuda" or "cpu"; on other devices it is always torch.
+    """Return which kernels compute on tensors of a device type: "cuda" or "cpu"; on other devices it is always torch.
 
-    Raises ValueError if Triton was chosen for CPU tensors in a process that does not interpret kernels.
+    Raise ValueError if Triton was chosen for CPU tensors in a process that does not interpret kernels.
     """
     if _kernels == "torch" or device_type not in ("cuda", "cpu") or (_kernels == "auto" and device_type == "cpu"):
         return "torch"
@@ -77,29 +88,5 @@ def resolved_kernels(device_type: str) -> Literal["triton", "torch"]:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Returns whether an operator on x runs as a Triton kernel. Raises ValueError as `resolved_kernels` does."""
+    """Return whether an operator on x runs as a Triton kernel. Raise ValueError as `resolved_kernels` does."""
     return x.dtype != torch.float64 and resolved_kernels(x.device.type) == "triton"
-
-
-def set_implementation(name: Implementation) -> None:
-    """Sets the implementation of this process. Raises ValueError for an unknown name."""
-    global _implementation
-    if name not in get_args(Implementation):
-        raise ValueError(f"implementation {name!r}: expected one of {', '.join(get_args(Implementation))}")
-    _implementation = name
-
-
-def chosen_implementation() -> Implementation:
-    """Returns the name that was set for this process."""
-    return _implementation
-
-
-@contextlib.contextmanager
-def implementation(name: Implementation) -> Iterator[None]:
-    """Sets the implementation of this process within a with block, as `set_implementation` does."""
-    previous = _implementation
-    set_implementation(name)
-    try:
-        yield
-    finally:
-        set_implementation(previous)
