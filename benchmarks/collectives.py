@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.harness import Parser, Row, percentiles, write_row
 from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.testing.ranks import RankPool
 
 SIZES = (2**12, 2**16, 2**18, 2**22, 2**26)  # bytes
@@ -55,7 +55,7 @@ def _symmetric() -> DirectCollectives | FusedCollectives:
     device, group = _device(), dist.group.WORLD
     assert group is not None
     if device.type not in _ours:
-        memory = connect(group, device)
+        memory = symmetric_memory(group, device)
         _ours[device.type] = FusedCollectives(memory) if device.type == "cuda" else DirectCollectives(memory)
     return _ours[device.type]
 

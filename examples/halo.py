@@ -2,10 +2,10 @@
 import torch
 import torch.distributed as dist
 
-from tpfuse import connect
+from tpfuse import symmetric_memory
 
 dist.init_process_group("gloo")
-memory = connect(dist.group.WORLD, torch.device("cpu"))
+memory = symmetric_memory(dist.group.WORLD, torch.device("cpu"))
 halo = memory.buffer("halo", (4,), torch.float32)  # the same on every rank, zero at first
 flags = memory.signals("halo flags", 1)
 right = (memory.rank + 1) % memory.world

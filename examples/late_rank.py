@@ -4,14 +4,14 @@ import time
 import torch
 import torch.distributed as dist
 
-from tpfuse import Disagreement, PeerTimeout, connect
+from tpfuse import Disagreement, PeerTimeout, symmetric_memory
 from tpfuse.comm.settings import set_settings
 from tpfuse.ops.collectives import all_reduce
 
 dist.init_process_group("gloo")
 set_settings(timeout=4.0)  # flight_folder=Path("runs") would write the last operations of all ranks as JSON
 group, rank = dist.group.WORLD, dist.get_rank()
-memory = connect(group, torch.device("cpu"))
+memory = symmetric_memory(group, torch.device("cpu"))
 all_reduce(torch.ones(4), group)
 try:
     time.sleep(6 * rank)  # rank 1 comes too late

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "profile.clock": {"comm", "comm.collectives"},
     "profile.recording": {"kernels", "comm", "profile.clock"},
     "ops": {"kernels", "switches", "comm", "comm.collectives"},
-    "ops.linear": {"kernels", "choices", "switches", "comm", "comm.collectives", "ops"},
+    "ops.linear": {"kernels", "choices", "comm", "comm.collectives", "ops"},
     "ops.ring_attention": {"kernels", "choices", "switches", "comm", "comm.collectives", "ops"},
     "layers": {"_lazy", "comm", "ops", "ops.linear"},
     "parallel.pipeline": {"choices", "comm", "comm.collectives", "comm.messages"},

@@ -16,7 +16,7 @@ NAMES = {
         ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm
         all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
         ring_attention SequenceLayout ZeroOptimizer Pipeline recomputed profile
-        build_mesh use connect explain parallelize restore FusedColwiseParallel FusedRowwiseParallel
+        build_mesh use symmetric_memory explain parallelize restore FusedColwiseParallel FusedRowwiseParallel
         FusedSequenceParallel FusedPrepareModuleInput autotune PeerTimeout Disagreement
     """,
     "tpfuse.layers": LAYERS,

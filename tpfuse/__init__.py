@@ -36,7 +36,7 @@ _MODULES = {
     "profile": "tpfuse.profile",
     "build_mesh": "tpfuse.comm.mesh",
     "use": "tpfuse.switches",
-    "connect": "tpfuse.comm.connect",
+    "symmetric_memory": "tpfuse.comm.dispatch",
     "explain": "tpfuse.layers.explain",
     "parallelize": "tpfuse.drop_in.parallelize",
     "restore": "tpfuse.drop_in.parallelize",
@@ -53,7 +53,7 @@ __all__ = [*_MODULES]
 if TYPE_CHECKING:  # These are the same names for editors and type checkers. A test compares them with the table.
     from tpfuse import profile as profile
     from tpfuse.comm.autotune import autotune as autotune
-    from tpfuse.comm.connect import connect as connect
+    from tpfuse.comm.dispatch import symmetric_memory as symmetric_memory
     from tpfuse.comm.errors import Disagreement as Disagreement
     from tpfuse.comm.errors import PeerTimeout as PeerTimeout
     from tpfuse.comm.mesh import build_mesh as build_mesh

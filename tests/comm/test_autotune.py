@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.support.tiers import exhaustive
 from tpfuse.comm import autotune as tuner
 from tpfuse.comm.autotune import Decision, add_decisions, autotune, decide, machine, read_decisions
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.testing.ranks import RankError, pool
@@ -189,7 +189,7 @@ def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], l
     before = settings().timeout
     set_settings(timeout=3.0)
     group = dist.new_group()
-    memory = connect(group, CPU)
+    memory = symmetric_memory(group, CPU)
     set_settings(timeout=before)
     recovered = []
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.support.tiers import exhaustive
 from tpfuse.comm import control_block, host
-from tpfuse.comm.connect import connect
 from tpfuse.comm.control_block import ControlBlock, Mapping
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.watchdog import is_late
@@ -390,7 +390,7 @@ def test_time_outs_have_all_details_and_can_be_pickled() -> None:
 
 
 def _many_files_are_open() -> None:
-    memory = connect(dist.group.WORLD, torch.device("cpu"))
+    memory = symmetric_memory(dist.group.WORLD, torch.device("cpu"))
     assert isinstance(memory, SharedMemory)
     state = memory.control.states[1 - memory.rank]
     assert state.pidfd is not None

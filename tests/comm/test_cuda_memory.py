@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from tests.support.cuda_stand_in import StandIn
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tests.support.tiers import exhaustive
-from tpfuse.comm import connect as connections
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.dispatch import connected, symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
@@ -364,10 +364,10 @@ def _connect() -> tuple[str, ...]:
     found = []
     for device in ("cuda:0", "cuda:0", "meta"):
         with pytest.raises(Unavailable) as caught:
-            connections.connect(_group(), torch.device(device))
+            symmetric_memory(_group(), torch.device(device))
         found.append(str(caught.value))
-    memory = connections.connect(_group(), torch.device("cpu"))
-    assert memory is connections.connect(_group(), torch.device("cpu")) and memory in connections.connected()
+    memory = symmetric_memory(_group(), torch.device("cpu"))
+    assert memory is symmetric_memory(_group(), torch.device("cpu")) and memory in connected()
     assert isinstance(memory, LocalMemory if memory.world == 1 else SharedMemory)
     return tuple(found)
 

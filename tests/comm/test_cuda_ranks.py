@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tpfuse.comm.collectives.fused import FusedCollectives
-from tpfuse.comm.connect import connect
 from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
@@ -159,9 +159,9 @@ def _connected() -> str:
     set_settings(timeout=20.0)
     group = dist.group.WORLD
     assert group is not None
-    memory = connect(group, torch.device("cuda"))
+    memory = symmetric_memory(group, torch.device("cuda"))
     assert memory.device == torch.device("cuda", torch.cuda.current_device()) and memory.timeout == 20.0
-    assert connect(group, memory.device) is memory
+    assert symmetric_memory(group, memory.device) is memory
     return memory.backend
 
 

@@ -9,15 +9,14 @@ import torch.distributed as dist
 
 from tests.support.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
 from tpfuse.comm import collectives, host
-from tpfuse.comm.choice import choose_implementation
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import choose_implementation, symmetric_memory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
 from tpfuse.comm.settings import set_settings
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import RankError, pool
-from tpfuse.zero.reducer.backend import make_reducer
 from tpfuse.zero.reducer.base import BucketSpec
+from tpfuse.zero.reducer.dispatch import make_reducer
 
 
 def on_two_nodes(test: Callable[[], None]) -> Callable[[], None]:
@@ -175,7 +174,7 @@ def _reach() -> tuple[str, str, str]:
 
     def memory(group: dist.ProcessGroup) -> str:
         try:
-            return connect(group, CPU).backend
+            return symmetric_memory(group, CPU).backend
         except Unavailable as error:
             return str(error)
 
@@ -195,7 +194,7 @@ def _real_members() -> tuple[int, int, list[int], list[int], bool]:
     found = split_by_node(dist.group.WORLD)
     assert found is not None
     choice = choose_implementation(CPU, torch.float32, dist.group.WORLD)
-    apart = choice.implementation == "collective" and choice.fallback
+    apart = choice.implementation == "collective" and choice.state == "fallback"
     return found.count, found.ranks_per_node, _members(found.within), _members(found.across), apart
 
 

@@ -16,7 +16,7 @@ from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import set_timeout
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.settings import set_settings
@@ -29,7 +29,7 @@ BOTH_WAYS = [Route(f"{a} to {b}", a, b, 1) for low in range(3) for a, b in ((low
 
 
 def _memory(group: dist.ProcessGroup, timeout: float) -> SharedMemory:
-    memory = connect(group, CPU)
+    memory = symmetric_memory(group, CPU)
     assert isinstance(memory, SharedMemory)
     memory.timeout = memory.control.timeout = timeout
     return memory

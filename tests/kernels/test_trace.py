@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.support.channels import connect
 from tests.support.tiers import exhaustive
-from tpfuse.comm.connect import connect as connect_ranks
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.explore import RoundRobin, Sequential, SimulatedMemory, explore
 from tpfuse.kernels.all_gather import all_gather_forward
@@ -230,7 +230,7 @@ def _on_rank(name: str) -> tuple[list[TracedLaunch], int, int, bool]:
     """
     group = dist.group.WORLD
     assert group is not None
-    memory = connect_ranks(group, torch.device("cpu"))
+    memory = symmetric_memory(group, torch.device("cpu"))
     memory.reset()
     operation, _ = _prepared(name, memory)
     flags = memory.signals("flags", 64).local

@@ -12,12 +12,12 @@ from torch import Tensor
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.choices import Implementation
 from tpfuse.comm.collectives import collective
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
-from tpfuse.ops.linear.backend import _implementations
+from tpfuse.ops.linear.dispatch import _IMPLEMENTATIONS
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
@@ -59,16 +59,15 @@ def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
 
 def _by_copy_engines(group: dist.ProcessGroup) -> None:
     """Make copy engines, not the products themselves, gather from now on."""
-    _implementations.setdefault(group, {})[FusedLinear] = FusedLinear(
-        connect(group, torch.device("cpu")), engine_bytes=0
-    )
+    memory = symmetric_memory(group, torch.device("cpu"))
+    _IMPLEMENTATIONS._objects.setdefault(group, {})["fused", memory] = FusedLinear(memory, engine_bytes=0)
 
 
 def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation) -> None:
     """Set the timeout of the tested steps; on a busy machine, ranks may meet later than that before the test."""
     set_settings(timeout=seconds)
     if name != "collective":
-        memory = connect(group, torch.device("cpu"))
+        memory = symmetric_memory(group, torch.device("cpu"))
         assert isinstance(memory, SharedMemory)
         memory.timeout = memory.control.timeout = seconds
 
@@ -97,9 +96,9 @@ def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tupl
             rank.hear()
             if name != "collective":
                 _set_timeout(patient(10.0), group, name)
-                connect(group, torch.device("cpu")).reset()
+                symmetric_memory(group, torch.device("cpu")).reset()
                 _run(step, group, out)
-                connect(group, torch.device("cpu")).barrier()
+                symmetric_memory(group, torch.device("cpu")).barrier()
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from tests.support.meshes import mesh_from
 from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective
-from tpfuse.comm.connect import connect
 from tpfuse.comm.control_block import ControlBlock
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.rendezvous import exchange
@@ -183,11 +183,11 @@ def _first_exchange(group: dist.ProcessGroup) -> Step:
 
 def _buffer(group: dist.ProcessGroup) -> Step:
     numbers = iter(range(9))
-    return lambda: connect(group, CPU).buffer(f"x{next(numbers)}", (3,), torch.float32)
+    return lambda: symmetric_memory(group, CPU).buffer(f"x{next(numbers)}", (3,), torch.float32)
 
 
 def _barrier(group: dist.ProcessGroup) -> Step:
-    return lambda: connect(group, CPU).barrier("end of the epoch")
+    return lambda: symmetric_memory(group, CPU).barrier("end of the epoch")
 
 
 def _products(name: Implementation, file: str, kind: str) -> list[Case]:
@@ -306,7 +306,7 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
     set_settings(timeout=seconds)
     collective.set_timeout(group)
     if name != "collective":
-        memory = connect(group, CPU)
+        memory = symmetric_memory(group, CPU)
         assert isinstance(memory, SharedMemory)
         memory.timeout = memory.control.timeout = seconds
 
@@ -341,7 +341,7 @@ def _serve(rank: Rank) -> None:
                 rank.hear()
             if case.name != "collective":
                 _set_timeout(patient(LONG), group, case.name)
-                connect(group, CPU).reset()
+                symmetric_memory(group, CPU).reset()
                 assert collectives.all_reduce(torch.ones(2), group).tolist() == [2.0, 2.0], "the ranks can go on"
             dist.barrier(world)
         rank.tell("ready")

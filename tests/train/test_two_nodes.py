@@ -21,7 +21,7 @@ from tests.support.meshes import mesh_of
 from tests.support.nodes import run_on_nodes, torchrun_on_nodes, why_not_permitted
 from tests.support.training import CONFIG, Result, check_same, options_of, train, trained
 from tpfuse.cli import run
-from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.mesh import group_of
 from tpfuse.testing.patience import Deadline, patient
 from tpfuse.train.metrics import read_metrics

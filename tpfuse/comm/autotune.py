@@ -38,7 +38,7 @@ import torch.distributed as dist
 import triton
 
 from tpfuse._version import __version__
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.host import cache_folder, processor, replace_file
 from tpfuse.comm.rendezvous import exchange
@@ -193,7 +193,7 @@ def _measured(
         if name == usual:
             raise RuntimeError(f"{case}: {failures[0][1]}") if error is None else error
         with suppress(Unavailable):
-            connect(group, device).reset()  # The candidate's waits may have been aborted.
+            symmetric_memory(group, device).reset()  # The candidate's waits may have been aborted.
         if group.rank() == 0:
             warnings.warn(f"{case}: {name} is not taken: {failures[0][1]}", stacklevel=2)
     samples: dict[str, list[float]] = {name: [] for name in working}

@@ -32,7 +32,7 @@ class PeerTimeout(RuntimeError):
         if waited is None:
             text = (
                 f"{named(rank)} cannot begin it after an earlier failure ({detail}):"
-                " call tpfuse.comm.connect.connect(group, device).reset() on every rank of the group first"
+                " call tpfuse.symmetric_memory(group, device).reset() on every rank of the group first"
             )
         elif peer == rank:
             text = f"{named(rank)} came too late: the other ranks have stopped waiting for it"

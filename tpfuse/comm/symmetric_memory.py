@@ -3,7 +3,7 @@
 One interface has four backends: `cuda` (peer access over NVLink or PCIe), `shm` (shared by the CPU ranks of a host),
 `local` (one rank alone) and `simulated` (`tpfuse.explore`: all ranks in one process, every access checked).
 
-    memory = connect(group, device)
+    memory = symmetric_memory(group, device)
     buffer = memory.buffer("halo", (1024,), torch.float32)    # the same call on every rank; the first one is collective
     flags = memory.signals("halo flags", 1)
     buffer.local.copy_(x)

@@ -8,12 +8,12 @@ from typing import Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import nn
 
-from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.partial_gradients import warnings_of
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
-from tpfuse.ops.linear.backend import measured_products
+from tpfuse.ops.linear.dispatch import measured_products
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ExplainedTraining(Protocol):
 def plans(model: nn.Module) -> list[LayerPlan]:
     """Return the plan of each ColumnParallelLinear, RowParallelLinear and `Explained` layer of the model.
 
-    The first call for a group is collective. Raise ValueError as `tpfuse.comm.choice.choose_implementation` does.
+    The first call for a group is collective. Raise ValueError as `tpfuse.comm.dispatch.choose_implementation` does.
     """
     layer_plans = []
     for name, layer in model.named_modules():
@@ -78,7 +78,7 @@ def _linear_plan(layer: ColumnParallelLinear | RowParallelLinear, group: dist.Pr
     """
     weight = local_tensor(layer.weight)
     choice = choose_implementation(weight.device, weight.dtype, group)
-    if choice.provisional:
+    if choice.state == "default":
         shape = weight.flatten(0, -2).shape
         measured = [(product, decision) for product, decision in measured_products(group).items()
                     if product.operator == layer.operator and shape in product.weights]  # fmt: skip

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.mesh import check_order
 from tpfuse.ops.attention import attention
 from tpfuse.ops.collectives import gather_last
@@ -121,7 +121,7 @@ class ContextParallel:
         """Return (implementation, reason) of attention over sequences of `length` tokens; None for one rank.
 
         like: a tensor of the dtype and device. The call is collective, as
-        `tpfuse.comm.choice.choose_implementation` is.
+        `tpfuse.comm.dispatch.choose_implementation` is.
         """
         if not self.groups:
             return None

@@ -27,9 +27,9 @@ import torch.distributed as dist
 import triton
 
 from tpfuse.comm.autotune import driver
-from tpfuse.comm.choice import decide
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.dispatch import choice_for
 from tpfuse.comm.limits import core_time
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
@@ -518,11 +518,11 @@ def _use(machine: Machine, gpus: Sequence[VisibleGpu], unshared: str) -> Iterato
     else:
         backend = CudaMemory.backend if gpus else SharedMemory.backend
         yield "ok", f"Ranks have symmetric memory with the backend {backend}"
-    choice = decide(device, torch.float32, chosen_implementation(), chosen, obstacle)
+    choice = choice_for(device, torch.float32, chosen_implementation(), chosen, obstacle)
     text = f"Tensor-parallel products use {choice.implementation} ({choice.reason})"
-    if gpus and choice.provisional:
+    if gpus and choice.state == "default":
         text += ". `tpfuse train` measures them in its first step, and keeps what it finds"
-    yield "note" if choice.fallback else "ok", text
+    yield "note" if choice.state == "fallback" else "ok", text
 
 
 def report(findings: Sequence[Finding]) -> str:

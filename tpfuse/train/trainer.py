@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
-from tpfuse.comm.connect import connected
+from tpfuse.comm.dispatch import connected
 from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span

@@ -36,8 +36,8 @@ from torch.nn import Parameter
 
 from tpfuse.choices import GradientDtype
 from tpfuse.comm import collectives
-from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.collectives.collective import set_timeout
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import check_order, flat_group, rank_and_size, shown
 from tpfuse.comm.rank_order import HALF

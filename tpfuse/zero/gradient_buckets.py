@@ -51,8 +51,8 @@ from tpfuse.zero.parameter_takeover import (
     take_partial_gradients,
     taken_gradient,
 )
-from tpfuse.zero.reducer.backend import make_reducer
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
+from tpfuse.zero.reducer.dispatch import make_reducer
 from tpfuse.zero.reducer.inter_node import Compression
 
 _WITHOUT_GRADIENT = (

@@ -16,7 +16,7 @@ from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective, direct
 from tpfuse.comm.collectives.fused import FusedCollectives
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.mesh import group_of
 from tpfuse.comm.settings import set_settings
@@ -121,7 +121,7 @@ def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> 
 def test_tensors_above_a_slot_go_through_it_in_pieces() -> None:
     """Runs kernels with slots that hold less than a row."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
-    launched = FusedCollectives(connect(group, torch.device("cpu")), slot_bytes=128)
+    launched = FusedCollectives(symmetric_memory(group, torch.device("cpu")), slot_bytes=128)
     whole = integers(1, world, world, 50)
     mine, row, rows = whole[rank].clone(), torch.empty(50), torch.empty(world, 50)
     for operation, x, out, expected in (
@@ -281,7 +281,7 @@ def test_collectives_are_outside_autograd() -> None:
     x = torch.ones(3, requires_grad=True)
     for out in (collectives.all_gather(x, dist.group.WORLD), collectives.all_reduce(x, dist.group.WORLD)):
         assert not out.requires_grad
-    memory = connect(dist.group.WORLD, torch.device("cpu"))
+    memory = symmetric_memory(dist.group.WORLD, torch.device("cpu"))
     assert not any(memory.buffer(key, b.shape, b.dtype).local.requires_grad for key, b in memory._buffers.items())
 
 

@@ -15,7 +15,7 @@ from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm.collectives.collective import set_timeout
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
 from tpfuse.comm.settings import set_settings
@@ -41,7 +41,7 @@ def opened(name: Implementation, group: dist.ProcessGroup, timeout: float) -> Me
 
 
 def memory_of(group: dist.ProcessGroup) -> SharedMemory:
-    memory = connect(group, CPU)
+    memory = symmetric_memory(group, CPU)
     assert isinstance(memory, SharedMemory)
     return memory
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
-from tpfuse.comm.choice import decide
+from tpfuse.comm.dispatch import choice_for
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.messages.collective import CollectiveMessages
 from tpfuse.comm.messages.direct import DirectMessages
@@ -196,7 +196,7 @@ def test_the_reason_does_not_say_that_messages_will_be_measured() -> None:
         ("cuda", "collective", "chosen"),
         ("cpu", "auto", "CPU ranks of one host"),
     ):
-        assert reason_of(decide(device, torch.float32, wanted, "auto", "")) == reason  # type: ignore[arg-type]
+        assert reason_of(choice_for(device, torch.float32, wanted, "auto", "")) == reason  # type: ignore[arg-type]
 
 
 @on_ranks(2)

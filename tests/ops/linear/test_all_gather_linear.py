@@ -25,7 +25,7 @@ def _count(patch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     for name in ("all_gather", "start_all_gather", "start_reduce_scatter"):
         function = getattr(collectives, name)
-        patch.setattr(collectives, name, lambda *args, f=function, n=name: calls.append(n) or f(*args))
+        patch.setattr(collectives, name, lambda *args, f=function, n=name, **by: calls.append(n) or f(*args, **by))
     return calls
 
 

@@ -19,7 +19,7 @@ from tests.support.parallel_products import Case, gathering, scattering, summing
 from tpfuse.choices import Implementation
 from tpfuse.kernels import reference
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
-from tpfuse.ops.linear.backend import parallel_linear
+from tpfuse.ops.linear.dispatch import parallel_linear
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter

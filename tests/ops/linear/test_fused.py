@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import exhaustive
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.explore import RaceError, SimulatedMemory, explore
 from tpfuse.kernels import engine_gather as kernel_engine_gather
@@ -30,7 +30,7 @@ from tpfuse.testing.ranks import pool
 def _memory() -> SymmetricMemory:
     group = dist.group.WORLD
     assert group is not None
-    return connect(group, torch.device("cpu"))
+    return symmetric_memory(group, torch.device("cpu"))
 
 
 def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Every tensor-parallel product by every implementation: one suite, made from descriptions of the three products.
 
-`tests.support.parallel_products` has the checks, test_backend.py the tests of the order of ranks, and
+`tests.support.parallel_products` has the checks, test_dispatch.py the tests of the order of ranks, and
 test_all_gather_linear.py those of the features that only that product has.
 """
 

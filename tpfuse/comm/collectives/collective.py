@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import trace, waits
+from tpfuse.comm.collectives.handle import Handle
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.rank_order import rows_of, sum_in_rank_order
 from tpfuse.comm.rendezvous import announce, write_group_record
 from tpfuse.comm.settings import settings
 
@@ -187,3 +188,30 @@ def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[Collec
         dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % world),
     )
     return [CollectiveHandle("shift", group, work) for work in dist.batch_isend_irecv(list(ends))]
+
+
+class TorchCollectives:
+    """The collectives of one group, with the methods of `DirectCollectives`. All begin early, even without `later`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+        """Make part r of out rank r's x."""
+        return start_all_gather(x.view(-1), rows_of(out, self._group.size()), self._group)
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> Handle:
+        """Make out[r] rank r's x[this rank]."""
+        return start_all_to_all(rows_of(x, len(x)), rows_of(out, len(x)), self._group)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+        """Make out Σ over ranks of part `rank` of their x."""
+        return start_reduce_scatter(rows_of(x, self._group.size()), out.view(-1), self._group)
+
+    def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+        """Make out Σ over ranks of x."""
+        return start_all_reduce(out if out is x else out.copy_(x), self._group)
+
+    def all_reduce_max(self, x: Tensor, out: Tensor) -> Handle:
+        """Make out the maximum over ranks of x."""
+        return start_all_reduce(out.copy_(x), self._group, op=dist.ReduceOp.MAX)

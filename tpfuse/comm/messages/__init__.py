@@ -21,8 +21,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.dispatch import Choice, choose_implementation
 from tpfuse.comm.messages.base import Message as Message
 from tpfuse.comm.messages.base import Messages as Messages
 from tpfuse.comm.messages.base import Route as Route
@@ -40,7 +40,7 @@ def open_messages(
 ) -> Messages:
     """Opens routes between ranks of the group. Collective: every rank passes the same routes, in one order.
 
-    device: of the tensors that are sent and received. dtype: the one by which `tpfuse.comm.choice` chooses the
+    device: of the tensors that are sent and received. dtype: the one by which `tpfuse.comm.dispatch` chooses the
     implementation; messages may have any dtype. nbytes: the bytes of the largest message. In symmetric memory, the same
     routes opened again are those that are open already, which continue to count. Raises ValueError for a route that the
     group cannot have, and if ranks pass different routes; PeerTimeout.
@@ -56,7 +56,7 @@ def open_messages(
 
 def reason_of(choice: Choice) -> str:
     """Returns why messages are carried as `choice` says. Products are measured under `auto`, and messages are not."""
-    if choice.provisional and choice.implementation == "collective":
+    if choice.state == "default" and choice.implementation == "collective":
         return "the default on GPUs; messages are not measured"
     return choice.reason
 

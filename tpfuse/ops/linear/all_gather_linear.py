@@ -3,7 +3,7 @@
 Only this rank's shard of x is kept for backward (arXiv:2205.05198), and the pre-activation if there is one. Backward
 computes the gradient P of the pre-activation once, then dX = P W, reduce-scattered, and dW = Pᵀ X, for which x is
 gathered again. Several weights (q, k and v; gate and up) share one gather, and the sum of x's gradients through them is
-scattered once. `tpfuse.ops.linear.backend` chooses the implementation.
+scattered once. `tpfuse.ops.linear.dispatch` chooses the implementation.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from tpfuse.comm.mesh import check_group
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.gemm import gemm, preactivation_gradient
-from tpfuse.ops.linear.backend import ParallelLinear
-from tpfuse.ops.linear.traced import products
+from tpfuse.ops.linear.dispatch import products
+from tpfuse.ops.linear.parallel_linear import ParallelLinear
 from tpfuse.ops.linear_checks import check_linear
 
 Biases = Sequence[Tensor | None]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import collectives
+from tpfuse.comm.collectives.collective import TorchCollectives
 from tpfuse.comm.trace import operator
 from tpfuse.ops.gemm import flat, product, weight_gradient
 
@@ -19,10 +20,10 @@ class CollectiveLinear:
     """The products of one group's ranks, on any device."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._by = group, TorchCollectives(group)
 
     def _agree(self, x: Tensor, op: str) -> None:
-        collectives.agree_on_rows(x.shape[:-1].numel(), x.device, self._group, op=op)
+        collectives.agree_on_rows(x.shape[:-1].numel(), x.device, self._group, op=op, by=self._by)
 
     @operator("all_gather_linear", "collective")
     def all_gather(
@@ -30,7 +31,7 @@ class CollectiveLinear:
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return (act(all_gather(x) Wᵀ + bias), pre-activation if `keep`) for each weight."""
         self._agree(x, "all_gather_linear")
-        gathered = collectives.all_gather(x, self._group)
+        gathered = collectives.all_gather(x, self._group, by=self._by)
         pairs = zip(weights, biases, strict=True)
         return [product(gathered, weight, bias, activation, keep) for weight, bias in pairs]
 
@@ -40,14 +41,14 @@ class CollectiveLinear:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return (dX, dWs)."""
         if any(needs):
-            gathered, gathering = collectives.start_all_gather(x, self._group)
+            gathered, gathering = collectives.start_all_gather(x, self._group, by=self._by)
         if needs_x:
             partial: Tensor | None = None
             for left, weight in zip(lefts, weights, strict=True):
                 term = torch.matmul(left, weight)
                 partial = term if partial is None else partial.add_(term)
             assert partial is not None
-            grad_x, scattering = collectives.start_reduce_scatter(partial, self._group)
+            grad_x, scattering = collectives.start_reduce_scatter(partial, self._group, by=self._by)
         if any(needs):
             gathering.wait()
         grad_weights = [
@@ -62,7 +63,7 @@ class CollectiveLinear:
         """Return reduce_scatter(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_reduce_scatter")
         partial, _ = product(x, weight, None, None, keep=False)
-        return _plus(collectives.reduce_scatter(partial, self._group), bias, residual)
+        return _plus(collectives.reduce_scatter(partial, self._group, by=self._by), bias, residual)
 
     @operator("linear_reduce_scatter backward", "collective")
     def reduce_scatter_backward(
@@ -70,7 +71,7 @@ class CollectiveLinear:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return (dX, dW, db), all from one all-gather of grad."""
         needs_x, needs_weight, needs_bias = needs
-        gathered = collectives.all_gather(grad, self._group)
+        gathered = collectives.all_gather(grad, self._group, by=self._by)
         grad_x = torch.matmul(gathered, weight) if needs_x else None
         grad_weight = weight_gradient(gathered, x) if needs_weight else None
         return grad_x, grad_weight, flat(gathered).sum(0) if needs_bias else None
@@ -80,7 +81,7 @@ class CollectiveLinear:
         """Return all_reduce(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_all_reduce")
         partial, _ = product(x, weight, None, None, keep=False)
-        return _plus(collectives.all_reduce(partial, self._group), bias, residual)
+        return _plus(collectives.all_reduce(partial, self._group, by=self._by), bias, residual)
 
 
 def _plus(x: Tensor, *terms: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """linear_all_reduce: all_reduce(x Wᵀ) + bias + residual, the row-parallel product without sequence parallelism.
 
 Every rank gets the same output and the same gradient of it, so that backward needs no communication.
-`tpfuse.ops.linear.backend` chooses the implementation.
+`tpfuse.ops.linear.dispatch` chooses the implementation.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from torch.autograd import Function
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.autograd import apply, autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.gemm import flat, gemm, weight_gradient
-from tpfuse.ops.linear.backend import ParallelLinear
-from tpfuse.ops.linear.traced import products
+from tpfuse.ops.linear.dispatch import products
+from tpfuse.ops.linear.parallel_linear import ParallelLinear
 from tpfuse.ops.linear_checks import check_linear, check_residual
 
 

@@ -3,7 +3,7 @@
 Every rank holds a slice of the features; the sum over ranks is scattered along dimension 0. Backward gathers the
 output's gradient once and uses it for both products; if one pass computes dX and another one dW, each of them gathers.
 The bias gradient is the column sum of the gathered gradient, so it is complete on every rank, and the same to the bit,
-without another communication. `tpfuse.ops.linear.backend` chooses the implementation.
+without another communication. `tpfuse.ops.linear.dispatch` chooses the implementation.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from torch.autograd import Function
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.autograd import apply, autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.gemm import gemm
-from tpfuse.ops.linear.backend import ParallelLinear
-from tpfuse.ops.linear.traced import products
+from tpfuse.ops.linear.dispatch import products
+from tpfuse.ops.linear.parallel_linear import ParallelLinear
 from tpfuse.ops.linear_checks import check_linear, check_residual
 
 

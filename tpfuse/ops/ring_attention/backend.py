@@ -1,6 +1,6 @@
 """attend_ring: attention of each rank's tokens to the tokens of all ranks of a ring that they see.
 
-Only this rank's q, k and v are kept for backward, with its output and log-sum-exp. `tpfuse.comm.choice` chooses the
+Only this rank's q, k and v are kept for backward, with its output and log-sum-exp. `tpfuse.comm.dispatch` chooses the
 implementation for a group; users call `tpfuse.ops.ring_attention.ring_attention`.
 """
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.kernels.attention_scores import check_scores
 from tpfuse.ops.attention import check_tensors
 from tpfuse.ops.autograd import once_differentiable

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import collectives
+from tpfuse.comm.collectives.collective import TorchCollectives
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.trace import operator
 from tpfuse.ops.ring_attention.blocks import block_backward, block_forward
@@ -23,12 +24,12 @@ class CollectiveRing:
     """Attention of one group's ranks, on any device."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._by = group, TorchCollectives(group)
 
     @operator("ring_attention", "collective")
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        collectives.agree_on_rows(k.shape[2], k.device, self._group, op="ring_attention", unit="tokens")
+        collectives.agree_on_rows(k.shape[2], k.device, self._group, op="ring_attention", unit="tokens", by=self._by)
         block = block_forward(q, call)
         for source, keys, values in self._blocks(k, v, call):
             block.add(source, keys, values)
@@ -44,7 +45,7 @@ class CollectiveRing:
         for source, keys, values in self._blocks(k, v, call):
             block.add(source, keys, values, parts[source])
         total = torch.empty_like(parts[0])
-        sum_in_rank_order(collectives.all_to_all(parts, self._group).unbind(), total)
+        sum_in_rank_order(collectives.all_to_all(parts, self._group, by=self._by).unbind(), total)
         dk, dv = total.to(k.dtype).unbind()
         return block.dq(), dk, dv
 
@@ -52,7 +53,7 @@ class CollectiveRing:
         """Yield (rank, its keys, its values), this rank's own first; the next block arrives while one is used."""
         block = torch.stack((k, v))
         if not call.ring:
-            gathered, handle = collectives.start_all_gather(block, self._group)
+            gathered, handle = collectives.start_all_gather(block, self._group, by=self._by)
             yield call.rank, k, v
             handle.wait()
             blocks = gathered.view(-1, *block.shape)

@@ -23,7 +23,7 @@ from torch.library import custom_op
 from tpfuse.choices import Implementation
 from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
-from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.mesh import check_group, named_group
 from tpfuse.ops.attention import autocast_heads

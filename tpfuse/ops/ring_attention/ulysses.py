@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.comm.channel import Channel, slot_size
-from tpfuse.comm.choice import choose_implementation
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
 from tpfuse.ops.autograd import once_differentiable

@@ -178,7 +178,7 @@ class Pipeline:
         """Return the stages of all ranks with their costs, and what carries messages and why. Collective.
 
         Before the first step, what carries messages is what tensors of the dtype of this rank's first parameter take.
-        Raises ValueError as `tpfuse.comm.choice.choose_implementation` does.
+        Raises ValueError as `tpfuse.comm.dispatch.choose_implementation` does.
         """
         dtype = next((parameter.dtype for parameter in self.model.parameters()), torch.get_default_dtype())
         return self._runner.plan(self._all_stages, self._costs, dtype, predicted(self._runner.order, self._costs))

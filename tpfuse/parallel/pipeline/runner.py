@@ -22,8 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
 from tpfuse.comm.channel import slot_size
-from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.dispatch import Choice, choose_implementation
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
@@ -127,7 +127,7 @@ class Runner:
         """Return the plan of the pipeline, with what carried messages last, or would carry those of `dtype`, and why.
 
         stages, costs: of all ranks. predicted: as for `PipelinePlan`. Collective. Raise ValueError as
-        `tpfuse.comm.choice.choose_implementation` does.
+        `tpfuse.comm.dispatch.choose_implementation` does.
         """
         implementation, reason = "local", "one rank"
         if self.group is not None:

@@ -23,18 +23,19 @@ from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm import autotune as tuner
 from tpfuse.comm.autotune import autotune
-from tpfuse.comm.connect import connect
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.settings import set_settings
 from tpfuse.kernels import configurations, reference
-from tpfuse.ops.linear import backend as parallel_linear_module
+from tpfuse.ops.linear import dispatch
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
-from tpfuse.ops.linear.backend import FUSED, ParallelLinear, parallel_linear
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear
+from tpfuse.ops.linear.dispatch import FUSED, parallel_linear
 from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.linear.parallel_linear import ParallelLinear
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
@@ -134,7 +135,7 @@ def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
         return find(*key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(parallel_linear_module.CANDIDATES, "cpu", ("direct", *FUSED))
+        patch.setitem(dispatch.CANDIDATES, "cpu", ("direct", *FUSED))
         patch.setattr(configurations, "_with_other_tiles", found_tiles)
         patch.setattr(EngineGather, "send", recorded)
         patch.setattr(tuner, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != wanted))
@@ -210,7 +211,7 @@ def _late(name: Implementation, iterations: int) -> None:
 def _in_rounds() -> None:
     """Run products in rounds of one row in the backward of an all-gather, and of two or three rows elsewhere."""
     group = dist.group.WORLD
-    small = DirectLinear(connect(group, torch.device("cpu")), (1 + group.size()) * K * 8)
+    small = DirectLinear(symmetric_memory(group, torch.device("cpu")), (1 + group.size()) * K * 8)
     with pytest.MonkeyPatch.context() as patch:
         _serve_by(small, patch)
         for product in PRODUCTS:
@@ -220,13 +221,13 @@ def _in_rounds() -> None:
 
 
 def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(parallel_linear_module._implementations, dist.group.WORLD, {type(products): products})
+    patch.setattr(dispatch, "parallel_linear", lambda x, group: products)
 
 
 def _by_copy_engines() -> None:
     """Gather shards of 8 rows by copy engines and shards of 1 row by the products."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    products = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=2 * K * 4)
+    products = FusedLinear(symmetric_memory(group, torch.device("cpu")), engine_bytes=2 * K * 4)
     with pytest.MonkeyPatch.context() as patch, use(implementation="fused"):
         _serve_by(products, patch)
         for rows, product in itertools.product((8, 1, 8), PRODUCTS):

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.choices import Implementation, Kernels
-from tpfuse.comm import choice
+from tpfuse.comm import dispatch
+from tpfuse.comm.dispatch import Choice
 from tpfuse.comm.errors import Unavailable
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
@@ -29,7 +30,7 @@ def group() -> Iterator[Any]:
 def memory(monkeypatch: pytest.MonkeyPatch) -> object:
     """The memory by which every group is connected."""
     memory = object()
-    monkeypatch.setattr(choice, "connect", lambda *_: memory)
+    monkeypatch.setattr(dispatch, "symmetric_memory", lambda *_: memory)
     return memory
 
 
@@ -68,10 +69,10 @@ def test_the_choice_for_each_device_dtype_and_switch(
     reason: str,
 ) -> None:
     with use(implementation=wanted, kernels=kernel):
-        made = choice.choose_implementation(torch.device(device), dtype, group)
+        made = dispatch.choose_implementation(torch.device(device), dtype, group)
     assert (made.implementation, made.reason) == (found, reason)
     assert made.memory is (None if found == "collective" else memory)
-    assert made.fallback == (wanted not in ("auto", found))
+    assert (made.state == "fallback") == (wanted not in ("auto", found))
 
 
 @pytest.mark.parametrize("wanted", ["auto", "fused", "direct"])
@@ -81,36 +82,36 @@ def test_ranks_that_share_no_memory_use_collective(
     def connect(*_: object) -> None:
         raise Unavailable("ranks on hosts a and b")
 
-    monkeypatch.setattr(choice, "connect", connect)
+    monkeypatch.setattr(dispatch, "symmetric_memory", connect)
     with use(implementation=wanted):
-        made = choice.choose_implementation(torch.device("cpu"), F32, group)
-    assert made == choice.Choice("collective", "the ranks share no memory: ranks on hosts a and b", None, fallback=True)
+        made = dispatch.choose_implementation(torch.device("cpu"), F32, group)
+    assert made == Choice("collective", "the ranks share no memory: ranks on hosts a and b", state="fallback")
 
 
 @pytest.mark.parametrize(("wanted", "kernel"), [("fused", "auto"), ("auto", "triton")])
 def test_fused_is_refused_on_cpus_if_kernels_are_not_interpreted(
     group: Any, memory: object, monkeypatch: pytest.MonkeyPatch, wanted: Implementation, kernel: Kernels
 ) -> None:
-    monkeypatch.setattr(choice, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     with use(implementation=wanted, kernels=kernel):
         with pytest.raises(ValueError, match=r"interpreted: set TRITON_INTERPRET=1 before the program starts"):
-            choice.choose_implementation(torch.device("cpu"), F32, group)
-        assert choice.choose_implementation(torch.device("cuda"), F32, group).implementation == "fused"
+            dispatch.choose_implementation(torch.device("cpu"), F32, group)
+        assert dispatch.choose_implementation(torch.device("cuda"), F32, group).implementation == "fused"
     with use(implementation="direct"):
-        assert choice.choose_implementation(torch.device("cpu"), F32, group).implementation == "direct"
+        assert dispatch.choose_implementation(torch.device("cpu"), F32, group).implementation == "direct"
 
 
 def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(choice, "connect", lambda group, device: asked.append((group, device.type)))
+    monkeypatch.setattr(dispatch, "symmetric_memory", lambda group, device: asked.append((group, device.type)))
     cpu = torch.device("cpu")
-    first = choice.choose_implementation(cpu, F32, group)
-    assert choice.choose_implementation(cpu, F32, group) is first and asked == [(group, "cpu")]
+    first = dispatch.choose_implementation(cpu, F32, group)
+    assert dispatch.choose_implementation(cpu, F32, group) is first and asked == [(group, "cpu")]
     with use(implementation="fused"):
-        assert choice.choose_implementation(cpu, F32, group).implementation == "fused"
-    assert choice.choose_implementation(cpu, F32, group) is first
+        assert dispatch.choose_implementation(cpu, F32, group).implementation == "fused"
+    assert dispatch.choose_implementation(cpu, F32, group) is first
     other = Group()
-    assert choice.choose_implementation(cpu, F32, other) is not first  # type: ignore[arg-type]
+    assert dispatch.choose_implementation(cpu, F32, other) is not first  # type: ignore[arg-type]
     assert asked[-1] == (other, "cpu")
 
 
@@ -119,7 +120,7 @@ def _memories() -> list[str]:
     found = []
     for name in ("fused", "direct", "auto"):
         with use(implementation=name):  # type: ignore[arg-type]
-            found.append(choice.choose_implementation(torch.device("cpu"), F32, group))
+            found.append(dispatch.choose_implementation(torch.device("cpu"), F32, group))
     assert found[0].memory is found[1].memory is found[2].memory is not None
     return [made.memory.backend for made in found if made.memory is not None]
 

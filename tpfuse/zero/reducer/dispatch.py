@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.choice import Choice, choose_implementation
+from tpfuse.comm.dispatch import Choice, choose_implementation
 from tpfuse.comm.nodes import split_by_node, why_not_split
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, SingleRankReducer
@@ -38,7 +38,7 @@ def make_reducer(
         reducer = _reducer_class(choice)(specs, stage, choice.memory, _name(choice.memory))
         return reducer, f"{choice.implementation}: {choice.reason}"
     reason = choice.reason
-    if choice.fallback:
+    if choice.state == "fallback":
         nodes = split_by_node(group)
         within = None if nodes is None else choose_implementation(device, specs[0].sent, nodes.within)
         if nodes is not None and within is not None and within.memory is not None:

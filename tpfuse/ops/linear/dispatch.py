@@ -1,0 +1,189 @@
+"""The choice of what computes the tensor-parallel products of a group: `products`.
+
+While torch.compile traces, it is operators of torch.library (`tpfuse.ops.linear.traced`), which choose when they run.
+With `auto`, each product is computed by the implementation that was measured to be the fastest for its shapes
+(`tpfuse.comm.autotune`), and by the default of `tpfuse.comm.dispatch` if nothing was measured.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.choices import Implementation
+from tpfuse.comm.autotune import Decision, decide, is_autotuning
+from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
+from tpfuse.comm.layout import is_traced
+from tpfuse.ops.linear.collective import CollectiveLinear
+from tpfuse.ops.linear.direct import DirectLinear
+from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.ops.linear.parallel_linear import ParallelLinear
+from tpfuse.ops.linear.traced import TracedLinear, define_operators
+
+_T = TypeVar("_T")
+
+FUSED = {  # candidates, and the options of `FusedLinear.variant` for each
+    "fused with copiers": {"engines": False, "other_tiles": False},
+    "fused with copiers, other tiles": {"engines": False, "other_tiles": True},
+    "fused with copy engines": {"engines": True, "other_tiles": False},
+    "fused with copy engines, other tiles": {"engines": True, "other_tiles": True},
+}
+CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": ("direct", "collective"), "cuda": ("collective", *FUSED)}
+"""The candidates that a measurement compares, by type of device; the first word is the implementation's name."""
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """A product for which a group makes a decision."""
+
+    # The operator's name.
+    operator: str
+    # "forward" or "backward".
+    direction: str
+    # The shape of this rank's first operand, which in backward of a reduce-scatter is the gradient.
+    x: tuple[int, ...]
+    # The shapes of this rank's shards.
+    weights: tuple[tuple[int, ...], ...]
+    # Everything else that its time depends on.
+    details: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return a description on one line, the same on every rank."""
+        shapes = " and ".join("x".join(map(str, shape)) for shape in (self.x, *self.weights))
+        return " ".join([self.operator, self.direction, shapes, *self.details])
+
+
+class MeasuredLinear:
+    """The products of one group's ranks for tensors of one device and dtype (see `ParallelLinear`)."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, default: Implementation
+    ) -> None:
+        """default: the implementation of products without a decision."""
+        self._group, self._device, self._dtype, self._default = group, device, dtype, default
+        self._candidates: dict[str, ParallelLinear] = {}
+        self.decisions: dict[MeasuredProduct, Decision] = {}
+
+    def all_gather(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
+    ) -> Sequence[tuple[Tensor, Tensor | None]]:
+        """See `ParallelLinear`."""
+        details = (activation or "no activation", *_given(bias=biases[0]))
+        product = MeasuredProduct("all_gather_linear", "forward", x.shape, _shapes(weights), details)
+        return self._best(product, lambda products: products.all_gather(x, weights, biases, activation, keep))
+
+    def all_gather_backward(
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """See `ParallelLinear`."""
+        product = MeasuredProduct(
+            "all_gather_linear", "backward", x.shape, _shapes(weights), _needed(needs_x, any(needs))
+        )
+        return self._best(product, lambda products: products.all_gather_backward(lefts, x, weights, needs, needs_x))
+
+    def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """See `ParallelLinear`."""
+        details = _given(bias=bias, residual=residual)
+        product = MeasuredProduct("linear_reduce_scatter", "forward", x.shape, _shapes([weight]), details)
+        return self._best(product, lambda products: products.reduce_scatter(x, weight, bias, residual))
+
+    def reduce_scatter_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """See `ParallelLinear`."""
+        product = MeasuredProduct("linear_reduce_scatter", "backward", grad.shape, _shapes([weight]), _needed(*needs))
+        return self._best(product, lambda products: products.reduce_scatter_backward(grad, x, weight, needs))
+
+    def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """See `ParallelLinear`."""
+        details = _given(bias=bias, residual=residual)
+        product = MeasuredProduct("linear_all_reduce", "forward", x.shape, _shapes([weight]), details)
+        return self._best(product, lambda products: products.all_reduce(x, weight, bias, residual))
+
+    def _best(self, product: MeasuredProduct, run: Callable[[ParallelLinear], _T]) -> _T:
+        decision = self.decisions.get(product)
+        if decision is None and is_autotuning():
+            candidates: dict[str, Callable[[], object]] = {
+                name: partial(self._run_with, name, run) for name in CANDIDATES[self._device.type]
+            }
+            case = f"{product} {self._dtype} on {self._group.size()} ranks"
+            decision = decide(self._group, self._device, case, candidates, self._default)
+            self.decisions[product] = decision
+        return self._run_with(self._default if decision is None else decision.taken, run)
+
+    def _run_with(self, name: str, run: Callable[[ParallelLinear], _T]) -> _T:
+        """Return run(the candidate called `name`)."""
+        candidate = self._candidates.get(name)
+        if candidate is None:
+            wanted = cast(Implementation, name.partition(" ")[0])
+            choice = choose_implementation(self._device, self._dtype, self._group, wanted)
+            candidate = _IMPLEMENTATIONS.of(choice, self._group)
+            if isinstance(candidate, FusedLinear):
+                candidate = candidate.variant(**FUSED[name])
+            self._candidates[name] = candidate
+        return run(candidate)
+
+
+_IMPLEMENTATIONS: Implementations[ParallelLinear] = Implementations(
+    CollectiveLinear, direct=DirectLinear, fused=FusedLinear
+)
+_measured: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.dtype], MeasuredLinear]] = WeakKeyDictionary()
+_warned: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
+def products(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
+    """Return what computes the products of x's device and dtype. Warn once if it is a fallback."""
+    return TracedLinear(_OPERATORS, group) if is_traced(x) else parallel_linear(x, group)
+
+
+def parallel_linear(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
+    """Return `products` of a tensor x that is not traced."""
+    choice = choose_implementation(x.device, x.dtype, group)
+    if choice.state == "fallback":
+        _warn(choice, group)
+    if choice.state == "default" and (group in _measured or is_autotuning()):
+        of_group, key = _measured.setdefault(group, {}), (x.device.type, x.dtype)
+        if key not in of_group:
+            of_group[key] = MeasuredLinear(group, x.device, x.dtype, choice.implementation)
+        return of_group[key]
+    return _IMPLEMENTATIONS.of(choice, group)
+
+
+_OPERATORS = define_operators(parallel_linear)
+
+
+def measured_products(group: dist.ProcessGroup) -> dict[MeasuredProduct, Decision]:
+    """Return the decisions that the group has measured, in the order of the measurements."""
+    return {
+        product: decision
+        for products in _measured.get(group, {}).values()
+        for product, decision in products.decisions.items()
+    }
+
+
+def _warn(choice: Choice, group: dist.ProcessGroup) -> None:
+    warned = _warned.setdefault(group, set())
+    text = f"tensor-parallel products are {choice.implementation}: {choice.reason}"
+    if text not in warned and group.rank() == 0:
+        warnings.warn(text, stacklevel=4)
+    warned.add(text)
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tensor.shape for tensor in tensors)
+
+
+def _given(**operands: Tensor | None) -> tuple[str, ...]:
+    """Return the names of the operands that are not None."""
+    return tuple(name for name, operand in operands.items() if operand is not None)
+
+
+def _needed(*gradients: bool) -> tuple[str, ...]:
+    """Return the names of the needed gradients, among those of the input, the weight and the bias."""
+    return tuple(name for name, needed in zip(("dX", "dW", "db"), gradients, strict=False) if needed)
