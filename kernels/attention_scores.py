@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_integers, check_shape
 from tpfuse.kernels.dropout import hashed_rows, threshold
 
 FAR = 2**31 // 512  # elements
@@ -173,32 +173,51 @@ def score_arguments(
 def check_heads(
     operator: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> int:
-    """Raises ValueError unless q [B, H, Tq, D], k and v [B, Hk, Tk, D] fit; returns the number of sequences."""
+    """Return the number of sequences. Raise ValueError unless the kernels can compute with these tensors."""
     check_floats(operator, q=q, k=k, v=v)
-    if q.dim() != 4:
-        raise ValueError(f"{operator}: q has shape {tuple(q.shape)}: expected [B, H, Tq, D]")
+    sequences = check_sequences(operator, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if not 16 <= q.shape[3] <= 256 or q.shape[3] % 8:
+        raise ValueError(f"{operator}: q has head size {q.shape[3]}: expected a multiple of 8 from 16 to 256")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x is not None:
+            check_contiguous(operator, name, x)
+    return sequences
+
+
+def check_sequences(operator: str, q: Tensor, k: Tensor, v: Tensor, **cu_seqlens: Tensor | None) -> int:
+    """Return the number of sequences. Raise ValueError unless q [B, H, Tq, D], k and v [B, Hk, Tk, D] fit each other.
+
+    cu_seqlens: the cumulative lengths by the names of their arguments; all are None or none is.
+    """
+    if q.dim() != 4 or not q.is_floating_point():
+        raise ValueError(f"{operator}: q is {q.dtype} {tuple(q.shape)}: expected floats [B, H, Tq, D]")
     batch, heads, _, size = q.shape
     if k.dim() != 4 or (k.shape[0], k.shape[3]) != (batch, size):
         raise ValueError(f"{operator}: k has shape {tuple(k.shape)}: expected [{batch}, Hk, Tk, {size}], as q")
     check_shape(operator, "v", v, tuple(k.shape))
-    if not 16 <= size <= 256 or size % 8:
-        raise ValueError(f"{operator}: q has head size {size}: expected a multiple of 8 from 16 to 256")
+    for name, x in (("k", k), ("v", v)):
+        check_device(operator, "q", q, name, x)
+        if x.dtype != q.dtype:
+            raise ValueError(f"{operator}: {name} is {x.dtype}, q is {q.dtype}: expected one dtype")
     if heads % k.shape[1] if k.shape[1] else heads:
         raise ValueError(f"{operator}: k has {k.shape[1]} heads, q {heads}: expected a divisor of q's")
-    if cu_seqlens_q is None and cu_seqlens_k is None:
+    given = {name: x for name, x in cu_seqlens.items() if x is not None}
+    if not given:
         return batch
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+    if len(given) < len(cu_seqlens):
+        missing = next(name for name in cu_seqlens if name not in given)
         raise ValueError(f"{operator}: {missing} is None: expected both cumulative lengths, or neither")
     if batch != 1:
         raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens: concatenate the documents")
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    for name, x in given.items():
         check_integers(operator, name, x, (torch.int32,))
         check_device(operator, "q", q, name, x)
-        if x.dim() != 1 or not len(x) or not x.is_contiguous():
-            raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected contiguous [S + 1]")
-    check_shape(operator, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
-    return len(cu_seqlens_q) - 1
+        if x.dim() != 1 or not len(x):
+            raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected [S + 1]")
+    sequences = len(next(iter(given.values()))) - 1
+    for name, x in given.items():
+        check_shape(operator, name, x, (sequences + 1,))
+    return sequences
 
 
 def check_scores(

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.comm.layout import check_local
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
-from tpfuse.kernels.attention_scores import check_scores
-from tpfuse.kernels.checks import check_device, check_integers, check_shape
-from tpfuse.ops.autograd import autocast
-from tpfuse.ops.dense_attention import dense_attention, expressible
-from tpfuse.ops.values import check_cumulative
+from tpfuse.ops.autograd import autocast_heads
+from tpfuse.ops.checks import check_attention, check_cumulative
+from tpfuse.ops.dense_attention import AttentionCall, dense_attention
 from tpfuse.switches import chosen_kernels, use_triton
 
 
@@ -100,8 +97,12 @@ def attention(
     received and what is accepted.
     """
     q, k, v = autocast_heads(q, k, v)
-    sequences = check_tensors("attention", q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_scores("attention", q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")
+    documents = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    # fmt: off
+    check_attention(
+        "attention", q, k, v, documents, window=window, scale=scale, dropout_p=dropout_p, key=key, head_rows=head_rows
+    )
+    # fmt: on
     tq, tk = q.shape[2], k.shape[2]
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         check_cumulative("attention", "cu_seqlens_q", cu_seqlens_q, tq, max_seqlen_q)
@@ -111,40 +112,38 @@ def attention(
         if q_offset < 0:
             expected = "expected at least as many keys as queries, or a q_offset"
             raise ValueError(f"attention: {tq} queries and {tk} keys: {expected}")
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, head_rows, key)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": window,
-        "q_offset": q_offset,
-        "k_offset": k_offset,
-        "scale": scale,
-        "dropout_p": dropout_p,
-        "dropout_width": tk if dropout_width is None else dropout_width,
-    }
-    # fmt: off
-    plain = expressible(
-        q, k, causal=causal, window=window, q_offset=q_offset, k_offset=k_offset, dropout_p=dropout_p,
-        documents=cu_seqlens_q is not None, return_lse=return_lse,
+    call = AttentionCall(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        head_rows,
+        key,
+        causal=causal,
+        window=window,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        scale=scale,
+        max_seqlen_q=tq if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen_k=tk if max_seqlen_k is None else max_seqlen_k,
+        dropout_p=dropout_p,
+        dropout_width=tk if dropout_width is None else dropout_width,
     )
-    # fmt: on
+    plain = not return_lse and call.is_plain(q, k)
     if chosen_attention(q, k, v, plain)[0] == "torch":
-        out, lse = dense_attention(*tensors, return_lse=return_lse, plain=plain, **options)
+        out, lse = dense_attention(q, k, v, call, return_lse=return_lse)
     else:
-        longest_q = tq if max_seqlen_q is None else max_seqlen_q
-        longest_k = tk if max_seqlen_k is None else max_seqlen_k
-        out, lse = _forward(*tensors, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options)
+        out, lse = _forward(q, k, v, *call.tensors, **call.scalars)
     return (out, lse) if return_lse else out
 
 
 def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Literal["triton", "torch"], str]:
     """Return whether Triton's kernels or torch compute attention of these tensors, and the reason in words.
 
-    plain: whether the call is `tpfuse.ops.dense_attention.expressible`. If it is, `kernels auto` trains on a GPU with
-    scaled_dot_product_attention: torch prefers cuDNN on compute capability 9.0 and 10.0, if its version has no known
-    fault (check_prefer_cudnn_attention in torch's sdp_utils.cpp), and otherwise flash attention 2. None of this is
-    measured here yet. Published measurements: cuDNN trains 1.7 to 2.3 times as fast as flash attention 2 on an H100
-    (huggingface/transformers #48163); Triton's forward pass reaches 0.8 of cuDNN's rate there
-    (meta-pytorch/tritonbench #141); flash attention 2 was 1.3 to 2.5 times as fast as Triton's on an A100
+    plain: whether the call `is_plain` (`tpfuse.ops.dense_attention.AttentionCall`) and needs no log-sum-exp. If so,
+    `kernels auto` trains on a GPU with scaled_dot_product_attention: torch prefers cuDNN on compute capability 9.0 and
+    10.0, if its version has no known fault (check_prefer_cudnn_attention in torch's sdp_utils.cpp), and otherwise flash
+    attention 2. None of this is measured here yet. Published measurements: cuDNN trains 1.7 to 2.3 times as fast as
+    flash attention 2 on an H100 (huggingface/transformers #48163); Triton's forward pass reaches 0.8 of cuDNN's rate
+    there (meta-pytorch/tritonbench #141); flash attention 2 was 1.3 to 2.5 times as fast as Triton's on an A100
     (arXiv:2307.08691).
 
     The Triton kernels compute plain calls too where torch's operators are worse: gradients of the latter differ from
@@ -169,86 +168,48 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Lite
     return "torch", "scaled_dot_product_attention: cuDNN on compute capability 9.0 and 10.0"
 
 
-def autocast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, converted to autocast's dtype under torch.autocast."""
-    q_, k_, v_ = autocast(q, k, v)
-    assert q_ is not None and k_ is not None and v_ is not None
-    return q_, k_, v_
+# The arguments that both operators take after tensors of their own: those of `AttentionCall`.
+_CALL = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? head_rows, Tensor? dropout_key, *, bool causal, "
+    "SymInt? window, SymInt q_offset, SymInt k_offset, float? scale, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float dropout_p, SymInt dropout_width"
+)
 
 
-@custom_op("tpfuse::attention_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    head_rows: Tensor | None,
-    dropout_key: Tensor | None,
-    *,
-    causal: bool,
-    window: int | None,
-    q_offset: int,
-    k_offset: int,
-    scale: float | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    dropout_width: int,
-) -> tuple[Tensor, Tensor]:
-    # fmt: off
-    return attention_forward(
-        q, k, v, causal=causal, window=window, q_offset=q_offset, k_offset=k_offset, scale=scale,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, dropout_p=dropout_p,
-        dropout_key=dropout_key, head_rows=head_rows, dropout_width=dropout_width,
-    )
-    # fmt: on
+@custom_op(
+    "tpfuse::attention_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)",
+)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor]:
+    options = vars(AttentionCall(*tensors, **scalars))
+    return attention_forward(q, k, v, **{name: options[name] for name in options if name != "max_seqlen_k"})
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor]:
     batch, heads, tq, size = q.shape
     lse = q.new_empty((batch, heads, tq), dtype=torch.float32)
     return q.new_empty((batch, tq, heads, size)).transpose(1, 2), lse
 
 
-@custom_op("tpfuse::attention_backward", mutates_args=())
+@custom_op(
+    "tpfuse::attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_CALL}) -> (Tensor, Tensor, Tensor)",
+)
 def _gradients(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    head_rows: Tensor | None,
-    dropout_key: Tensor | None,
-    *,
-    causal: bool,
-    window: int | None,
-    q_offset: int,
-    k_offset: int,
-    scale: float | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    dropout_width: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # fmt: off
-    return attention_backward(
-        grad_out, q, k, v, out, lse, grad_lse=grad_lse, causal=causal, window=window, q_offset=q_offset,
-        k_offset=k_offset, scale=scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, dropout_p=dropout_p, dropout_key=dropout_key,
-        head_rows=head_rows, dropout_width=dropout_width,
-    )
-    # fmt: on
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *tensors: Tensor | None, **scalars: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = vars(AttentionCall(*tensors, **scalars))
+    return attention_backward(grad_out, q, k, v, out, lse, grad_lse=grad_lse, **options)
 
 
 @_gradients.register_fake
 def _(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **scalars: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
     return dq, dk, dv
@@ -273,40 +234,3 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 _forward.register_autograd(_backward, setup_context=_save)
-
-
-def check_tensors(operator: str, q: Tensor, k: Tensor, v: Tensor, **cu_seqlens: Tensor | None) -> int:
-    """Return the number of sequences. Raise ValueError unless the tensors fit each other.
-
-    cu_seqlens: the cumulative lengths by the names of their arguments; all are None or none is.
-    """
-    check_local(operator, q=q, k=k, v=v)
-    if q.dim() != 4 or not q.is_floating_point():
-        raise ValueError(f"{operator}: q is {q.dtype} {tuple(q.shape)}: expected floats [B, H, Tq, D]")
-    batch, heads, _, size = q.shape
-    if k.dim() != 4 or (k.shape[0], k.shape[3]) != (batch, size):
-        raise ValueError(f"{operator}: k has shape {tuple(k.shape)}: expected [{batch}, Hk, Tk, {size}], as q")
-    check_shape(operator, "v", v, tuple(k.shape))
-    for name, x in (("k", k), ("v", v)):
-        check_device(operator, "q", q, name, x)
-        if x.dtype != q.dtype:
-            raise ValueError(f"{operator}: {name} is {x.dtype}, q is {q.dtype}: expected one dtype")
-    if heads % k.shape[1] if k.shape[1] else heads:
-        raise ValueError(f"{operator}: k has {k.shape[1]} heads, q {heads}: expected a divisor of q's")
-    given = {name: x for name, x in cu_seqlens.items() if x is not None}
-    if not given:
-        return batch
-    if len(given) < len(cu_seqlens):
-        missing = next(name for name in cu_seqlens if name not in given)
-        raise ValueError(f"{operator}: {missing} is None: expected both cumulative lengths, or neither")
-    if batch != 1:
-        raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens: concatenate the documents")
-    for name, x in given.items():
-        check_integers(operator, name, x, (torch.int32,))
-        check_device(operator, "q", q, name, x)
-        if x.dim() != 1 or not len(x):
-            raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected [S + 1]")
-    sequences = len(next(iter(given.values()))) - 1
-    for name, x in given.items():
-        check_shape(operator, name, x, (sequences + 1,))
-    return sequences

@@ -96,3 +96,10 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+
+
+def autocast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, converted to autocast's dtype under torch.autocast."""
+    q_, k_, v_ = autocast(q, k, v)
+    assert q_ is not None and k_ is not None and v_ is not None
+    return q_, k_, v_

@@ -33,7 +33,7 @@ from tpfuse.kernels.cross_entropy import (
     cross_entropy_forward,
 )
 from tpfuse.ops.autograd import apply, once_differentiable
-from tpfuse.ops.values import check_range
+from tpfuse.ops.checks import check_range
 from tpfuse.switches import use_triton
 
 __all__ = ["IGNORE", "TORCH_IGNORE", "cross_entropy", "is_ignored"]

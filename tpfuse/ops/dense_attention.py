@@ -5,6 +5,7 @@ query that sees no key is computed as if it saw all, and its result is replaced:
 On CPUs the documents of self-attention are computed one by one, so that no scores between them are held.
 """
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,86 +17,81 @@ from tpfuse.comm.layout import is_traced
 from tpfuse.ops.dropout import keep_mask
 
 
-def expressible(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    q_offset: int,
-    k_offset: int,
-    dropout_p: float,
-    documents: bool,
-    return_lse: bool,
-) -> bool:
-    """Return whether scaled_dot_product_attention can express the call: without a mask or with a square causal one.
+@dataclass(frozen=True)
+class AttentionCall:
+    """The options of one call of `tpfuse.ops.attention.attention`, all of which have values."""
 
-    It returns no log-sum-exp, and its dropout has other masks than ours.
-    """
-    if dropout_p or return_lse or documents or window is not None or not q.numel() or not k.numel():
-        return False
-    return _sees_all(k, causal, q_offset, k_offset) or (q.shape[2] == k.shape[2] and q_offset == k_offset)
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    head_rows: Tensor | None
+    dropout_key: Tensor | None
+    causal: bool
+    window: int | None
+    q_offset: int
+    k_offset: int
+    scale: float | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    dropout_width: int
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors, which are positional arguments of an operator of torch.library."""
+        return list(vars(self).values())[:4]
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """Return the other options, by name."""
+        return dict(list(vars(self).items())[4:])
+
+    def is_plain(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether scaled_dot_product_attention can express the call: with no mask, or with a square causal one.
+
+        It returns no log-sum-exp, and its dropout has other masks than ours.
+        """
+        if self.dropout_p or self.cu_seqlens_q is not None or self.window is not None:
+            return False
+        if not q.numel() or not k.numel():
+            return False
+        return self.sees_all(k) or (q.shape[2] == k.shape[2] and self.q_offset == self.k_offset)
+
+    def sees_all(self, k: Tensor) -> bool:
+        """Return whether every query sees every key."""
+        return not self.causal or self.q_offset >= self.k_offset + k.shape[2] - 1
 
 
-def _sees_all(k: Tensor, causal: bool, q_offset: int, k_offset: int) -> bool:
-    """Return whether every query sees every key."""
-    return not causal or q_offset >= k_offset + k.shape[2] - 1
-
-
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    head_rows: Tensor | None,
-    dropout_key: Tensor | None,
-    *,
-    causal: bool,
-    window: int | None,
-    q_offset: int,
-    k_offset: int,
-    scale: float | None,
-    dropout_p: float,
-    dropout_width: int,
-    return_lse: bool,
-    plain: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty if not requested.
-
-    plain: whether the call is `expressible`.
-    """
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty if unasked."""
     tq, tk = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    if plain:
-        is_causal = not _sees_all(k, causal, q_offset, k_offset)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    if not return_lse and call.is_plain(q, k):
+        is_causal = not call.sees_all(k)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=call.scale, enable_gqa=grouped)
         return out, out.new_empty(0)
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k and q.device.type == "cpu" and not is_traced(q):
-        options: dict[str, Any] = {
-            "causal": causal, "window": window, "q_offset": q_offset, "k_offset": k_offset, "dropout_p": dropout_p,
-            "return_lse": return_lse,
-        }  # fmt: skip
-        more: dict[str, Any] = {"scale": scale, "dropout_width": dropout_width}
-        return _by_document(q, k, v, cu_seqlens_q.tolist(), head_rows, dropout_key, options, more)
+        return _by_document(q, k, v, cu_seqlens_q.tolist(), call, return_lse)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
     scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    document_q, q_pos = _positions(tq, q_offset, cu_seqlens_q, q.device)
-    document_k, k_pos = _positions(tk, k_offset, cu_seqlens_k, q.device)
-    hidden = _hidden(q_pos.unsqueeze(1), k_pos, causal, window)
+    document_q, q_pos = _positions(tq, call.q_offset, cu_seqlens_q, q.device)
+    document_k, k_pos = _positions(tk, call.k_offset, cu_seqlens_k, q.device)
+    hidden = _hidden(q_pos.unsqueeze(1), k_pos, call.causal, call.window)
     if cu_seqlens_q is not None:
         documents = len(cu_seqlens_q) - 1
         hidden |= (document_q.unsqueeze(1) != document_k) | (document_k == documents)
     blind = hidden.all(dim=-1, keepdim=True)
     scores = scores.masked_fill(hidden & ~blind, float("-inf"))
     probabilities = scores.softmax(dim=-1).to(q.dtype)
-    if dropout_p:
-        assert head_rows is not None and dropout_key is not None
-        heads = head_rows.unsqueeze(-1) if cu_seqlens_q is None else _of_queries(head_rows, document_q)
-        keep = keep_mask(heads * dropout_width + q_pos, dropout_width, dropout_p, dropout_key, k_pos)
-        probabilities = probabilities * (keep.to(q.dtype) / (1.0 - dropout_p))
+    if call.dropout_p:
+        assert call.head_rows is not None and call.dropout_key is not None
+        heads = call.head_rows.unsqueeze(-1) if cu_seqlens_q is None else _of_queries(call.head_rows, document_q)
+        keep = keep_mask(
+            heads * call.dropout_width + q_pos, call.dropout_width, call.dropout_p, call.dropout_key, k_pos
+        )
+        probabilities = probabilities * (keep.to(q.dtype) / (1.0 - call.dropout_p))
     out = torch.matmul(probabilities, v).masked_fill(blind, 0.0)
     if not return_lse:
         return out, out.new_empty(0)
@@ -103,36 +99,23 @@ def dense_attention(
 
 
 def _by_document(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: list[int],
-    head_rows: Tensor | None,
-    dropout_key: Tensor | None,
-    options: dict[str, Any],
-    more: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, ends: list[int], call: AttentionCall, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what `dense_attention` does. ends: the first row of each document, and the end of the last one.
-
-    options: the options that `expressible` asks for; more: the others.
-    """
+    """Return what `dense_attention` does. ends: the first row of each document, and the end of the last one."""
     outs, lses = [], []
     for index, (start, end) in enumerate(pairwise(ends)):
         if start == end:
             continue
-        one_q, one_k, one_v = (x[:, :, start:end] for x in (q, k, v))
-        rows = None if head_rows is None else head_rows[index : index + 1]
-        plain = expressible(one_q, one_k, **options, documents=False)
-        out, lse = dense_attention(one_q, one_k, one_v, None, None, rows, dropout_key, **options, **more, plain=plain)
+        rows = None if call.head_rows is None else call.head_rows[index : index + 1]
+        document = replace(call, cu_seqlens_q=None, cu_seqlens_k=None, head_rows=rows)
+        out, lse = dense_attention(*(x[:, :, start:end] for x in (q, k, v)), document, return_lse=return_lse)
         outs.append(out)
         lses.append(lse)
     rest = q[:, :, ends[-1] :]
     outs.append(torch.zeros_like(rest))
-    if not options["return_lse"]:
+    if not return_lse:
         return torch.cat(outs, 2), q.new_empty(0)
-    lses.append(
-        lses[0].new_full(rest.shape[:3], float("-inf")) if lses else rest.new_full(rest.shape[:3], float("-inf"))
-    )
+    lses.append((lses[0] if lses else rest).new_full(rest.shape[:3], float("-inf")))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 

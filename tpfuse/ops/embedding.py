@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, rank_and_size, shard_range
+from tpfuse.ops.checks import check_range
 from tpfuse.ops.collectives import all_reduce, reduce_scatter
-from tpfuse.ops.values import check_range
 
 
 def embedding(

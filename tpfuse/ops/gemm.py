@@ -20,7 +20,7 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast, wanted_gradients
-from tpfuse.ops.linear_checks import check_linear, check_residual
+from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.switches import use_triton
 
 

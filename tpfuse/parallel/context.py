@@ -21,14 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.choices import Balance as Balance
+from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.mesh import check_order
 from tpfuse.ops.attention import attention
 from tpfuse.ops.collectives import gather_last
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
-from tpfuse.ops.ring_attention.layout import Balance as Balance
-from tpfuse.ops.ring_attention.ring_attention import SCHEDULES, choose_schedule, ring_attention
-from tpfuse.ops.ring_attention.ring_attention import Schedule as Schedule
+from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.ops.ring_attention.schedule import SCHEDULES, schedule_for
 
 
 def heads_to_exchange(ranks: int, heads: int) -> int:
@@ -129,7 +130,8 @@ class ContextParallel:
         local = SequenceLayout(length, self.size, self.balance).local_length
         schedule, reason = self.schedule, "chosen"
         if schedule == "auto":
-            schedule, reason = choose_schedule((1, heads, local, head_size), heads, like.dtype, like.device, self.group)
+            shape = (1, heads, local, head_size)
+            schedule, reason = schedule_for(choice.implementation, shape, heads, like.dtype, self.size)
         return choice.implementation, f"{schedule}, {self.balance}: {reason}; {choice.reason}"
 
     def sharded_batch(self, ids_BT: Tensor, documents: "Documents | None" = None) -> "ShardedBatch":

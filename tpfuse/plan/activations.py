@@ -30,7 +30,7 @@ from functools import lru_cache
 import torch
 
 from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.ops.ring_attention.ring_attention import schedule_for
+from tpfuse.ops.ring_attention.schedule import schedule_for
 from tpfuse.plan.sizes import ModelSizes, RankShare, TrainingProgram
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element

@@ -26,7 +26,8 @@ from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
-from tpfuse.ops.ring_attention.ring_attention import choose_schedule, ring_attention
+from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.ops.ring_attention.schedule import schedule_for
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
@@ -416,13 +417,6 @@ def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
             _check(way, sequence, _run(way, sequence, truth.inputs), truth)
 
 
-def _chosen(name: Implementation) -> list[str]:
-    group, device = dist.group.WORLD, torch.device("cpu")
-    shapes = (((1, 4, 8, 16), 4), ((1, 4, 8, 16), 1), ((1, 3, 8, 16), 3), ((1, 3, 2**21, 128), 3))
-    with use(implementation=name):
-        return [choose_schedule(shape, heads, torch.float32, device, group)[0] for shape, heads in shapes]
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -432,7 +426,9 @@ def _chosen(name: Implementation) -> list[str]:
     ],
 )
 def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str]) -> None:
-    assert pool(2).run(_chosen, name) == [expected] * 2
+    shapes = (((1, 4, 8, 16), 4), ((1, 4, 8, 16), 1), ((1, 3, 8, 16), 3), ((1, 3, 2**21, 128), 3))
+    assert [schedule_for(name, shape, heads, F32, 2)[0] for shape, heads in shapes] == expected
+    assert schedule_for(name, *shapes[0], F32, 1)[0] == "ring"
 
 
 def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], options: Sequence[int]) -> None:

@@ -17,10 +17,10 @@ from torch.autograd import Function
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
+from tpfuse.ops.checks import check_linear
 from tpfuse.ops.gemm import gemm, preactivation_gradient
 from tpfuse.ops.linear.dispatch import products
 from tpfuse.ops.linear.parallel_linear import ParallelLinear
-from tpfuse.ops.linear_checks import check_linear
 
 Biases = Sequence[Tensor | None]
 

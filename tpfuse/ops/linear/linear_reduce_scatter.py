@@ -15,10 +15,10 @@ from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.autograd import apply, autocast, once_differentiable, wanted_gradients
+from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.dispatch import products
 from tpfuse.ops.linear.parallel_linear import ParallelLinear
-from tpfuse.ops.linear_checks import check_linear, check_residual
 
 
 class _LinearReduceScatter(Function):

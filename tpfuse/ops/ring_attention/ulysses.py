@@ -1,8 +1,7 @@
 """Heads for tokens: ranks that have all heads of some tokens exchange them for all tokens of some heads, and back.
 
-Ulysses does this before and after attention (arXiv:2309.14509). Several tensors are exchanged at once, and each
-direction is the other's backward pass. In memory, as in models, the dimension of tokens comes before that of heads, so
-that rows are moved.
+Ulysses does this before and after attention (arXiv:2309.14509), and the other way round in backward. Several tensors
+are exchanged together. In memory, as in models, the dimension of tokens comes before that of heads, so that rows move.
 
 CPU ranks that share memory write what each rank needs to their slots, and copy it from the slots of the others to its
 destination, in one epoch of a channel (`tpfuse.comm.channel`). Other ranks use one all-to-all.
@@ -10,19 +9,16 @@ destination, in one epoch of a channel (`tpfuse.comm.channel`). Other ranks use 
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.comm.channel import Channel, slot_size
-from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
-from tpfuse.ops.autograd import once_differentiable
 
 TokenSlices = tuple[tuple[tuple[slice, slice], ...], ...]
 
@@ -48,62 +44,69 @@ def _slices_of(row: list[int]) -> tuple[tuple[slice, slice], ...]:
     return tuple(slices)
 
 
-def to_heads(
-    tensors: Sequence[Tensor], token_slices: TokenSlices, group: dist.ProcessGroup, call: str = ""
-) -> list[Tensor]:
-    """Exchange each [B, H, n, D], this rank's tokens, for [B, H / world, world * n, D], all tokens by position.
+@dataclass(frozen=True)
+class HeadExchange:
+    """The exchange of heads for tokens among the ranks of a group, for one call of attention."""
 
-    Each tensor has its own H, a multiple of world; all have one dtype. call: a description of the operation that needs
-    the heads, which must be the same on every rank.
-    """
-    return list(_Exchange.apply(token_slices, group, call, True, *tensors))  # type: ignore[no-untyped-call]
+    # Where each rank's tokens are among the tokens of all ranks.
+    token_slices: TokenSlices
+    group: dist.ProcessGroup
+    # The memory that the ranks share, through which they exchange; None for an all-to-all.
+    memory: SymmetricMemory | None
+    # The number of heads of keys.
+    kv_heads: int
+    # The group, and the groups with whose ranks its ranks attend afterwards.
+    together: tuple[dist.ProcessGroup, ...]
 
+    def agree(self, q: Tensor) -> None:
+        """Raise ValueError, on every rank, if ranks have different numbers of tokens."""
+        collectives.agree_on_rows(q.shape[2], q.device, *self.together, op="ring_attention", unit="tokens")
 
-def to_tokens(
-    tensors: Sequence[Tensor], token_slices: TokenSlices, group: dist.ProcessGroup, call: str = ""
-) -> list[Tensor]:
-    """Exchange this rank's heads of all tokens for all heads of its tokens: the inverse of `to_heads`."""
-    return list(_Exchange.apply(token_slices, group, call, False, *tensors))  # type: ignore[no-untyped-call]
+    def own(self, heads: int) -> slice:
+        """Return which of `heads` heads this rank gets."""
+        count = heads // self.group.size()
+        return slice(self.group.rank() * count, (self.group.rank() + 1) * count)
 
+    def repeated(self, x: Tensor) -> Tensor:
+        """Return keys or values [B, Hk, n, D] with their heads repeated, if necessary, so that each rank gets one."""
+        world = self.group.size()
+        return x if self.kv_heads % world == 0 else x.repeat_interleave(world // self.kv_heads, 1)
 
-class _Exchange(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, token_slices: TokenSlices, group: dist.ProcessGroup, call: str, for_heads: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.token_slices, ctx.group, ctx.call, ctx.for_heads = token_slices, group, call, for_heads
-        return _exchanged(tensors, token_slices, group, call, for_heads)
+    def summed(self, grad: Tensor) -> Tensor:
+        """Return the gradient [B, Hk, n, D] of the argument of `repeated`."""
+        batch, repeated, tokens, size = grad.shape
+        return grad if repeated == self.kv_heads else grad.reshape(batch, self.kv_heads, -1, tokens, size).sum(2)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *_exchanged(grads, ctx.token_slices, ctx.group, ctx.call, not ctx.for_heads)
+    def to_heads(self, call: str, *tensors: Tensor) -> list[Tensor]:
+        """Exchange each [B, H, n, D], this rank's tokens, for [B, H / world, world * n, D], all tokens by position.
 
+        Each tensor has its own H, a multiple of world; all have one dtype. call: a description of the operation that
+        needs the heads, which must be the same on every rank.
+        """
+        return self._exchanged(call, tensors, for_heads=True)
 
-def _exchanged(
-    tensors: Sequence[Tensor], token_slices: TokenSlices, group: dist.ProcessGroup, call: str, for_heads: bool
-) -> tuple[Tensor, ...]:
-    world, first = len(token_slices), tensors[0]
-    tensors = [x.transpose(1, 2) for x in tensors]
-    tokens = first.shape[2] * world if for_heads else first.shape[2] // world
-    outs = [x.new_empty(x.shape[0], tokens, _heads(x, world, for_heads), x.shape[3]) for x in tensors]
-    shapes = [(x.shape[0], min(x.shape[1], tokens), min(x.shape[2], out.shape[2]), x.shape[3])
-              for x, out in zip(tensors, outs, strict=True)]  # fmt: skip
-    choice = choose_implementation(first.device, first.dtype, group)
-    if choice.implementation == "direct" and choice.memory is not None:
-        _through_slots(choice.memory, call, tensors, outs, shapes, token_slices, for_heads)
-    else:
-        sent = first.new_empty(world, sum(map(math.prod, shapes)))
-        for rank in range(world):
-            _put(tensors, _parts(sent[rank], shapes), rank, token_slices[rank], for_heads)
-        received = collectives.all_to_all(sent, group)
-        for rank in range(world):
-            _take(_parts(received[rank], shapes), outs, rank, token_slices[rank], for_heads)
-    return tuple(out.transpose(1, 2) for out in outs)
+    def to_tokens(self, call: str, *tensors: Tensor) -> list[Tensor]:
+        """Exchange this rank's heads of all tokens for all heads of its tokens: the inverse of `to_heads`."""
+        return self._exchanged(call, tensors, for_heads=False)
 
-
-def _heads(x: Tensor, world: int, for_heads: bool) -> int:
-    return x.shape[2] // world if for_heads else x.shape[2] * world
+    def _exchanged(self, call: str, tensors: Sequence[Tensor], *, for_heads: bool) -> list[Tensor]:
+        world, first, slices = len(self.token_slices), tensors[0], self.token_slices
+        tensors = [x.transpose(1, 2) for x in tensors]
+        tokens = first.shape[2] * world if for_heads else first.shape[2] // world
+        heads = [x.shape[2] // world if for_heads else x.shape[2] * world for x in tensors]
+        outs = [x.new_empty(x.shape[0], tokens, h, x.shape[3]) for x, h in zip(tensors, heads, strict=True)]
+        shapes = [(x.shape[0], min(x.shape[1], tokens), min(x.shape[2], out.shape[2]), x.shape[3])
+                  for x, out in zip(tensors, outs, strict=True)]  # fmt: skip
+        if self.memory is not None:
+            _through_slots(self.memory, call, tensors, outs, shapes, slices, for_heads)
+        else:
+            sent = first.new_empty(world, sum(map(math.prod, shapes)))
+            for rank in range(world):
+                _put(tensors, _parts(sent[rank], shapes), rank, slices[rank], for_heads)
+            received = collectives.all_to_all(sent, self.group)
+            for rank in range(world):
+                _take(_parts(received[rank], shapes), outs, rank, slices[rank], for_heads)
+        return [out.transpose(1, 2) for out in outs]
 
 
 def _through_slots(
