@@ -8,7 +8,7 @@ from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.collectives import anywhere
 from tpfuse.comm.layout import Slices, copy_whole_, gather_whole, load_part_
-from tpfuse.layers.parameter import empty_parameter
+from tpfuse.layers.on_mesh import empty_parameter
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 

@@ -17,7 +17,7 @@ from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm.layout import local_tensor
-from tpfuse.layers.parameter import offer_leaf
+from tpfuse.layers.local_parameter import offer_leaf
 from tpfuse.models import gpt_block
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize

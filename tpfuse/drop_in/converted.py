@@ -33,17 +33,11 @@ from tpfuse.comm.mesh import check_order, rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
-from tpfuse.layers.parameter import (
-    Borrowed,
-    OnMesh,
-    gather_features,
-    local,
-    packed_bias,
-    sequence_back,
-    sequence_first,
-)
+from tpfuse.layers.local_parameter import Borrowed, local
+from tpfuse.layers.on_mesh import OnMesh
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.layers.sequence import gather_features, packed_bias, sequence_back, sequence_first
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops.collectives import gather_last, replicate, split_last
 from tpfuse.ops.dropout import drawn_keys, dropout

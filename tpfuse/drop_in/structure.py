@@ -45,7 +45,7 @@ from tpfuse.drop_in.styles import (
     WholeSequences,
     features,
 )
-from tpfuse.layers.parameter import splits
+from tpfuse.layers.sequence import splits
 
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "dense", "out_proj")),

@@ -54,7 +54,8 @@ from tpfuse.drop_in.converted import (
     shard_as_dtensor,
     split_sequence,
 )
-from tpfuse.layers.parameter import check_embedding, sequence_back, sequence_first, splits
+from tpfuse.layers.on_mesh import check_embedding
+from tpfuse.layers.sequence import sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear

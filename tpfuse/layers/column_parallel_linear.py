@@ -13,21 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.layers.parameter import (
-    OnMesh,
-    check_kind,
+from tpfuse.layers.local_parameter import local_linear
+from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, reset_linear_, take_
+from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.sequence import (
     check_sequence_dim,
-    empty_parameter,
     gather_features,
-    local_linear,
     packed_bias,
-    reset_linear_,
     sequence_back,
     sequence_first,
     splits,
-    take_,
 )
-from tpfuse.layers.partial_gradients import look
 from tpfuse.ops.activation import GATED, check_activation
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm

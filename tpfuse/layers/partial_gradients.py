@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tpfuse.comm.layout import is_sharded
-from tpfuse.layers.parameter import Borrowed
+from tpfuse.layers.local_parameter import Borrowed
 
 Part = Literal["sequence", "features"]
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_, has_values
-from tpfuse.layers.parameter import OnMesh, check_embedding, check_kind, empty_parameter, local, shared_generator, take_
+from tpfuse.layers.local_parameter import local
+from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
 from tpfuse.ops.collectives import replicate
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
-from tpfuse.layers.parameter import OnMesh, check_kind, empty_parameter, last_dimension, local, take_
+from tpfuse.layers.local_parameter import local
+from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, last_dimension, take_
 from tpfuse.ops.rms_norm import rms_norm
 
 

@@ -13,19 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.layers.parameter import (
-    OnMesh,
-    check_kind,
-    check_sequence_dim,
-    empty_parameter,
-    local_linear,
-    reset_linear_,
-    sequence_back,
-    sequence_first,
-    splits,
-    take_,
-)
+from tpfuse.layers.local_parameter import local_linear
+from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, reset_linear_, take_
 from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.sequence import check_sequence_dim, sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import split_last
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter

@@ -8,20 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_, has_values
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.layers.parameter import (
-    OnMesh,
-    check_embedding,
-    check_kind,
-    check_sequence_dim,
-    empty_parameter,
-    gather_features,
-    local,
-    sequence_back,
-    sequence_first,
-    shared_generator,
-    take_,
-)
+from tpfuse.layers.local_parameter import local
+from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
 from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.sequence import check_sequence_dim, gather_features, sequence_back, sequence_first
 from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm

@@ -181,7 +181,7 @@ _CALL = (
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)",
 )
-def _forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **scalars: Any) -> tuple[Tensor, Tensor]:
     options = vars(AttentionCall(*tensors, **scalars))
     return attention_forward(q, k, v, **{name: options[name] for name in options if name != "max_seqlen_k"})
 
@@ -201,7 +201,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **scalars: Any) 
 )
 def _gradients(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *tensors: Tensor | None, **scalars: Any,
+    *tensors: Any, **scalars: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = vars(AttentionCall(*tensors, **scalars))
     return attention_backward(grad_out, q, k, v, out, lse, grad_lse=grad_lse, **options)

@@ -108,7 +108,8 @@ def _by_document(
             continue
         rows = None if call.head_rows is None else call.head_rows[index : index + 1]
         document = replace(call, cu_seqlens_q=None, cu_seqlens_k=None, head_rows=rows)
-        out, lse = dense_attention(*(x[:, :, start:end] for x in (q, k, v)), document, return_lse=return_lse)
+        one_q, one_k, one_v = (x[:, :, start:end] for x in (q, k, v))
+        out, lse = dense_attention(one_q, one_k, one_v, document, return_lse=return_lse)
         outs.append(out)
         lses.append(lse)
     rest = q[:, :, ends[-1] :]

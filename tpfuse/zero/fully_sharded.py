@@ -42,7 +42,7 @@ from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import check_order, flat_group, rank_and_size, shown
 from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
-from tpfuse.layers.parameter import Borrowed
+from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import CountedAllGather, CountedReduceScatter

@@ -39,7 +39,7 @@ from tpfuse.choices import GradientDtype
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
-from tpfuse.layers.parameter import offer_leaf, withdraw_leaf
+from tpfuse.layers.local_parameter import offer_leaf, withdraw_leaf
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets

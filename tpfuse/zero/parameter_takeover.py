@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from tpfuse.comm.layout import from_local, is_sharded
-from tpfuse.layers.parameter import Borrowed
+from tpfuse.layers.local_parameter import Borrowed
 
 
 def partial_gradients(model: nn.Module) -> set[str]:

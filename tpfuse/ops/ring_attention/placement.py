@@ -57,7 +57,7 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
     """
     ring, ulysses = group if isinstance(group, tuple) else (group, None)
     exchanging = 1 if ulysses is None else ulysses.size()
-    world, heads, n = ring.size() * exchanging, q.shape[1], q.shape[2]
+    world, (batch, heads, n, size) = ring.size() * exchanging, q.shape
     length = world * n if options.length is None else options.length
     layout = SequenceLayout(length, world, options.balance, exchanging)
     if layout.local_length != n:
@@ -72,7 +72,7 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
         schedule = "ulysses_ring"
         if ulysses is None:
             implementation = "direct" if world == 1 else _choice(q, ring).implementation
-            schedule, _ = schedule_for(implementation, tuple(q.shape), k.shape[1], q.dtype, world)
+            schedule, _ = schedule_for(implementation, (batch, heads, n, size), k.shape[1], q.dtype, world)
     ring_rank, blocks_from = ring.rank(), ring if ring.size() > 1 else None
     if schedule == "ulysses":  # a ring of one rank, which has all tokens of some heads
         ulysses, exchanging, ring_rank, blocks_from = ring, world, 0, None

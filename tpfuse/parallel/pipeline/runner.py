@@ -339,7 +339,7 @@ class Runner:
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
-    """Return the tensor in which autograd accumulates a parameter's gradient (`tpfuse.layers.parameter.offer_leaf`)."""
+    """Return the tensor that accumulates a parameter's gradient (`tpfuse.layers.local_parameter.offer_leaf`)."""
     borrowed = getattr(parameter, "local_leaf", None)
     return parameter if borrowed is None else cast(Tensor, borrowed.value)
 

@@ -12,7 +12,7 @@ from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
-from tpfuse.layers.parameter import empty_parameter, shared_generator
+from tpfuse.layers.on_mesh import empty_parameter, shared_generator
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding

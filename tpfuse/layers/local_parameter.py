@@ -1,0 +1,85 @@
+"""This rank's part of a parameter, for forward, and for engines that keep gradients in buffers of their own."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpfuse.comm.layout import local_tensor
+from tpfuse.ops.autograd import apply
+
+
+class Borrowed:
+    """A value that an engine sets instead of a model's own attribute while it has the model's parameters.
+
+    A copy of the model, and the model that pickle writes, belong to no engine: they have `own` instead.
+    """
+
+    def __init__(self, value: Any, own: Any) -> None:
+        self.value, self.own = value, own
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.own, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchanged, (self.own,)
+
+
+def _unchanged(own: Any) -> Any:
+    return own
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, differentiably."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    leaf: Borrowed | None = getattr(parameter, "local_leaf", None)
+    if leaf is not None:
+        return leaf.value  # type: ignore[no-any-return]
+    return parameter.to_local() if torch.compiler.is_compiling() else apply(_ToLocal, parameter)
+
+
+class _ToLocal(Function):
+    """DTensor.to_local with a backward that takes 60 µs less on a CPU: the gradient has the parameter's placements."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor | None]:
+    """Return `local` of a layer's weight and bias. Raise ValueError if one of them is not on the layer's mesh."""
+    bias = layer.bias
+    for name, parameter in (("weight", layer.weight), ("bias", bias)):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else device_mesh
+        if mesh is not device_mesh and mesh != device_mesh:
+            raise ValueError(f"{name} is on {mesh}: expected {device_mesh}, the mesh of its layer")
+    return local(layer.weight), None if bias is None else local(bias)
+
+
+def offer_leaf(parameter: DTensor) -> Tensor:
+    """Make `local(parameter)` a leaf of its own, on the same memory, and return it; the caller collects its gradient.
+
+    An engine that keeps gradients in buffers of its own (`tpfuse.zero.gradient_buckets`) needs this: the path through
+    DTensor costs about 0.1 ms for each parameter and pass on a CPU, which is a tenth of a small step.
+    """
+    leaf = local_tensor(parameter).requires_grad_()
+    parameter.local_leaf = Borrowed(leaf, None)  # type: ignore[attr-defined]
+    return leaf
+
+
+def withdraw_leaf(parameter: DTensor) -> None:
+    """Undo `offer_leaf`: gradients pass through the DTensor again, and its hooks run."""
+    parameter.local_leaf = None  # type: ignore[attr-defined]
