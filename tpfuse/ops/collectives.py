@@ -1,14 +1,16 @@
 """Collectives with a backward pass: the conjugate pairs of tensor parallelism.
 
-| operator       | forward                  | backward                 |
-|----------------|--------------------------|--------------------------|
-| all_gather     | all-gather, dim 0        | reduce-scatter           |
-| reduce_scatter | reduce-scatter, dim 0    | all-gather               |
-| all_reduce     | all-reduce               | identity                 |
-| all_to_all     | all-to-all, dim 0        | all-to-all               |
-| replicate      | identity                 | all-reduce               |
-| gather_last    | all-gather, last dim     | this rank's slice        |
-| split_last     | this rank's slice        | all-gather, last dim     |
+On R ranks, forward and backward communicate:
+
+| operator       | x, on each rank | result     | forward         | backward        |
+|----------------|-----------------|------------|-----------------|-----------------|
+| all_gather     | [n, ...]        | [R n, ...] | all-gather      | reduce-scatter  |
+| reduce_scatter | [R n, ...]      | [n, ...]   | reduce-scatter  | all-gather      |
+| all_reduce     | [...]           | [...]      | all-reduce      | none: identity  |
+| all_to_all     | [R, ...]        | [R, ...]   | all-to-all      | all-to-all      |
+| replicate      | [...]           | [...]      | none: identity  | all-reduce      |
+| gather_last    | [..., n]        | [..., R n] | all-gather      | none: own slice |
+| split_last     | [..., R n]      | [..., n]   | none: own slice | all-gather      |
 
 `all_reduce` and `gather_last` give every rank the same result, from which every rank computes the same loss: their
 gradients are equal on all ranks and must not be summed again (Megatron-LM, arXiv:1909.08053, f and g; sequence

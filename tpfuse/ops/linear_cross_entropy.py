@@ -12,7 +12,13 @@ entry of W against 2 operations for each token of the chunk, so that 4096 tokens
 while an H100 needs 300 to be bound by arithmetic. The chunk's logits then take 8 KiB for each entry of the vocabulary,
 0.4 GB for GPT-2's, for any number of tokens. A call with one chunk has no buffer: dW is stored in its own dtype.
 
-Of several ranks, each has a slice of W's rows and all of x; each chunk needs one all-gather of three numbers per token.
+The vocabulary V may be sharded. On each of R ranks, with M tokens in chunks of m:
+
+    x [M, C], equal on all    W [V / R, C], this rank's rows    target [M]    losses [M], equal on all
+
+    forward    logits [m, V / R] of a chunk = x Wᵀ; loss    all-gather of three numbers per token, once a chunk
+    dgrad      dx [M, C], this rank's partial sum           none here: whoever gave x sums it
+    wgrad      dW [V / R, C], this rank's                   none
 """
 
 from typing import Any

@@ -1,9 +1,17 @@
 """all_gather_linear: act(all_gather(x) Wᵀ + bias), the entry of a sequence-parallel block, for one weight or several.
 
-Only this rank's shard of x is kept for backward (arXiv:2205.05198), and the pre-activation if there is one. Backward
-computes the gradient P of the pre-activation once, then dX = P W, reduce-scattered, and dW = Pᵀ X, for which x is
-gathered again. Several weights (q, k and v; gate and up) share one gather, and the sum of x's gradients through them is
-scattered once. `tpfuse.ops.linear.dispatch` chooses the implementation.
+On each of R ranks, with M rows in all (dimensions after the first are rows too), P the gradient of the pre-activation:
+
+    x [M / R, K]    W [N, K], this rank's rows    bias [N]    out [M, N], [M, N / 2] for a gated activation
+
+    forward    X = all_gather(x) [M, K]; out = act(X Wᵀ + bias)         all-gather of x
+    dgrad      dx = reduce_scatter(P W) [M / R, K]                      reduce-scatter of P W
+    wgrad      dW = Pᵀ X [N, K], this rank's                            all-gather of x again
+    dbias      column sums of P [N], this rank's                        none
+
+Only this rank's shard of x is kept for backward (arXiv:2205.05198), and the pre-activation if there is one. Several
+weights (q, k and v; gate and up) share one gather, and the sum of x's gradients through them is scattered once.
+`tpfuse.ops.linear.dispatch` chooses the implementation.
 """
 
 from collections.abc import Sequence

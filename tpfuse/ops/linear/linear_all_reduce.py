@@ -1,6 +1,14 @@
 """linear_all_reduce: all_reduce(x Wᵀ) + bias + residual, the row-parallel product without sequence parallelism.
 
-Every rank gets the same output and the same gradient of it, so that backward needs no communication.
+On each rank, with M rows:
+
+    x [M, K], this rank's features    W [N, K], this rank's columns    bias [N], residual and out [M, N], equal on all
+
+    forward    out = all_reduce(x Wᵀ) + bias + residual    all-reduce of x Wᵀ
+    dgrad      dx = dout W [M, K]                          none: all ranks have the same dout
+    wgrad      dW = doutᵀ x [N, K], this rank's            none
+    dbias      column sums of dout [N], equal on all       none
+
 `tpfuse.ops.linear.dispatch` chooses the implementation.
 """
 

@@ -1,9 +1,17 @@
 """linear_reduce_scatter: reduce_scatter(x Wᵀ) + bias + residual, the exit of a sequence-parallel block.
 
-Every rank holds a slice of the features; the sum over ranks is scattered along dimension 0. Backward gathers the
-output's gradient once and uses it for both products; if one pass computes dX and another one dW, each of them gathers.
-The bias gradient is the column sum of the gathered gradient, so it is complete on every rank, and the same to the bit,
-without another communication. `tpfuse.ops.linear.dispatch` chooses the implementation.
+On each of R ranks, with M rows in all (dimensions after the first are rows too), G the gathered gradient of out:
+
+    x [M, K], this rank's features    W [N, K], this rank's columns    bias [N], equal on all ranks
+    residual and out [M / R, N], this rank's rows
+
+    forward    out = reduce_scatter(x Wᵀ) + bias + residual             reduce-scatter of x Wᵀ
+    dgrad      dx = G W [M, K]                                          all-gather of out's gradient [M / R, N]
+    wgrad      dW = Gᵀ x [N, K], this rank's                            the same gather, unless another pass computes it
+    dbias      column sums of G [N], complete and equal on all ranks    the same gather
+
+The bias gradient is the same to the bit on every rank without another communication. `tpfuse.ops.linear.dispatch`
+chooses the implementation.
 """
 
 from typing import Any
