@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tests.support.cuda_stand_in import StandIn
 from tpfuse.comm import control_block
-from tpfuse.comm.control_block import RECORDS, RankState
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.rank_state import RECORDS, RankState
 
 RANK = 0
 

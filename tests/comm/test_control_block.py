@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import exhaustive
-from tpfuse.comm import control_block, host
-from tpfuse.comm.control_block import ControlBlock, Mapping
+from tpfuse.comm import host, rank_state
+from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.rank_state import Mapping
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.watchdog import is_late
 from tpfuse.testing.patience import wait_until
@@ -78,10 +79,10 @@ def _compare() -> list[str]:
     begin("all_gather [4]", "all_gather [5]")
     begin("all_gather [4]", f"all_gather [{4 + control.rank}]", f"all_gather [{6 + control.rank}]")
     begin("all_gather [4]")
-    begin(*["all_reduce [4]"] * (control_block.RECORDS - 1))
+    begin(*["all_reduce [4]"] * (rank_state.RECORDS - 1))
     begin(*[f"only rank {control.rank}"] * control.rank)
     begin(*["all_reduce [4]"] * (control.world - 1 - control.rank))
-    begin(*["all_reduce [4]"] * 2 * control_block.RECORDS)
+    begin(*["all_reduce [4]"] * 2 * rank_state.RECORDS)
     begin("long " * 50 + str(control.rank))
     return errors
 
@@ -90,12 +91,12 @@ def _compare() -> list[str]:
 def test_an_operation_that_is_overwritten_is_not_compared() -> None:
     """Rank 0, which is far ahead, compares as a watchdog does while it begins one more operation."""
     control = _control_block()
-    for _ in range(1 if control.rank else control_block.RECORDS):
+    for _ in range(1 if control.rank else rank_state.RECORDS):
         control.begin("turn")
     dist.barrier()
     if control.rank == 0:
         control._digests[1] = (
-            control_block.RECORDS + 1
+            rank_state.RECORDS + 1
         ) << 32  # as in the middle of `begin`, which has not published it yet
         control.compare()
     dist.barrier()
@@ -159,13 +160,13 @@ def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
 def test_the_flight_record_holds_the_last_operations() -> None:
     control = _control_block()
     assert control.local.operations() == [] and control.local.last_operation() == ""
-    for number in range(1, control_block.RECORDS + 11):
+    for number in range(1, rank_state.RECORDS + 11):
         begun = control.begin(f"operation {number} " + "n" * 300)
         if number % 2:
             control.end(begun)
     operations = control.local.operations()
-    assert [entry["number"] for entry in operations] == list(range(11, control_block.RECORDS + 11))
-    assert str(operations[-1]["operation"]).startswith(f"operation {control_block.RECORDS + 10} nnn")
+    assert [entry["number"] for entry in operations] == list(range(11, rank_state.RECORDS + 11))
+    assert str(operations[-1]["operation"]).startswith(f"operation {rank_state.RECORDS + 10} nnn")
     assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
     control.begin("x" + "ü" * 300)  # The record cuts it within a letter.
     assert control.local.last_operation().startswith("x" + "ü" * 70)
@@ -240,7 +241,7 @@ def test_a_rank_may_end_after_it_has_come() -> None:
             return True
 
         def epoch() -> int:
-            return int(memory.control.states[1].numbers[control_block._EPOCH])
+            return int(memory.control.states[1].numbers[rank_state.EPOCH])
 
         memory.control.has_ended = ended  # type: ignore[method-assign]
         memory.wait_signal(flags, 1, 0, 1, op="test")
@@ -340,7 +341,7 @@ def _poor(rank: int, function: str) -> tuple[str, bool]:
     many = mock.Mock(side_effect=OSError(23, "Too many open files in system"))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Unavailable) as caught:
         if dist.get_rank() == rank:
-            patch.setattr(control_block if function == "_map" else os, function, many)
+            patch.setattr(rank_state if function == "_map" else os, function, many)
         _control_block()
     message = str(caught.value)
     del caught  # Its traceback keeps what was open.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tests.support.tiers import exhaustive
-from tpfuse.comm import control_block, shared_memory
+from tpfuse.comm import rank_state, shared_memory
 from tpfuse.comm.errors import Disagreement, Unavailable
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.testing.patience import patient
@@ -239,7 +239,7 @@ def _exhausted(rank: int, name: str) -> tuple[str, bool]:
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with pytest.MonkeyPatch.context() as patch:
         if memory.rank == rank:
-            patch.setattr(control_block if name == "_map" else os, name, full)
+            patch.setattr(rank_state if name == "_map" else os, name, full)
         with pytest.raises(Unavailable) as caught:
             memory.buffer("x", (100,), torch.float32)
     message = str(caught.value)

@@ -155,7 +155,7 @@ test_bad_input_is_refused = refusals(
     ({"cu_seqlens_q": LENGTHS}, "cu_seqlens_k is None: expected both"),
     (BOTH | {"cu_seqlens_q": LENGTHS.long()}, "cu_seqlens_q is torch.int64: expected int32"),
     (BOTH | {"cu_seqlens_k": LENGTHS[:2]}, r"cu_seqlens_k has shape \(2,\): expected \(3,\)"),
-    (BOTH | {"cu_seqlens_q": LENGTHS[:0]}, r"cu_seqlens_q has shape \(0,\): expected \[S + 1\]"),
+    (BOTH | {"cu_seqlens_q": LENGTHS[:0]}, r"cu_seqlens_q has shape \(0,\): expected \[S \+ 1\]"),
     (dict.fromkeys("qkv", torch.zeros(2, 2, 7, 16)) | BOTH, "q has batch size 2: expected 1"),
     (dict.fromkeys("kv", K.to("meta")), "k is on meta, q on cpu: expected one device"),
 )

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
+from tpfuse.comm.rank_state import Mapping
 from tpfuse.comm.symmetric_memory import wrapped
 
 

@@ -34,7 +34,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh
 from tpfuse.comm.settings import set_settings
-from tpfuse.layers.parameter import Borrowed
+from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard

@@ -4,169 +4,44 @@ Each rank writes its own state, and all ranks read all states: the operations th
 flight record), its text in an exchange, and whether another rank has told it to stop waiting. Everything that must work
 if a peer is missing depends on it: host barriers, agreement on sizes, deadlines, the names in PeerTimeout.
 
-The memory is anonymous (memfd_create(2)): a peer opens it as /proc/PID/fd/N of the rank that made it. So nothing ever
-remains in /dev/shm, whenever a process is killed, and the size of /dev/shm (64 MB in a container by default) does not
-matter.
+`tpfuse.comm.rank_state` has the memory and the layout of a state.
 """
 
 import contextlib
-import functools
 import os
 import select
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from triton._C.libtriton import interpreter as atomics
 
 from tpfuse.comm import host, trace, waits
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.comm.futex import Backoff, load_acquire, publish, store_release
+from tpfuse.comm.futex import Backoff, compare_and_swap, load_acquire, publish, store_release
+from tpfuse.comm.rank_state import (
+    BEGUN,
+    DIGEST,
+    ENDED_NS,
+    EPOCH,
+    MESSAGES,
+    NUMBER,
+    RECORDS,
+    RESETS,
+    STATE_BYTES,
+    TEXT,
+    Mapping,
+    RankState,
+    encoded,
+    padded,
+    word,
+)
 from tpfuse.comm.rendezvous import exchange
 
-# Indices of a rank's int64 numbers, and their count. `tpfuse.comm.waits` has two more.
-_BEGUN, _EPOCH, _RESETS, _MESSAGES, _NUMBERS = 0, 1, 2, 3, 16
-_TEXT = 4096  # bytes of one exchange
-# The operations of all ranks in the flight record, as many messages, and the bytes of each: four numbers (`RankState`),
-# then text.
-RECORDS, _RECORD = 64, 192
-_NUMBER, _BEGUN_NS, _ENDED_NS, _DIGEST, _WORDS = 0, 1, 2, 3, 4  # indices of those numbers, and their count
-_ABORT_BYTES = 128
 # An abort word is the missing rank's number in the world + 1, or: no rank is missing; ranks run different operations.
 _NO_RANK, _DIFFERENT = -1, -2
-_FIRST_WORD = (_NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT) // 8  # index of the first record's word in a rank's state
-_STATE_BYTES = 8 * _FIRST_WORD + 2 * RECORDS * _RECORD
-
-
-def _row(number: int) -> int:
-    """Returns the row of an operation in the flight record. The messages, with numbers below 0, have the later rows."""
-    return number % RECORDS if number >= 0 else RECORDS + -number % RECORDS
-
-
-def _word(number: int, field: int) -> int:
-    """Returns the index of one of an operation's four numbers among the int64 words of a rank's state."""
-    return _FIRST_WORD + _row(number) * (_RECORD // 8) + field
-
-
-class Mapping:
-    """Anonymous shared memory, which one process makes and others map."""
-
-    def __init__(self, name: str, size: int, location: tuple[int, int] | None = None) -> None:
-        """Makes `size` bytes, which are zero, or maps those at `location`, (process, file descriptor) of their maker.
-
-        Raises Unavailable with the reason.
-        """
-        self.descriptor: int | None = None
-        try:
-            if location is None:
-                self.descriptor = os.memfd_create(f"tpfuse {name}"[:200], os.MFD_CLOEXEC)
-                os.posix_fallocate(self.descriptor, 0, size)
-                location = os.getpid(), self.descriptor
-            # mmap.mmap would keep a descriptor for each mapping.
-            self.memory: NDArray[np.uint8] = _map(f"/proc/{location[0]}/fd/{location[1]}", size)
-        except (OSError, ValueError, AttributeError, RuntimeError) as error:
-            what = (
-                "made" if location is None or self.descriptor is not None else f"opened (made by process {location[0]})"
-            )
-            self.close_descriptor()
-            reason = str(error).splitlines()[0]
-            raise Unavailable(f"{size} bytes of shared memory for {name} cannot be {what}: {reason}") from None
-
-    def close_descriptor(self) -> None:
-        """Closes the descriptor after every peer has mapped the memory, which exists as long as a process maps it."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
-
-
-def _map(path: str, size: int) -> NDArray[np.uint8]:
-    mapped: NDArray[np.uint8] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8).numpy()
-    return mapped
-
-
-class RankState:
-    """The state of one rank in the control block.
-
-    A row of the flight record has the operation's number, when it began and ended (ns, 0: not yet), its number and the
-    digest of its text in one word, which is written at once, and as much of the text as fits. The operations of all
-    ranks have the numbers 1, 2, 3, …, by which they are compared. A message, in which two ranks take part, is no such
-    operation: the messages of a rank have the numbers -1, -2, -3, … and no digest.
-    """
-
-    def __init__(self, memory: NDArray[np.uint8], rank: int) -> None:
-        start = rank * _STATE_BYTES
-        self.numbers = np.frombuffer(memory, np.int64, _NUMBERS, start)
-        start += _NUMBERS * 8
-        self.abort = np.frombuffer(memory, np.int32, 1, start)
-        start += _ABORT_BYTES
-        self.texts = [np.frombuffer(memory, np.uint8, _TEXT, start + half * _TEXT) for half in range(2)]
-        self.records = np.frombuffer(memory, np.uint8, 2 * RECORDS * _RECORD, start + 2 * _TEXT).reshape(-1, _RECORD)
-        self.record_numbers = self.records.view(np.int64)
-        # These are views of the same memory: an element of a numpy array takes twice as long to read and to write.
-        self.bytes = memoryview(memory)[rank * _STATE_BYTES : (rank + 1) * _STATE_BYTES]  # type: ignore[arg-type]
-        self.words = self.bytes.cast("q")
-        self.aborted = self.bytes[_NUMBERS * 8 : _NUMBERS * 8 + 4].cast("i")
-        self.addresses = np.array([self.numbers.ctypes.data], np.uint64) + np.arange(_NUMBERS, dtype=np.uint64) * 8
-        self.abort_address = np.array([self.abort.ctypes.data], np.uint64)
-        self.pidfd: int | None = None
-
-    @property
-    def begun(self) -> int:
-        """The number of operations of all ranks that this rank has begun."""
-        return self.words[_BEGUN]
-
-    @property
-    def messages(self) -> int:
-        """The number of messages that this rank has begun to send or to receive."""
-        return self.words[_MESSAGES]
-
-    def digest(self, number: int) -> int:
-        """Returns the word that has an operation's number and the digest of its text.
-
-        If it has not been written yet, or has been overwritten, the word is another operation's, or 0.
-        """
-        return self.words[_word(number, _DIGEST)]
-
-    def record(self, number: int, begun_ns: int, digest: int, text: bytes) -> None:
-        """Writes that an operation begins. text: exactly as many bytes as a record holds."""
-        words, first = self.words, _word(number, 0)
-        words[first], words[first + 1], words[first + _ENDED_NS], words[first + _DIGEST] = number, begun_ns, 0, digest
-        self.bytes[8 * (first + _WORDS) : 8 * first + _RECORD] = text
-
-    def operations(self) -> list[dict[str, object]]:
-        """Returns the last operations and messages, in the order in which they began.
-
-        Each has its number, its text, and when it began and ended (ns, 0: not yet).
-        """
-        rows = [(*(int(x) for x in numbers[:_DIGEST]), index) for index, numbers in enumerate(self.record_numbers)]
-        return [
-            {"number": number, "operation": self._text(index), "begun_ns": begun, "ended_ns": ended}
-            for number, begun, ended, index in sorted(rows, key=lambda row: (row[1], row[0]))
-            if number
-        ]
-
-    def is_through(self, number: int) -> bool:
-        """Returns whether this rank has ended operation `number`."""
-        begun = self.begun
-        return begun > number or (begun == number and bool(self.record_numbers[begun % RECORDS, _ENDED_NS]))
-
-    def last_operation(self) -> str:
-        """Returns the text of the operation or message that the rank has begun last; empty if it has begun none."""
-        numbers = [number for number in (self.begun, -self.messages) if number]
-        return self.operation(max(numbers, key=lambda n: self.words[_word(n, _BEGUN_NS)])) if numbers else ""
-
-    def operation(self, number: int) -> str:
-        """Returns the text of one of the last operations."""
-        return self._text(_row(number))
-
-    def _text(self, index: int) -> str:
-        return bytes(self.records[index, 8 * _WORDS :]).rstrip(b"\0").decode(errors="replace")
 
 
 class ControlBlock:
@@ -183,7 +58,7 @@ class ControlBlock:
         mapping, reason = None, ""
         if self.rank == 0:
             try:
-                mapping = Mapping("control block", self.world * _STATE_BYTES)
+                mapping = Mapping("control block", self.world * STATE_BYTES)
             except Unavailable as error:
                 reason = str(error)
         descriptor = mapping.descriptor if mapping is not None else None
@@ -191,7 +66,7 @@ class ControlBlock:
         reason = _why_not(entries)
         if not reason and mapping is None:
             try:
-                mapping = Mapping("control block", self.world * _STATE_BYTES, (entries[0][1], entries[0][2] or 0))
+                mapping = Mapping("control block", self.world * STATE_BYTES, (entries[0][1], entries[0][2] or 0))
             except Unavailable as error:
                 reason = str(error)
         # Either every rank has mapped the memory, or no rank uses it.
@@ -209,7 +84,7 @@ class ControlBlock:
         self._epoch = self._resets = 0
         self._begun, self._digests = 0, [0] * RECORDS  # copies of what `local` has of this rank's operations
         self._messages = 0  # a copy of the number of messages
-        self._begun_address, self._published = self.local.addresses[_BEGUN : _BEGUN + 1], np.zeros(1, np.int64)
+        self._begun_address, self._published = self.local.addresses[BEGUN : BEGUN + 1], np.zeros(1, np.int64)
         self._others = [rank for rank in range(self.world) if rank != self.rank]
         self._compared = [0] * self.world
         self.disagreed = False  # whether this rank has found that ranks run different operations
@@ -232,7 +107,7 @@ class ControlBlock:
         ranks that then compare at least one sees the other's record.
         """
         number = self._begun + 1
-        text, digest = _encoded(op)
+        text, digest = encoded(op)
         digest |= (number & 0x7FFFFFFF) << 32
         self._digests[number % RECORDS] = digest
         self.local.record(number, time.time_ns(), digest, text)
@@ -241,7 +116,7 @@ class ControlBlock:
             self._published[0] = number
             publish(self._begun_address, self._published)
         else:
-            self.local.words[_BEGUN] = number
+            self.local.words[BEGUN] = number
         return number
 
     def begin_message(self, op: str) -> int:
@@ -250,23 +125,23 @@ class ControlBlock:
         Only two ranks take part, so that ranks have different messages, which are not compared.
         """
         self._messages += 1
-        self.local.record(-self._messages, time.time_ns(), 0, _padded(op))
-        self.local.words[_MESSAGES] = self._messages
+        self.local.record(-self._messages, time.time_ns(), 0, padded(op))
+        self.local.words[MESSAGES] = self._messages
         return -self._messages
 
     def end(self, number: int) -> None:
         """Records that an operation or a message has ended."""
-        self.local.words[_word(number, _ENDED_NS)] = time.time_ns()
+        self.local.words[word(number, ENDED_NS)] = time.time_ns()
 
     def compare(self) -> None:
         """Raises Disagreement if a rank runs another operation than this rank."""
         newest, digests = self._begun, self._digests
         for rank in self._others:
             compared, theirs = self._compared[rank], self.states[rank].words
-            while compared < newest and theirs[_word(compared + 1, _DIGEST)] == digests[(compared + 1) % RECORDS]:
+            while compared < newest and theirs[word(compared + 1, DIGEST)] == digests[(compared + 1) % RECORDS]:
                 compared += 1  # This is all that happens if the ranks are in step.
             self._compared[rank] = compared
-            if compared != newest and compared != theirs[_BEGUN]:
+            if compared != newest and compared != theirs[BEGUN]:
                 self.compare_with(rank)
 
     def compare_with(self, rank: int) -> None:
@@ -295,7 +170,7 @@ class ControlBlock:
                     f"operation {number}: {named(self.ranks[rank])} runs {texts[0]},"
                     f" {named(self.ranks[self.rank])} runs {texts[1]}"
                 )
-            if theirs.record_numbers[number % RECORDS, _NUMBER] < number:  # the record is not visible yet
+            if theirs.record_numbers[number % RECORDS, NUMBER] < number:  # the record is not visible yet
                 newest = number - 1
                 break
         self._compared[rank] = newest
@@ -313,9 +188,7 @@ class ControlBlock:
         missing: the number in the world of the rank that is missing; None: no particular rank.
         """
         value = np.array([_NO_RANK if missing is None else missing + 1], np.int32)
-        atomics.atomic_cas(
-            self.states[rank].abort_address, np.zeros(1, np.int32), value, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
-        )
+        compare_and_swap(self.states[rank].abort_address, np.zeros(1, np.int32), value)
 
     def has_ended(self, rank: int, within: float = 0.0) -> bool:
         """Returns whether the process of `rank` has ended (a zombie has). Waits for that up to `within` seconds."""
@@ -328,7 +201,7 @@ class ControlBlock:
 
     def has_left(self, rank: int) -> bool:
         """Returns whether a rank comes to no more operations of this rank, because it is in `reset` or has ended."""
-        return int(self.states[rank].numbers[_RESETS]) > self._resets or self.has_ended(rank)
+        return int(self.states[rank].numbers[RESETS]) > self._resets or self.has_ended(rank)
 
     def first_left(self) -> int | None:
         """Returns the first rank that has left before it ended this rank's last operation; None if there is none."""
@@ -415,12 +288,12 @@ class ControlBlock:
         the text.
         """
         data = text.encode()
-        assert len(data) <= _TEXT - 8, "the text is longer than a control block holds"
+        assert len(data) <= TEXT - 8, "the text is longer than a control block holds"
         self._epoch += 1
         area = self.local.texts[self._epoch % 2]
         area[:8] = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
         area[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
-        self._wait_for_all(_EPOCH, self._epoch, op, heed_abort=True)
+        self._wait_for_all(EPOCH, self._epoch, op, heed_abort=True)
         areas = [state.texts[self._epoch % 2] for state in self.states]
         return [bytes(area[8 : 8 + int(area[:8].view(np.int64)[0])]).decode() for area in areas]
 
@@ -478,30 +351,19 @@ class ControlBlock:
         try:
             self._reset_barrier()
             self.local.abort[0] = 0
-            self.local.numbers[_BEGUN] = self._begun = max(state.begun for state in self.states)
+            self.local.numbers[BEGUN] = self._begun = max(state.begun for state in self.states)
             self._compared, self.disagreed, self._failure = [self._begun] * self.world, False, None
-            self._epoch = self.local.numbers[_EPOCH] = 0
+            self._epoch = self.local.numbers[EPOCH] = 0
             waits.forget()
             clear()
             self._reset_barrier()
         except PeerTimeout:
-            self._resets = self.local.numbers[_RESETS] = before  # A rank that comes now waits for this rank.
+            self._resets = self.local.numbers[RESETS] = before  # A rank that comes now waits for this rank.
             raise
 
     def _reset_barrier(self) -> None:
         self._resets += 1
-        self._wait_for_all(_RESETS, self._resets, "reset", heed_abort=False)
-
-
-@functools.lru_cache(maxsize=256)
-def _encoded(op: str) -> tuple[bytes, int]:
-    """Returns (as much of the text as a record holds, the digest of all of it). Training steps repeat their texts."""
-    return _padded(op), zlib.crc32(op.encode())
-
-
-def _padded(op: str) -> bytes:
-    size = _RECORD - 8 * _WORDS
-    return op.encode()[:size].ljust(size, b"\0")
+        self._wait_for_all(RESETS, self._resets, "reset", heed_abort=False)
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -49,6 +49,11 @@ def load_acquire(address: NDArray[np.uint64], zero: NDArray[np.int32] | NDArray[
     return int(atomics.atomic_rmw(atomics.RMW_OP.ADD, address, zero, _ONE, atomics.MEM_SEMANTIC.ACQUIRE).item())
 
 
+def compare_and_swap(address: NDArray[np.uint64], old: NDArray[np.int32], new: NDArray[np.int32]) -> None:
+    """Replaces one word by `new` if it is `old`, in one access."""
+    atomics.atomic_cas(address, old, new, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE)
+
+
 class Stopwatch:
     """Counts seconds, but at most one between two calls, so that it stops while the process is stopped (Ctrl-Z)."""
 

@@ -1,6 +1,6 @@
 """Symmetric memory of the CPU ranks of one host, and of one rank alone.
 
-Every rank allocates its part of a buffer as anonymous shared memory (`tpfuse.comm.control_block` gives the reason) and
+Every rank allocates its part of a buffer as anonymous shared memory (`tpfuse.comm.rank_state` gives the reason) and
 maps the parts of the others. Interpreted kernels and torch operations access all parts as ordinary memory.
 """
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpfuse.comm import trace
-from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.futex import Backoff, load_acquire, store_release
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.limits import available_memory
+from tpfuse.comm.rank_state import Mapping
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
 
