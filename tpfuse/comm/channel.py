@@ -20,7 +20,7 @@ _VIEWS = 256  # the number of views that are kept, since the operations of a tra
 
 
 def slot_size(nbytes: int) -> int:
-    """Returns the slot size for `nbytes` bytes, rounded up to a power of two, so that few sizes serve all shapes."""
+    """Return the slot size for `nbytes` bytes, rounded up to a power of two, so that few sizes serve all shapes."""
     return max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
 
 
@@ -45,25 +45,25 @@ class Channel:
         return int(self._epoch[0]) + 1
 
     def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
-        """Returns the beginning of each rank's half for the next epoch, as tensors of one shape, in rank order.
+        """Return the beginning of each rank's half for the next epoch, as tensors of one shape, in rank order.
 
         This rank may write its own tensor now, and may read another rank's after `wait_for` has returned for that rank.
         """
         return self._views(dtype, shape, self.next_epoch % 2)
 
     def signal(self) -> int:
-        """Tells all ranks that this rank's slot is written. Begins the next epoch and returns its number."""
+        """Tell all ranks that this rank's slot is written. Begin the next epoch and return its number."""
         epoch = self.next_epoch
         self.memory.signal(self.flags, self.memory.rank, 0, epoch)
         return epoch
 
     def wait_for(self, rank: int, epoch: int, op: str) -> None:
-        """Waits until `rank` has begun `epoch`. Its slot may then be read until this rank signals again."""
+        """Wait until `rank` has begun `epoch`. Its slot may then be read until this rank signals again."""
         self.memory.wait_signal(self.flags, rank, 0, epoch, op=op)
 
 
 @torch.inference_mode(False)  # The views are kept, also for calls that need gradients.
 def _make_views(slots: SymmetricBuffer, dtype: torch.dtype, shape: tuple[int, ...], half: int) -> list[Tensor]:
-    """Returns the beginning of a half of each rank's slot, as tensors of one shape."""
+    """Return the beginning of a half of each rank's slot, as tensors of one shape."""
     size = math.prod(shape) * dtype.itemsize
     return [slot[half][:size].view(dtype).view(shape) for slot in slots.peers]

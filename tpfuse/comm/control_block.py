@@ -134,7 +134,7 @@ class ControlBlock:
         self.local.words[word(number, ENDED_NS)] = time.time_ns()
 
     def compare(self) -> None:
-        """Raises Disagreement if a rank runs another operation than this rank."""
+        """Raise Disagreement if a rank runs another operation than this rank."""
         newest, digests = self._begun, self._digests
         for rank in self._others:
             compared, theirs = self._compared[rank], self.states[rank].words
@@ -145,7 +145,7 @@ class ControlBlock:
                 self.compare_with(rank)
 
     def compare_with(self, rank: int) -> None:
-        """Raises Disagreement if one rank runs another operation than this rank.
+        """Raise Disagreement if one rank runs another operation than this rank.
 
         It waits for no rank and tells none: it compares the operations that both ranks have begun, each once. Ranks
         that wait compare with all others meanwhile, and so each of them finds by itself that a rank is in another
@@ -176,14 +176,14 @@ class ControlBlock:
         self._compared[rank] = newest
 
     def stop_if_others_differ(self) -> None:
-        """Ends the waits of this rank's kernels, which cannot compare, if `compare` would raise. Watchdogs call it."""
+        """End the waits of this rank's kernels, which cannot compare, if `compare` would raise. Watchdogs call it."""
         try:
             self.compare()
         except Disagreement:
             self.local.abort[0] = _DIFFERENT
 
     def abort(self, rank: int, missing: int | None) -> None:
-        """Tells `rank` to stop waiting. Only the first such call counts.
+        """Tell `rank` to stop waiting. Only the first such call counts.
 
         missing: the number in the world of the rank that is missing; None: no particular rank.
         """
@@ -191,7 +191,7 @@ class ControlBlock:
         compare_and_swap(self.states[rank].abort_address, np.zeros(1, np.int32), value)
 
     def has_ended(self, rank: int, within: float = 0.0) -> bool:
-        """Returns whether the process of `rank` has ended (a zombie has). Waits for that up to `within` seconds."""
+        """Return whether the process of `rank` has ended (a zombie has). Wait for that up to `within` seconds."""
         pidfd = self.states[rank].pidfd
         if pidfd is None:
             return not Path(f"/proc/{self.pids[rank]}").exists()
@@ -200,17 +200,17 @@ class ControlBlock:
         return bool(poll.poll(1000 * within))
 
     def has_left(self, rank: int) -> bool:
-        """Returns whether a rank comes to no more operations of this rank, because it is in `reset` or has ended."""
+        """Return whether a rank comes to no more operations of this rank, because it is in `reset` or has ended."""
         return int(self.states[rank].numbers[RESETS]) > self._resets or self.has_ended(rank)
 
     def first_left(self) -> int | None:
-        """Returns the first rank that has left before it ended this rank's last operation; None if there is none."""
+        """Return the first rank that has left before it ended this rank's last operation; None if there is none."""
         number = self.local.begun
         others = (rank for rank in range(self.world) if rank != self.rank)
         return next((rank for rank in others if self.has_left(rank) and not self.states[rank].is_through(number)), None)
 
     def slowest(self) -> int | None:
-        """Returns the rank that has begun the fewest operations; None if that is as many as this rank has begun."""
+        """Return the rank that has begun the fewest operations; None if that is as many as this rank has begun."""
         rank = min(range(self.world), key=lambda r: self.states[r].begun)
         return rank if self.states[rank].begun < self.local.begun else None
 
@@ -220,7 +220,7 @@ class ControlBlock:
         waits.look(None if awaited is None else self.ranks[awaited])
 
     def last_of_chain(self, rank: int) -> int | None:
-        """Returns the rank for which `rank` waits directly or through others, by its number in the world.
+        """Return the rank for which `rank` waits directly or through others, by its number in the world.
 
         That is `rank` itself if it waits for none, a rank of another group if a rank of this group waits for it, and
         None if ranks wait for each other.
@@ -237,7 +237,7 @@ class ControlBlock:
         return None
 
     def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout | Disagreement:
-        """Ends every rank's waits and returns the error to raise. peer: the rank that the caller waits for."""
+        """End every rank's waits and return the error to raise. peer: the rank that the caller waits for."""
         abort_word = int(self.local.abort[0])
         if abort_word == _DIFFERENT:
             try:
@@ -268,7 +268,7 @@ class ControlBlock:
         return PeerTimeout(op, step=self.step, rank=self.ranks[self.rank], peer=missing, waited=waited, detail=detail)
 
     def describe(self, missing: int | None) -> str:
-        """Returns what is known of a missing rank, for a message. missing: its number in the world."""
+        """Return what is known of a missing rank, for a message. missing: its number in the world."""
         if missing is None:
             return "no rank is late"
         if missing not in self.ranks:
@@ -282,7 +282,7 @@ class ControlBlock:
         return f"process {self.pids[rank]}, " + (f"last seen in {last}" if last else "not seen yet")
 
     def exchange(self, text: str, op: str) -> list[str]:
-        """Returns every rank's text, in rank order. It is a barrier. text: at most 4088 bytes. Raises PeerTimeout.
+        """Return every rank's text, in rank order. It is a barrier. text: at most 4088 bytes. Raise PeerTimeout.
 
         A text is overwritten two exchanges later: by then every rank has come to the exchange between, and so has read
         the text.
@@ -298,7 +298,7 @@ class ControlBlock:
         return [bytes(area[8 : 8 + int(area[:8].view(np.int64)[0])]).decode() for area in areas]
 
     def _wait_for_all(self, field: int, value: int, op: str, *, heed_abort: bool) -> None:
-        """Writes one of this rank's numbers and waits until every rank's number is at least as large.
+        """Write one of this rank's numbers and wait until every rank's number is at least as large.
 
         heed_abort: whether the wait ends if this rank is told to stop waiting.
         """
@@ -325,14 +325,14 @@ class ControlBlock:
             load_acquire(state.addresses[field : field + 1], np.zeros(1, np.int64))
 
     def _left_early(self, rank: int, field: int, value: int) -> bool:
-        """Returns whether a rank has left before it came.
+        """Return whether a rank has left before it came.
 
         It may have come and then left, so its number is read after the check that it has left.
         """
         return rank != self.rank and self.has_left(rank) and int(self.states[rank].numbers[field]) < value
 
     def agree(self, what: str, op: str) -> None:
-        """Waits for all ranks and compares what they do: raises Disagreement on every rank if one does something else.
+        """Wait for all ranks and compare what they do: raise Disagreement on every rank if one does something else.
 
         what: the text that the ranks compare, which is recorded as an operation; op: its name in PeerTimeout.
         """
@@ -342,9 +342,9 @@ class ControlBlock:
         self.end(number)
 
     def reset(self, clear: Callable[[], None]) -> None:
-        """Resets this rank's state and calls `clear`, between two barriers that no abort ends.
+        """Reset this rank's state and call `clear`, between two barriers that no abort ends.
 
-        Between the barriers no rank waits for anything. Raises PeerTimeout if a rank does not come; every rank may then
+        Between the barriers no rank waits for anything. Raise PeerTimeout if a rank does not come; every rank may then
         try again.
         """
         before = self._resets
@@ -372,7 +372,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _why_not(entries: Sequence[tuple[str, int, int | None, str]]) -> str:
-    """Returns why these ranks cannot share memory; empty if they can."""
+    """Return why these ranks cannot share memory; empty if they can."""
     nodes = [node for node, *_ in entries]
     other = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), None)
     if other is not None:

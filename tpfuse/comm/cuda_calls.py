@@ -39,7 +39,7 @@ class Event(Protocol):
     """A point on a stream."""
 
     def query(self) -> bool:
-        """Returns whether the stream has passed it."""
+        """Return whether the stream has passed it."""
 
 
 class CudaCalls:
@@ -49,7 +49,7 @@ class CudaCalls:
         self.device = device
 
     def why_not(self) -> str:
-        """Returns why there is no symmetric memory; empty if there is."""
+        """Return why there is no symmetric memory; empty if there is."""
         if not torch.cuda.is_available():
             return "there is no GPU that this torch can use"
         if not dist.is_available():
@@ -65,11 +65,11 @@ class CudaCalls:
         return ""
 
     def gpu(self) -> str:
-        """Returns the GPU's identifier, which is the same in every process of the machine."""
+        """Return the GPU's identifier, which is the same in every process of the machine."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def obstacle(self, gpu: str) -> str:
-        """Returns why this rank's GPU cannot signal in another one's memory; empty if it can.
+        """Return why this rank's GPU cannot signal in another one's memory; empty if it can.
 
         gpu: the other GPU's identifier. If it is hidden from this process, the result is empty, and the driver decides
         when memory is mapped.
@@ -83,20 +83,20 @@ class CudaCalls:
         return ""
 
     def overlapping_allowed(self) -> bool:
-        """Returns whether torch lets ranks that have one GPU, or different GPUs of one number, share memory."""
+        """Return whether torch lets ranks that have one GPU, or different GPUs of one number, share memory."""
         return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") == "1"
 
     def shared_by_mps(self) -> bool:
-        """Returns whether kernels of several processes run on the GPU at once; without MPS they take turns."""
+        """Return whether kernels of several processes run on the GPU at once; without MPS they take turns."""
         return mps_enabled(self.device.index) is True
 
     def allocate(self, size: int, group_name: str) -> Tensor:
-        """Returns uint8 [size] in an allocation of its own. The pool of symm_mem.empty may give ranks other offsets."""
+        """Return uint8 [size] in an allocation of its own. The pool of symm_mem.empty may give ranks other offsets."""
         tensor: Tensor = _torch().empty_strided_p2p((size,), (1,), torch.uint8, self.device, group_name)
         return tensor
 
     def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
-        """Maps every rank's allocation and returns the handle. Collective."""
+        """Map every rank's allocation and return the handle. Collective."""
         # The import registers operators, so it is left to processes with a GPU.
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -104,15 +104,15 @@ class CudaCalls:
         return handle
 
     def addresses(self, values: Sequence[int]) -> Tensor:
-        """Returns the values as a tensor, int64 [n], on the device."""
+        """Return the values as a tensor, int64 [n], on the device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def new_word(self) -> Tensor:
-        """Returns a word, int32 [1], on the device. It is 0."""
+        """Return a word, int32 [1], on the device. It is 0."""
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def set_word(self, words: Tensor, index: int, value: int) -> None:
-        """Sets a word on the current stream. A reader that sees the value sees everything before it on the stream.
+        """Set a word on the current stream. A reader that sees the value sees everything before it on the stream.
 
         words: int32. It calls cuStreamWriteValue32, which fences for the whole system (CUDA driver API, "Stream Memory
         Operations").
@@ -120,7 +120,7 @@ class CudaCalls:
         _torch().stream_write_value32(words.view(torch.uint32), index, value % 2**32)
 
     def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
-        """Sets a word as `set_word` does, to what `value` [1] is when the current stream comes to this call.
+        """Set a word as `set_word` does, to what `value` [1] is when the current stream comes to this call.
 
         If the words are in another GPU's memory, a copy engine writes them. The call may be captured in a graph. NCCL's
         collectives by copy engines signal in the same way (src/ce_coll.cc, ncclPrepUCSync).
@@ -128,40 +128,40 @@ class CudaCalls:
         words[index : index + 1].copy_(value, non_blocking=True)
 
     def wait_for_word(self, word: Tensor, value: int, abort: Tensor) -> None:
-        """Waits on the current stream until the word [1] is at least `value`, or `abort` is not 0."""
+        """Wait on the current stream until the word [1] is at least `value`, or `abort` is not 0."""
         signal_wait(word, value, abort)
 
     def synchronize(self) -> None:
-        """Waits until the device has finished all its work."""
+        """Wait until the device has finished all its work."""
         torch.cuda.synchronize(self.device)
 
     def stream(self) -> int:
-        """Returns a number that identifies the current stream."""
+        """Return a number that identifies the current stream."""
         # Triton asks in the same way: the call makes no object.
         stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)
         return stream
 
     def capturing(self) -> bool:
-        """Returns whether the current stream only captures a graph."""
+        """Return whether the current stream only captures a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def record(self) -> Event:
-        """Returns an event at the present point of the current stream."""
+        """Return an event at the present point of the current stream."""
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait_for(self, event: Event) -> None:
-        """Makes the current stream wait until another one has passed the event."""
+        """Make the current stream wait until another one has passed the event."""
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def alarm(self, word: Tensor) -> Callable[[], None]:
-        """Returns a function that sets a word [1] to 1 while the device does other work."""
+        """Return a function that sets a word [1] to 1 while the device does other work."""
         return Alarm(word).ring
 
     def enter_thread(self) -> None:
-        """Prepares a thread that watches, so that its calls do not invalidate a graph that another thread captures.
+        """Prepare a thread that watches, so that its calls do not invalidate a graph that another thread captures.
 
         The thread calls this first, as torch's own watchdog for NCCL does.
         """
@@ -172,14 +172,14 @@ class CudaCalls:
 
 
 def urgent_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream of the highest priority."""
+    """Return a stream of the highest priority."""
     streams: Any = torch.cuda.Stream
     stream: torch.cuda.Stream = streams(device, priority=streams.priority_range()[1])
     return stream
 
 
 def native_atomics(source: int, target: int) -> bool | None:
-    """Returns whether one GPU's atomic operations hold in another's memory; None if the driver does not answer."""
+    """Return whether one GPU's atomic operations hold in another's memory; None if the driver does not answer."""
     numbers = [ctypes.c_int(source), ctypes.c_int(target)]
     value = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
@@ -192,7 +192,7 @@ def native_atomics(source: int, target: int) -> bool | None:
 
 
 def mps_enabled(number: int) -> bool | None:
-    """Returns whether contexts on this GPU belong to MPS; None if the driver does not answer."""
+    """Return whether contexts on this GPU belong to MPS; None if the driver does not answer."""
     device, value = ctypes.c_int(number), ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
@@ -217,13 +217,13 @@ class Alarm:
         self._stream = urgent_stream(word.device)
 
     def ring(self) -> None:
-        """Begins to write the word, and does not wait until it is written."""
+        """Begin to write the word, and do not wait until it is written."""
         with torch.cuda.stream(self._stream):
             self._word.copy_(self._one, non_blocking=True)
 
 
 def _torch() -> Any:
-    """Returns torch's class for symmetric memory. A build without torch.distributed does not have it."""
+    """Return torch's class for symmetric memory. A build without torch.distributed does not have it."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory

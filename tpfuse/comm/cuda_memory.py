@@ -52,7 +52,7 @@ class CudaMemory(HostCoordinatedMemory):
         return self._abort
 
     def _check_gpus(self) -> None:
-        """Raises Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
+        """Raise Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
         reason = self._calls.why_not()
         gpu = "" if reason else self._calls.gpu()
         entries = self.exchange([str(self.device), gpu, reason], "symmetric memory")
@@ -65,7 +65,7 @@ class CudaMemory(HostCoordinatedMemory):
                 raise Unavailable(text)
 
     def _obstacle(self, rank: int, name: str, other: str, gpu: str) -> str:
-        """Returns why this rank's GPU cannot share memory with that of `rank`; empty if it can.
+        """Return why this rank's GPU cannot share memory with that of `rank`; empty if it can.
 
         name: the device of `rank`; other: the identifier of its GPU; gpu: the identifier of this rank's GPU.
         """
@@ -112,7 +112,7 @@ class CudaMemory(HostCoordinatedMemory):
         del self._allocations[buffer.key]
 
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
-        """Signals on the current stream, after everything before it there, copies included."""
+        """Signal on the current stream, after everything before it there, copies included."""
         flags.check_signal(owner, index)
         if isinstance(value, Tensor):
             self._calls.copy_word(flags.peers[owner], index, value)
@@ -122,7 +122,7 @@ class CudaMemory(HostCoordinatedMemory):
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
-        """Makes the current stream wait, but not the host. `check` raises the PeerTimeout."""
+        """Make the current stream wait, but not the host. `check` raises the PeerTimeout."""
         flags.check_signal(owner, index)
         if self.control.aborted:
             raise self._failure(op, 0.0)
@@ -132,14 +132,14 @@ class CudaMemory(HostCoordinatedMemory):
             self._on_streams.add(Pending(op, begun, self._calls.record(), owner if peer is None else peer))
 
     def barrier(self, op: str = "barrier") -> None:
-        """Waits until every rank and its GPU have come here."""
+        """Wait until every rank and its GPU have come here."""
         if self._calls.capturing():
             raise RuntimeError(f"{op}: the host cannot wait in a barrier while a graph is captured")
         self._calls.synchronize()
         super().barrier(op)
 
     def _watch(self, op: str, kernel: bool, peer: int | None) -> None:
-        """Records the beginning of an operation, a kernel or copies with signals, which the stream watchdog watches."""
+        """Record the beginning of an operation, a kernel or copies with signals, which the stream watchdog watches."""
         stream = self._calls.stream()
         if self._calls.capturing():
             if self._captured not in (None, stream):
@@ -187,7 +187,7 @@ class CudaMemory(HostCoordinatedMemory):
 
 
 def _part(handle: Handle, rank: int, size: int, offset: int) -> Tensor:
-    """Returns another rank's tensor. offset: the number of bytes from the beginning of its allocation."""
+    """Return another rank's tensor. offset: the number of bytes from the beginning of its allocation."""
     return handle.get_buffer(rank, (size,), torch.uint8, offset)
 
 

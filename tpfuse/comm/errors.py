@@ -4,13 +4,13 @@ _coordinates: dict[int, str] = {}  # for each rank of the world its position in 
 
 
 def set_coordinates(coordinates: dict[int, str]) -> None:
-    """Sets the coordinates of the world's ranks, such as "dp 1, tp 0", which messages add to the ranks' numbers."""
+    """Set the coordinates of the world's ranks, such as "dp 1, tp 0", which messages add to the ranks' numbers."""
     _coordinates.clear()
     _coordinates.update(coordinates)
 
 
 def named(rank: int) -> str:
-    """Returns the name of a rank of the world for a message: "rank 3 (dp 1, tp 1)"."""
+    """Return the name of a rank of the world for a message: "rank 3 (dp 1, tp 1)"."""
     return f"rank {rank} ({_coordinates[rank]})" if rank in _coordinates else f"rank {rank}"
 
 

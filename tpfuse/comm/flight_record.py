@@ -22,7 +22,7 @@ class Process:
 
 
 def write_record(error: BaseException, processes: Callable[[], Sequence[Process]]) -> None:
-    """Writes a record as JSON into the folder of the settings, if `error` says that this rank has waited in vain.
+    """Write a record as JSON into the folder of the settings, if `error` says that this rank has waited in vain.
 
     The record has the Python stacks of the ranks that offer them too (`tpfuse.comm.stacks`). A disk that fails must not
     hide the error, so a failure to write is only noted on it.

@@ -33,24 +33,24 @@ _TIMEOUT = _Timespec(0, int(_NAP * 1e9))
 
 
 def publish(address: NDArray[np.uint64], value: NDArray[np.int32] | NDArray[np.int64]) -> None:
-    """Stores one word after everything that this process has written before. No process may sleep on the word."""
+    """Store one word after everything that this process has written before. No process may sleep on the word."""
     atomics.atomic_rmw(atomics.RMW_OP.XCHG, address, value, _ONE, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
 def store_release(address: NDArray[np.uint64], value: NDArray[np.int32] | NDArray[np.int64]) -> None:
-    """Stores one word after everything that this process has written before. Wakes the processes that sleep on it."""
+    """Store one word after everything that this process has written before. Wake the processes that sleep on it."""
     atomics.atomic_rmw(atomics.RMW_OP.XCHG, address, value, _ONE, atomics.MEM_SEMANTIC.RELEASE)
     if _FUTEX is not None:
         _libc.syscall(_FUTEX, ctypes.c_void_p(int(address[0])), _WAKE, _ALL)
 
 
 def load_acquire(address: NDArray[np.uint64], zero: NDArray[np.int32] | NDArray[np.int64]) -> int:
-    """Loads one word before everything that this process reads later. zero: a 0, [1], of the word's dtype."""
+    """Load one word before everything that this process reads later. zero: a 0, [1], of the word's dtype."""
     return int(atomics.atomic_rmw(atomics.RMW_OP.ADD, address, zero, _ONE, atomics.MEM_SEMANTIC.ACQUIRE).item())
 
 
 def compare_and_swap(address: NDArray[np.uint64], old: NDArray[np.int32], new: NDArray[np.int32]) -> None:
-    """Replaces one word by `new` if it is `old`, in one access."""
+    """Replace one word by `new` if it is `old`, in one access."""
     atomics.atomic_cas(address, old, new, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
@@ -61,7 +61,7 @@ class Stopwatch:
         self._waited, self._looked = 0.0, time.monotonic()
 
     def look(self) -> float:
-        """Returns the seconds so far."""
+        """Return the seconds so far."""
         now = time.monotonic()
         self._waited, self._looked = self._waited + min(now - self._looked, _LONGEST_LOOK), now
         return self._waited
@@ -75,7 +75,7 @@ class Backoff:
         self._turns, self._stopwatch = 0, Stopwatch()
 
     def rest(self, address: NDArray[np.uint64], seen: int) -> bool:
-        """Pauses after a read that returned `seen`. Returns whether it is time to check deadlines and aborts."""
+        """Pause after a read that returned `seen`. Return whether it is time to check deadlines and aborts."""
         self._turns += 1
         if self._turns <= _POLLS:
             return False

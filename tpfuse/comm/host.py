@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Returns the name of the CPU's model."""
+    """Return the name of the CPU's model."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -20,14 +20,14 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder `tpfuse` in the user's cache, for files that may be deleted at any time."""
+    """Return the folder `tpfuse` in the user's cache, for files that may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpfuse"
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces the file `path` at once: readers see either the whole new text or the file that was there before.
+    """Replace the file `path` at once: readers see either the whole new text or the file that was there before.
 
-    It writes a temporary file in the same folder, which it makes if needed, and renames it. Raises OSError, after
+    It writes a temporary file in the same folder, which it makes if needed, and renames it. Raise OSError, after
     which no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def node_identity() -> str:
-    """Returns a text that is the same for all processes of one node.
+    """Return a text that is the same for all processes of one node.
 
     It names one boot of one kernel, one namespace of processes and one of networks. Namespaces belong to it because a
     container is a node of its own: its memory cannot be opened from another one. Network namespaces of one machine are
@@ -55,7 +55,7 @@ def node_identity() -> str:
 
 
 def different_names(one: str, other: str) -> tuple[str, str]:
-    """Returns names for two nodes by their identities, which differ; equal names are followed by what differs."""
+    """Return names for two nodes by their identities, which differ; equal names are followed by what differs."""
     words, others = one.split(), other.split()
     if words[-1] != others[-1]:
         return words[-1], others[-1]

@@ -59,7 +59,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         return _Guard(self, op, kernel, peer)
 
     def begin(self, op: str, kernel: bool, peer: int | None) -> None:
-        """Does the part of `guard` before an operation."""
+        """Do the part of `guard` before an operation."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
         self._started = time.monotonic()
@@ -78,7 +78,7 @@ class HostCoordinatedMemory(SymmetricMemory):
             raise
 
     def _compare(self, op: str, kernel: bool) -> None:
-        """Raises Disagreement if another rank runs another operation, as far as that must be known before it begins."""
+        """Raise Disagreement if another rank runs another operation, as far as that must be known before it begins."""
         fingerprint = settings().fingerprint
         if fingerprint:
             self.control.exchange("", op)  # No rank goes on before all have come to the comparison.
@@ -86,7 +86,7 @@ class HostCoordinatedMemory(SymmetricMemory):
             self.control.compare()  # A kernel cannot compare while it waits.
 
     def end(self, op: str, error: BaseException | None, peer: int | None) -> None:
-        """Does the part of `guard` after an operation, or after its failure."""
+        """Do the part of `guard` after an operation, or after its failure."""
         self._unwatch(op, peer)
         trace.end(self._span)
         self._busy.release()
@@ -100,7 +100,7 @@ class HostCoordinatedMemory(SymmetricMemory):
             write_flight_record(self.control, error)
 
     def _watch(self, op: str, kernel: bool, peer: int | None) -> None:
-        """Sets a deadline, until `_unwatch`, for a kernel, which cannot read a clock."""
+        """Set a deadline, until `_unwatch`, for a kernel, which cannot read a clock."""
         if kernel:
             self._watchdog = self._watchdog or Watchdog(self.control)
             self._watchdog.watch(op, peer)
@@ -110,7 +110,7 @@ class HostCoordinatedMemory(SymmetricMemory):
             self._watchdog.unwatch()
 
     def _agree(self, what: str, op: str) -> None:
-        """Calls `ControlBlock.agree`; after a Disagreement it resets the memory first.
+        """Call `ControlBlock.agree`; after a Disagreement it resets the memory first.
 
         Within a guard it does not: that operation must raise the Disagreement, which the watchdog may have found.
         """
@@ -123,20 +123,20 @@ class HostCoordinatedMemory(SymmetricMemory):
             raise
 
     def _recover(self) -> None:
-        """Resets the memory if this rank has raised a Disagreement. Every other rank that goes on resets it too."""
+        """Reset the memory if this rank has raised a Disagreement. Every other rank that goes on resets it too."""
         if self.control.disagreed:
             self.reset()
 
     def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:
-        """Returns the error to raise after this rank was told to stop waiting."""
+        """Return the error to raise after this rank was told to stop waiting."""
         return self.control.fail(op, None, waited)
 
     def check(self) -> None:
-        """Raises Disagreement if one of the last operations was another one on another rank."""
+        """Raise Disagreement if one of the last operations was another one on another rank."""
         self.control.compare()
 
     def exchange(self, value: object, op: str) -> list[Any]:
-        """Returns every rank's value, sent as JSON, in rank order. Raises PeerTimeout if a rank does not take part."""
+        """Return every rank's value, sent as JSON, in rank order. Raise PeerTimeout if a rank does not take part."""
         try:
             return [json.loads(text) for text in self.control.exchange(json.dumps(value), op)]
         except PeerTimeout as error:
@@ -144,7 +144,7 @@ class HostCoordinatedMemory(SymmetricMemory):
             raise
 
     def collect(self, reason: str, op: str, value: object = None) -> list[Any]:
-        """Returns every rank's value, in rank order. Raises Unavailable on every rank if one of them has a reason."""
+        """Return every rank's value, in rank order. Raise Unavailable on every rank if one of them has a reason."""
         entries = self.exchange([reason, value], op)
         for rank, (text, _) in enumerate(entries):
             if text:

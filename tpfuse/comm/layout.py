@@ -15,33 +15,33 @@ Slices = tuple[tuple[int, int], ...]
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """Returns the part of `x` that is in this rank's memory. It shares storage and is outside autograd."""
+    """Return the part of `x` that is in this rank's memory. It shares storage and is outside autograd."""
     x = x.detach()
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def has_values(x: Tensor) -> bool:
-    """Returns whether `x` holds numbers. On the meta device and under torch's FakeTensorMode it is only a shape."""
+    """Return whether `x` holds numbers. On the meta device and under torch's FakeTensorMode it is only a shape."""
     held = x._local_tensor if isinstance(x, DTensor) else x
     return not (held.is_meta or isinstance(held, FakeTensor))
 
 
 def is_traced(x: Tensor) -> bool:
-    """Returns whether an operator on `x` gives a node of a graph, or only a shape, and is not computed now."""
+    """Return whether an operator on `x` gives a node of a graph, or only a shape, and is not computed now."""
     return torch.compiler.is_compiling() or not has_values(x)
 
 
 def check_local(operator: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError if one of an operator's tensors is a DTensor. tensors: by the names of its arguments."""
+    """Raise ValueError if one of an operator's tensors is a DTensor. tensors: by the names of its arguments."""
     for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise ValueError(f"{operator}: {name} is a DTensor: expected this rank's part of it, {name}.to_local()")
 
 
 def local_slices(x: Tensor) -> Slices:
-    """Returns [start, stop) of the local part in each global dimension.
+    """Return [start, stop) of the local part in each global dimension.
 
-    Raises ValueError for placements other than Replicate, Shard and the strided shard that `fully_shard` makes, and for
+    Raise ValueError for placements other than Replicate, Shard and the strided shard that `fully_shard` makes, and for
     a mesh with ranks in another order than `check_order` expects.
     """
     ranges = [(0, size) for size in x.shape]
@@ -56,7 +56,7 @@ def local_slices(x: Tensor) -> Slices:
 
 
 def _order_of_cuts(x: DTensor) -> list[tuple[int, int]]:
-    """Returns (axis of the mesh, dimension of the tensor) for one cut after another.
+    """Return (axis of the mesh, dimension of the tensor) for one cut after another.
 
     An axis with Shard cuts what the axes before it leave. An axis with _StridedShard cuts what the axes after it leave:
     so `fully_shard` describes shards of a dimension that tensor parallelism has already cut into `split_factor` shards.
@@ -80,12 +80,12 @@ def _order_of_cuts(x: DTensor) -> list[tuple[int, int]]:
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Returns whether ranks hold different parts of `x`."""
+    """Return whether ranks hold different parts of `x`."""
     return isinstance(x, DTensor) and any(not isinstance(p, Replicate) for p in x.placements)
 
 
 def from_local(local: Tensor, device_mesh: DeviceMesh | None, dim: int | None, shape: torch.Size) -> Tensor:
-    """Returns the tensor of global `shape` whose shard along `dim` is `local`, without communication.
+    """Return the tensor of global `shape` whose shard along `dim` is `local`, without communication.
 
     dim: None for a replica; device_mesh: of one dimension, or None for one rank.
     """
@@ -97,9 +97,9 @@ def from_local(local: Tensor, device_mesh: DeviceMesh | None, dim: int | None, s
 
 
 def copy_whole_(x: Tensor, whole: Tensor) -> None:
-    """Copies the local part of `whole` (x's global shape, any dtype and device) into `x`.
+    """Copy the local part of `whole` (x's global shape, any dtype and device) into `x`.
 
-    Raises ValueError if the shapes differ.
+    Raise ValueError if the shapes differ.
     """
     if whole.shape != x.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} does not fit one of {tuple(x.shape)}")

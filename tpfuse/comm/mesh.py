@@ -16,13 +16,13 @@ from tpfuse.comm.errors import set_coordinates
 
 
 def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1, pp: int = 1) -> DeviceMesh:
-    """Returns the mesh ("dp", "tp") over all ranks of the default process group, in which tp varies fastest.
+    """Return the mesh ("dp", "tp") over all ranks of the default process group, in which tp varies fastest.
 
     cp: the number of context-parallel ranks. If it is above 1, the mesh is ("dp", "cp", "tp"), or, if groups of
     `ulysses` of them exchange heads, ("dp", "ring", "ulysses", "tp"). pp: the number of pipeline-parallel ranks. If it
     is above 1, "pp" is the first dimension of the mesh. Neighbouring ranks form a tensor-parallel group, so that it
     stays within a node, and then a context-parallel one; the ranks of a pipeline, which send the fewest bytes, are
-    farthest apart. Raises ValueError unless the world has pp × dp × cp × tp ranks and ulysses divides cp.
+    farthest apart. Raise ValueError unless the world has pp × dp × cp × tp ranks and ulysses divides cp.
     """
     world, ranks = dist.get_world_size(), pp * dp * cp * tp
     if ranks != world:
@@ -40,18 +40,18 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
 
 
 def context_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Returns the part of `build_mesh`'s mesh whose ranks share sequences: ("cp",), ("ring", "ulysses"), or None."""
+    """Return the part of `build_mesh`'s mesh whose ranks share sequences: ("cp",), ("ring", "ulysses"), or None."""
     names = tuple(name for name in _names(device_mesh) if name in ("cp", "ring", "ulysses"))
     return device_mesh[names] if device_mesh is not None and names else None
 
 
 def tensor_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Returns the part of `build_mesh`'s mesh whose ranks share layers, ("tp",); None for one such rank."""
+    """Return the part of `build_mesh`'s mesh whose ranks share layers, ("tp",); None for one such rank."""
     return None if device_mesh is None or device_mesh["tp"].size() == 1 else device_mesh["tp"]
 
 
 def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup | None:
-    """Returns the group of all ranks along these dimensions of a mesh; None for one rank.
+    """Return the group of all ranks along these dimensions of a mesh; None for one rank.
 
     Dimensions that the mesh does not have are ignored. Collective: all ranks of the mesh request the same groups in the
     same order.
@@ -66,7 +66,7 @@ def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup
 
 
 def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -> dist.ProcessGroup | None:
-    """Returns the group of this rank's peers at two ranks of dimension "pp", and along the dimensions `names`.
+    """Return the group of this rank's peers at two ranks of dimension "pp", and along the dimensions `names`.
 
     The peers differ from each other in these dimensions only. None on other ranks, and if `first` is `last`.
     Collective: all ranks of the mesh request the same groups.
@@ -87,7 +87,7 @@ def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -
 
 
 def check_order(device_mesh: DeviceMesh | None) -> None:
-    """Raises ValueError, on all ranks alike, unless ranks are in ascending order along each dimension of a mesh.
+    """Raise ValueError, on all ranks alike, unless ranks are in ascending order along each dimension of a mesh.
 
     torch numbers the ranks of a group in ascending order, and operators and kernels go by that number, but DTensor cuts
     a tensor by a rank's place in its mesh. In this order the two are one. Whatever takes a mesh from a user calls this.
@@ -116,9 +116,9 @@ def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:
 
 
 def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Returns the process group of a one-dimensional mesh; None if it has one rank.
+    """Return the process group of a one-dimensional mesh; None if it has one rank.
 
-    Raises ValueError for a mesh of several dimensions (slice it first: `mesh["tp"]`) and for anything but a mesh.
+    Raise ValueError for a mesh of several dimensions (slice it first: `mesh["tp"]`) and for anything but a mesh.
     """
     if device_mesh is None:
         return None
@@ -135,40 +135,40 @@ def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 
 def groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Returns this rank's process group of each dimension of a mesh that has more than one rank."""
+    """Return this rank's process group of each dimension of a mesh that has more than one rank."""
     if device_mesh is None:
         return []
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
 def check_group(operator: str, group: object, argument: str = "group") -> None:
-    """Raises ValueError, with the operator's and the argument's name, unless `group` is a process group or None."""
+    """Raise ValueError, with the operator's and the argument's name, unless `group` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         cure = "its get_group()" if isinstance(group, DeviceMesh) else "a process group, or None for one rank"
         raise ValueError(f"{operator}: {argument} is {shown(group)}: expected {cure}")
 
 
 def shown(value: object) -> str:
-    """Returns the name of a wrong argument in a message: its text, or its type."""
+    """Return the name of a wrong argument in a message: its text, or its type."""
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Returns torch's default process group; None for one rank, also if torch.distributed is not initialised."""
+    """Return torch's default process group; None for one rank, also if torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Returns this rank's number in the group and the group's size; (0, 1) for None."""
+    """Return this rank's number in the group and the group's size; (0, 1) for None."""
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def shard_range(size: int, rank: int, world: int) -> tuple[int, int]:
-    """Returns [start, stop) of shard `rank` of a dimension of `size` entries that is cut into `world` shards."""
+    """Return [start, stop) of shard `rank` of a dimension of `size` entries that is cut into `world` shards."""
     chunk = -(-size // world)
     return min(rank * chunk, size), min((rank + 1) * chunk, size)
 
 
 def named_group(name: str) -> dist.ProcessGroup:
-    """Returns the process group with this `group_name`, which is how nodes of torch.compile's graphs refer to it."""
+    """Return the process group with this `group_name`, which is how nodes of torch.compile's graphs refer to it."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

@@ -43,19 +43,19 @@ _splits: WeakKeyDictionary[dist.ProcessGroup, Nodes | str] = WeakKeyDictionary()
 
 
 def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
-    """Returns the nodes of `group`, or None if a split gains nothing (`why_not_split` gives the reason).
+    """Return the nodes of `group`, or None if a split gains nothing (`why_not_split` gives the reason).
 
     The result is the same on every rank and is kept as long as the group. The first call is collective, over this group
     alone. The new groups have the deadline of the settings. Under NCCL with a device bound to the default group, all
     groups of a mesh dimension must be split at the same time, because NCCL splits its communicators among all ranks.
-    Raises PeerTimeout if a rank does not come.
+    Raise PeerTimeout if a rank does not come.
     """
     split = _split(group)
     return split if isinstance(split, Nodes) else None
 
 
 def why_not_split(group: dist.ProcessGroup) -> str:
-    """Returns why `split_by_node` returns None; empty if it does not. The first call is collective."""
+    """Return why `split_by_node` returns None; empty if it does not. The first call is collective."""
     split = _split(group)
     return split if isinstance(split, str) else ""
 
@@ -91,12 +91,12 @@ class _GroupNumbers:
         self._next = 0
 
     def free(self) -> int:
-        """Returns the first number that this rank has not used."""
+        """Return the first number that this rank has not used."""
         return max(self._next, len(_names()))
 
     @contextlib.contextmanager
     def agreed(self, number: int) -> Iterator[None]:
-        """Makes this process count `number` groups within a with block, by names that stand for no group."""
+        """Make this process count `number` groups within a with block, by names that stand for no group."""
         fillers = {object(): f"filler {index}" for index in range(number - len(_names()))}
         _names().update(fillers)
         try:
@@ -108,7 +108,7 @@ class _GroupNumbers:
 
 
 def _names() -> dict[object, str]:
-    """Returns torch's table of the names of this process's groups."""
+    """Return torch's table of the names of this process's groups."""
     names: dict[object, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
     return names
 
@@ -117,7 +117,7 @@ _numbers = _GroupNumbers()
 
 
 def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:
-    """Returns the ranks of each node: those with the same identity, ascending; nodes are ordered by their first ranks.
+    """Return the ranks of each node: those with the same identity, ascending; nodes are ordered by their first ranks.
 
     identities: the node's identity for each rank.
     """
@@ -128,7 +128,7 @@ def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:
 
 
 def _why_not(nodes: Sequence[Sequence[int]]) -> str:
-    """Returns why a split gains nothing; empty if it does."""
+    """Return why a split gains nothing; empty if it does."""
     sizes = [len(node) for node in nodes]
     if len(nodes) == 1:
         return "all ranks are on one node"
@@ -140,7 +140,7 @@ def _why_not(nodes: Sequence[Sequence[int]]) -> str:
 
 
 def _new_group(ranks: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a new group of these ranks of the default group. Only its members call this."""
+    """Return a new group of these ranks of the default group. Only its members call this."""
     new = dist.new_group(
         ranks,
         timeout=timedelta(seconds=settings().timeout),

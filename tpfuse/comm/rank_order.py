@@ -11,12 +11,12 @@ HALF = (torch.bfloat16, torch.float16)  # summed in float32
 
 
 def summed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which numbers of `dtype` are summed and their master copies and moments are kept."""
+    """Return the dtype in which numbers of `dtype` are summed and their master copies and moments are kept."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Computes out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
+    """Compute out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
     with span("communication", "sum over ranks"):
         if out.dtype in HALF:
             total = parts[0].float()
@@ -32,12 +32,12 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def max_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Computes out = the largest of parts, element by element; it is NaN if one of them is."""
+    """Compute out = the largest of parts, element by element; it is NaN if one of them is."""
     out.copy_(parts[0])
     for part in parts[1:]:
         torch.maximum(out, part, out=out)
 
 
 def rows_of(x: Tensor, world: int) -> Tensor:
-    """Returns a view of the contiguous x with one row for each rank, [world, elements / world]; x may be empty."""
+    """Return a view of the contiguous x with one row for each rank, [world, elements / world]; x may be empty."""
     return x.view(world, x.numel() // world)

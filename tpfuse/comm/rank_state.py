@@ -28,12 +28,12 @@ STATE_BYTES = 8 * _FIRST_WORD + 2 * RECORDS * _RECORD
 
 
 def _row(number: int) -> int:
-    """Returns the row of an operation in the flight record. The messages, with numbers below 0, have the later rows."""
+    """Return the row of an operation in the flight record. The messages, with numbers below 0, have the later rows."""
     return number % RECORDS if number >= 0 else RECORDS + -number % RECORDS
 
 
 def word(number: int, field: int) -> int:
-    """Returns the index of one of an operation's four numbers among the int64 words of a rank's state."""
+    """Return the index of one of an operation's four numbers among the int64 words of a rank's state."""
     return _FIRST_WORD + _row(number) * (_RECORD // 8) + field
 
 
@@ -41,9 +41,9 @@ class Mapping:
     """Anonymous shared memory, which one process makes and others map."""
 
     def __init__(self, name: str, size: int, location: tuple[int, int] | None = None) -> None:
-        """Makes `size` bytes, which are zero, or maps those at `location`, (process, file descriptor) of their maker.
+        """Make `size` bytes, which are zero, or maps those at `location`, (process, file descriptor) of their maker.
 
-        Raises Unavailable with the reason.
+        Raise Unavailable with the reason.
         """
         self.descriptor: int | None = None
         try:
@@ -62,7 +62,7 @@ class Mapping:
             raise Unavailable(f"{size} bytes of shared memory for {name} cannot be {what}: {reason}") from None
 
     def close_descriptor(self) -> None:
-        """Closes the descriptor after every peer has mapped the memory, which exists as long as a process maps it."""
+        """Close the descriptor after every peer has mapped the memory, which exists as long as a process maps it."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -110,7 +110,7 @@ class RankState:
         return self.words[MESSAGES]
 
     def digest(self, number: int) -> int:
-        """Returns the word that has an operation's number and the digest of its text.
+        """Return the word that has an operation's number and the digest of its text.
 
         If it has not been written yet, or has been overwritten, the word is another operation's, or 0.
         """
@@ -123,7 +123,7 @@ class RankState:
         self.bytes[8 * (first + _WORDS) : 8 * first + _RECORD] = text
 
     def operations(self) -> list[dict[str, object]]:
-        """Returns the last operations and messages, in the order in which they began.
+        """Return the last operations and messages, in the order in which they began.
 
         Each has its number, its text, and when it began and ended (ns, 0: not yet).
         """
@@ -135,17 +135,17 @@ class RankState:
         ]
 
     def is_through(self, number: int) -> bool:
-        """Returns whether this rank has ended operation `number`."""
+        """Return whether this rank has ended operation `number`."""
         begun = self.begun
         return begun > number or (begun == number and bool(self.record_numbers[begun % RECORDS, ENDED_NS]))
 
     def last_operation(self) -> str:
-        """Returns the text of the operation or message that the rank has begun last; empty if it has begun none."""
+        """Return the text of the operation or message that the rank has begun last; empty if it has begun none."""
         numbers = [number for number in (self.begun, -self.messages) if number]
         return self.operation(max(numbers, key=lambda n: self.words[word(n, BEGUN_NS)])) if numbers else ""
 
     def operation(self, number: int) -> str:
-        """Returns the text of one of the last operations."""
+        """Return the text of one of the last operations."""
         return self._text(_row(number))
 
     def _text(self, index: int) -> str:
@@ -154,7 +154,7 @@ class RankState:
 
 @functools.lru_cache(maxsize=256)
 def encoded(op: str) -> tuple[bytes, int]:
-    """Returns (as much of the text as a record holds, the digest of all of it). Training steps repeat their texts."""
+    """Return (as much of the text as a record holds, the digest of all of it). Training steps repeat their texts."""
     return padded(op), zlib.crc32(op.encode())
 
 

@@ -24,7 +24,7 @@ _NO_STORE = (RuntimeError, KeyError)  # what torch raises if the store fails, or
 
 
 def announce(group: dist.ProcessGroup) -> None:
-    """Tells the other ranks of the group which process this rank is. Only the first call does anything."""
+    """Tell the other ranks of the group which process this rank is. Only the first call does anything."""
     if group not in _announced:
         _announced.add(group)
         with contextlib.suppress(*_NO_STORE):
@@ -33,7 +33,7 @@ def announce(group: dist.ProcessGroup) -> None:
 
 
 def write_group_record(group: dist.ProcessGroup, error: PeerTimeout) -> None:
-    """Writes the flight record of a rank that has waited in vain without shared memory.
+    """Write the flight record of a rank that has waited in vain without shared memory.
 
     It has the processes on this host that have announced themselves. Their operations are not recorded.
     """
@@ -57,9 +57,9 @@ def _process_key(rank: int) -> str:
 
 
 def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
-    """Returns every rank's value, in rank order. Collective. A value is anything that JSON can hold.
+    """Return every rank's value, in rank order. Collective. A value is anything that JSON can hold.
 
-    Raises PeerTimeout, which names the first rank that does not come within `timeout` seconds.
+    Raise PeerTimeout, which names the first rank that does not come within `timeout` seconds.
     """
     announce(group)
     _counts[group] = count = _counts.get(group, 0) + 1

@@ -27,11 +27,11 @@ _settings = Settings()
 
 
 def settings() -> Settings:
-    """Returns the settings in force."""
+    """Return the settings in force."""
     return _settings
 
 
 def set_settings(**changes: Any) -> None:
-    """Changes some of the settings, for memories that are connected from now on. Raises ValueError for a bad value."""
+    """Change some of the settings, for memories that are connected from now on. Raise ValueError for a bad value."""
     global _settings
     _settings = replace(_settings, **changes)

@@ -102,7 +102,7 @@ class SharedMemory(HostCoordinatedMemory):
         self.control.compare_with(peer)
 
     def _flow(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> str:
-        """Returns the text that a signal shares with the waits for it; empty if nobody observes them."""
+        """Return the text that a signal shares with the waits for it; empty if nobody observes them."""
         if not trace.is_observed():
             return ""
         return f"{self.control.ranks}: {flags.key} {owner} {index} = {value}"
@@ -124,7 +124,7 @@ class SharedMemory(HostCoordinatedMemory):
 
 
 def _check_available(key: str, size: int, world: int) -> None:
-    """Raises Unavailable if the machine has too little memory: the kernel would kill a process and refuse nothing."""
+    """Raise Unavailable if the machine has too little memory: the kernel would kill a process and refuse nothing."""
     if size * world < _LARGE:
         return
     available = available_memory()

@@ -23,7 +23,7 @@ def _file(folder: Path, pid: int) -> Path:
 
 @contextlib.contextmanager
 def offered_stack(folder: Path) -> Iterator[None]:
-    """Lets other processes ask this one for its stack, within a with block of the main thread. Raises OSError."""
+    """Let other processes ask this one for its stack, within a with block of the main thread. Raise OSError."""
     path = _file(folder, os.getpid())
     with path.open("w") as file:
         signal.signal(_SIGNAL, signal.SIG_IGN)  # `unregister` restores this: who asks late must not end this process
@@ -36,23 +36,23 @@ def offered_stack(folder: Path) -> Iterator[None]:
 
 
 def remove_stacks(folder: Path) -> None:
-    """Removes the files of processes that were killed. No process may offer its stack there now. Raises OSError."""
+    """Remove the files of processes that were killed. No process may offer its stack there now. Raise OSError."""
     for path in folder.glob(".stack-*"):
         path.unlink(missing_ok=True)
 
 
 def state_of(pid: int) -> str:
-    """Returns what a process of this host does, such as "S (sleeping)" or "T (stopped)"; "" if it has ended."""
+    """Return what a process of this host does, such as "S (sleeping)" or "T (stopped)"; "" if it has ended."""
     return _status(pid).get("State", "")
 
 
 def has_ended(pid: int) -> bool:
-    """Returns whether a process of this host has ended; a zombie has."""
+    """Return whether a process of this host has ended; a zombie has."""
     return state_of(pid)[:1] in ("", "Z")
 
 
 def stacks_of(folder: Path, pids: Sequence[int]) -> dict[int, str]:
-    """Returns the Python stacks of these processes, by their pid. Those that do not answer in a second are left out."""
+    """Return the Python stacks of these processes, by their pid. Those that do not answer in a second are left out."""
     asked = [pid for pid in pids if _file(folder, pid).exists() and _answers(pid)]
     for pid in asked:
         with contextlib.suppress(OSError):
@@ -79,17 +79,17 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _answers(pid: int) -> bool:
-    """Returns whether the process catches the signal and runs, so that it can answer."""
+    """Return whether the process catches the signal and runs, so that it can answer."""
     status = _status(pid)
     return _has(status, "SigCgt") and status["State"][0] in "RSD"
 
 
 def _is_writing(pid: int) -> bool:
-    """Returns whether the process has yet to receive the signal, or is in its handler, which blocks it."""
+    """Return whether the process has yet to receive the signal, or is in its handler, which blocks it."""
     status = _status(pid)
     return any(_has(status, signals) for signals in ("SigPnd", "ShdPnd", "SigBlk"))
 
 
 def _has(status: dict[str, str], signals: str) -> bool:
-    """Returns whether a set of signals in a process's status has the signal."""
+    """Return whether a set of signals in a process's status has the signal."""
     return bool(int(status.get(signals, "0"), 16) >> (_SIGNAL - 1) & 1)

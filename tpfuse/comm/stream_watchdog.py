@@ -44,13 +44,13 @@ class StreamWatchdog:
         look_often(self, self._awake, enter)
 
     def add(self, operation: Pending) -> None:
-        """Watches one more operation."""
+        """Watch one more operation."""
         with self._lock:
             self._pending.append(operation)
             self._awake.set()
 
     def look(self) -> None:
-        """Drops the operations that have ended. Ends all waits if the oldest one is late or a rank has left."""
+        """Drop the operations that have ended. End all waits if the oldest one is late or a rank has left."""
         with self._lock:
             while self._pending and self._pending[0].ended.query():
                 self._pending.popleft()
@@ -73,13 +73,13 @@ class StreamWatchdog:
             self._alarmed = True
 
     def failure(self) -> PeerTimeout | Disagreement | None:
-        """Returns the error of an operation, once; None if there is none."""
+        """Return the error of an operation, once; None if there is none."""
         with self._lock:
             failure, self._failure = self._failure, None
             return failure
 
     def forget(self) -> None:
-        """Drops all operations. Call it after the device has finished all its work."""
+        """Drop all operations. Call it after the device has finished all its work."""
         with self._lock:
             self._pending.clear()
             self._failure, self._alarmed = None, False

@@ -64,7 +64,7 @@ class SymmetricBuffer:
         return self._alive()[1]
 
     def check_signal(self, owner: int, index: int) -> None:
-        """Raises ValueError unless rank `owner` has a word `index`. Backends call this."""
+        """Raise ValueError unless rank `owner` has a word `index`. Backends call this."""
         words, world = self.shape.numel(), len(self.peers)
         if not (0 <= owner < world and 0 <= index < words):
             raise ValueError(
@@ -72,7 +72,7 @@ class SymmetricBuffer:
             )
 
     def forget(self) -> None:
-        """Drops the tensors. Backends call this."""
+        """Drop the tensors. Backends call this."""
         self._tensors = None
 
 
@@ -99,9 +99,9 @@ class SymmetricMemory(ABC):
 
     @torch.inference_mode(False)  # The buffers are kept, also for calls that need gradients.
     def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
-        """Returns the buffer `key`; the first call allocates it and fills it with zeros.
+        """Return the buffer `key`; the first call allocates it and fills it with zeros.
 
-        Raises ValueError if it exists with another shape or dtype, Disagreement if ranks request different buffers, and
+        Raise ValueError if it exists with another shape or dtype, Disagreement if ranks request different buffers, and
         Unavailable if there is not enough memory.
         """
         buffer = self._buffers.get(key)
@@ -115,13 +115,13 @@ class SymmetricMemory(ABC):
         return buffer
 
     def signals(self, key: str, count: int) -> SymmetricBuffer:
-        """Returns the buffer `key` of `count` int32 words on each rank, for `signal`. `reset` sets them to 0."""
+        """Return the buffer `key` of `count` int32 words on each rank, for `signal`. `reset` sets them to 0."""
         buffer = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
         return buffer
 
     def channel(self, make: Callable[["SymmetricMemory", str, int], _Channel], name: str, nbytes: int) -> _Channel:
-        """Returns the channel `name` with slots of `nbytes`. The first call opens it and is collective.
+        """Return the channel `name` with slots of `nbytes`. The first call opens it and is collective.
 
         make: opens the channel; it is called with the memory, the name of the channel's buffers and nbytes, and must be
         the same in each call for one name. The memory keeps the channel.
@@ -132,7 +132,7 @@ class SymmetricMemory(ABC):
         return channel
 
     def free(self, key: str) -> None:
-        """Frees the buffer after every rank has called this. Raises ValueError if there is no buffer of this name."""
+        """Free the buffer after every rank has called this. Raise ValueError if there is no buffer of this name."""
         if key not in self._buffers:
             raise ValueError(f"there is no symmetric buffer {key!r}")
         self.barrier(f"free {key}")
@@ -154,7 +154,7 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
-        """Sets word `index` of `owner`'s signals to `value`, after everything that this rank has written (release).
+        """Set word `index` of `owner`'s signals to `value`, after everything that this rank has written (release).
 
         value: an int, or a tensor, int32 [1] on the device, which is read when the current stream comes to this call.
         """
@@ -163,29 +163,29 @@ class SymmetricMemory(ABC):
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
-        """Waits until word `index` of `owner`'s signals is at least `value`.
+        """Wait until word `index` of `owner`'s signals is at least `value`.
 
         Everything that was written before the signal is then visible (acquire). peer: the rank that sets the word
-        (default: `owner`). Raises PeerTimeout.
+        (default: `owner`). Raise PeerTimeout.
         """
 
     @abstractmethod
     def barrier(self, op: str = "barrier") -> None:
-        """Waits until every rank has called this. Raises PeerTimeout."""
+        """Wait until every rank has called this. Raise PeerTimeout."""
 
     @abstractmethod
     def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> AbstractContextManager[None]:
-        """Returns a context for one operation: it records the operation, and raises PeerTimeout at its end if aborted.
+        """Return a context for one operation: it records the operation, and raises PeerTimeout at its end if aborted.
 
         op: name, shapes and dtypes, the same on every rank: if they differ, Disagreement is raised on every rank before
         it reads anything that another operation has written. kernel: whether the operation waits in a kernel, which
         needs a watchdog. peer: the only other rank that takes part, as in a message; such an operation is not compared
-        with those of other ranks, which need not do the same, and a time-out names the peer. Raises RuntimeError if
+        with those of other ranks, which need not do the same, and a time-out names the peer. Raise RuntimeError if
         another thread is inside a guard of this memory.
         """
 
     def check(self) -> None:  # noqa: B027 - most backends have nothing left to raise
-        """Raises the errors that are still pending. Call it at the end of each step.
+        """Raise the errors that are still pending. Call it at the end of each step.
 
         It raises PeerTimeout if an operation on a stream was aborted, and Disagreement if one of the last operations
         was another one, or had another shape, on another rank.
@@ -193,8 +193,8 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Sets all signals and abort words to 0. Call it on every rank after PeerTimeout or after a rank's own error.
+        """Set all signals and abort words to 0. Call it on every rank after PeerTimeout or after a rank's own error.
 
-        The waits of ranks that are still in an operation end with PeerTimeout. Raises PeerTimeout if a rank does not
+        The waits of ranks that are still in an operation end with PeerTimeout. Raise PeerTimeout if a rank does not
         call this.
         """

@@ -78,13 +78,13 @@ class Observer(Protocol):
     """An object that is told what this process does."""
 
     def begin(self, span: Span) -> None:
-        """Notes that a span begins."""
+        """Note that a span begins."""
 
     def end(self, span: Span) -> None:
-        """Notes that the span that began last, of those that have not ended, ends."""
+        """Note that the span that began last, of those that have not ended, ends."""
 
     def signal(self, flow: str) -> None:
-        """Notes that this rank signals what waits with the same flow wait for."""
+        """Note that this rank signals what waits with the same flow wait for."""
 
 
 _observers: list[Observer] = []
@@ -93,7 +93,7 @@ _open: list[Span] = []
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tells `observer` of the spans and signals within the block."""
+    """Tell `observer` of the spans and signals within the block."""
     _observers.append(observer)
     try:
         yield
@@ -104,12 +104,12 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Returns whether any observer watches."""
+    """Return whether any observer watches."""
     return bool(_observers)
 
 
 def layer_now() -> str:
-    """Returns the name of the innermost layer that has begun and not ended; empty outside of layers."""
+    """Return the name of the innermost layer that has begun and not ended; empty outside of layers."""
     return next((span.name for span in reversed(_open) if span.kind == "layer"), "")
 
 
@@ -163,12 +163,12 @@ _NOTHING = contextlib.nullcontext()
 def span(
     kind: Kind, name: str, implementation: str = "", peer: int | None = None, flow: str = ""
 ) -> AbstractContextManager[None]:
-    """Returns a context manager that marks a span if an observer watches. See `Span` for the arguments."""
+    """Return a context manager that marks a span if an observer watches. See `Span` for the arguments."""
     return _Marked(kind, name, implementation, peer, flow) if _observers else _NOTHING
 
 
 def operator(name: str, implementation: str) -> Callable[[_Method], _Method]:
-    """Returns a decorator that marks each call of a method as a span of kind operator."""
+    """Return a decorator that marks each call of a method as a span of kind operator."""
 
     def decorated(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -228,7 +228,7 @@ class Recorder:
         self._operators: list[tuple[Span, int, int]] = []  # fused ones, with the numbers of their launches
 
     def begin(self, span: Span) -> None:
-        """Notes the time at which a span begins."""
+        """Note the time at which a span begins."""
         if span.implementation == "fused" and self.kernels is not None:
             self._operators.append((span, self.kernels.launched, 0))
         if self._cuda is not None:
@@ -237,7 +237,7 @@ class Recorder:
         self._stack.append([time.time_ns(), time.thread_time_ns(), 0, 0])
 
     def end(self, span: Span) -> None:
-        """Notes the time at which the innermost span ends."""
+        """Note the time at which the innermost span ends."""
         if not self._stack:  # it began before this recorder watched
             return
         if self._operators and self._operators[-1][0] is span and self.kernels is not None:
@@ -257,7 +257,7 @@ class Recorder:
         self.ended.append(span)
 
     def signal(self, flow: str) -> None:
-        """Notes the time of a signal."""
+        """Note the time of a signal."""
         self.signals.append((flow, time.time_ns()))
 
     def finish(self) -> None:

@@ -14,10 +14,10 @@ class Traffic:
     received: int = 0
 
     def add(self, sent: int, received: int) -> None:
-        """Counts one transfer."""
+        """Count one transfer."""
         self.sent += sent
         self.received += received
 
     def exchange(self, nbytes: int) -> None:
-        """Counts one transfer of `nbytes` each way."""
+        """Count one transfer of `nbytes` each way."""
         self.add(nbytes, nbytes)

@@ -31,7 +31,7 @@ _NO_STORE = (RuntimeError, KeyError, ValueError)  # what torch raises if the sto
 
 
 def register(block: _Block) -> None:
-    """Writes the waits of this process into one more control block, as long as it exists."""
+    """Write the waits of this process into one more control block, as long as it exists."""
     global _blocks
     # A new list, because the thread of a watchdog may be reading the old one.
     _blocks = [*(reference for reference in _blocks if reference() is not None), weakref.ref(block)]
@@ -49,7 +49,7 @@ def give_up(rank: int | None) -> None:
 
 
 def forget() -> None:
-    """Removes what this process has written."""
+    """Remove what this process has written."""
     _write(None, 0)
     if _in_store:
         _write_into_store(None)
@@ -76,7 +76,7 @@ def _key(rank: int) -> str:
 
 
 def last_that_gave_up(rank: int, patience: float) -> int | None:
-    """Returns the rank for which `rank` has waited in vain, directly or through others, by the entries in the store.
+    """Return the rank for which `rank` has waited in vain, directly or through others, by the entries in the store.
 
     That is `rank` itself if it does not give up within `patience` seconds, or if the store fails, and None if ranks
     have waited for each other. All ranks are those of the world.
@@ -98,7 +98,7 @@ def last_that_gave_up(rank: int, patience: float) -> int | None:
 
 
 def awaited(words: memoryview, timeout: float, left: bool) -> int | None:
-    """Returns the rank of the world for which another process waits or has waited in vain; None: it waits for none.
+    """Return the rank of the world for which another process waits or has waited in vain; None: it waits for none.
 
     words: those of that process. timeout: the seconds after which ranks give up. left: whether the process has ended
     or waits in a reset: then it does not wait for the rank at which it looked last, unless it has given up.

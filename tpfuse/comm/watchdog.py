@@ -31,18 +31,18 @@ class Watchdog:
         look_often(self, self._begun)
 
     def watch(self, op: str, peer: int | None = None) -> None:
-        """Watches the operation `op` from now on. peer: the only rank that it waits for, if there is one."""
+        """Watch the operation `op` from now on. peer: the only rank that it waits for, if there is one."""
         self._watched = op, peer, Stopwatch()
         self._begun.set()
 
     def unwatch(self) -> None:
-        """Ends the watch: from now on no rank is told to stop because of the operation."""
+        """End the watch: from now on no rank is told to stop because of the operation."""
         self._begun.clear()
         with self._lock:
             self._watched = None
 
     def look(self) -> None:
-        """Tells every rank to stop waiting if the operation is late or a peer has left."""
+        """Tell every rank to stop waiting if the operation is late or a peer has left."""
         with self._lock:
             if self._watched is not None:
                 self._control.stop_if_others_differ()
@@ -54,7 +54,7 @@ class Watchdog:
 
 
 def is_late(control: ControlBlock, peer: int | None, waited: float) -> bool:
-    """Returns whether an operation that has waited so many seconds in a kernel must end.
+    """Return whether an operation that has waited so many seconds in a kernel must end.
 
     peer: the only rank that it waits for; None: any rank.
     """
@@ -67,11 +67,11 @@ class Watcher(Protocol):
     """An object whose check the watchdog's thread repeats."""
 
     def look(self) -> None:
-        """Checks once."""
+        """Check once."""
 
 
 def look_often(watchdog: Watcher, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
-    """Starts a thread that calls `watchdog.look` a few times a second while `awake` is set.
+    """Start a thread that calls `watchdog.look` a few times a second while `awake` is set.
 
     The thread ends when the watchdog is no longer referenced. enter: the thread calls it first.
     """
@@ -93,7 +93,7 @@ def _look_often(reference: "weakref.ref[Watcher]", awake: threading.Event, enter
 
 
 def write_flight_record(control: ControlBlock, error: BaseException) -> None:
-    """Writes the last operations of every rank of the control block, if `error` is a time-out (`write_record`)."""
+    """Write the last operations of every rank of the control block, if `error` is a time-out (`write_record`)."""
 
     def processes() -> list[Process]:
         return [

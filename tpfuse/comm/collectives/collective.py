@@ -31,12 +31,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float | None = None) -> None:
-    """Sets the deadline of the group's operations, by default that of the settings; torch's own is 10 or 30 minutes."""
+    """Set the deadline of the group's operations, by default that of the settings; torch's own is 10 or 30 minutes."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=settings().timeout if seconds is None else seconds), group)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Returns whether an error of torch.distributed means that a rank is lost or late; it has no class for that."""
+    """Return whether an error of torch.distributed means that a rank is lost or late; it has no class for that."""
     text = str(error)
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError)
@@ -62,7 +62,7 @@ class CollectiveHandle:
                 work.get_future().add_done_callback(lambda _: trace.signal(f"end {flow}"))
 
     def wait(self) -> None:
-        """Blocks the caller (on CUDA the current stream) until the result may be read. Raises PeerTimeout."""
+        """Block the caller (on CUDA the current stream) until the result may be read. Raise PeerTimeout."""
         if self._work is None:
             return
         flow = self._flow() if trace.is_observed() else ""
@@ -70,12 +70,12 @@ class CollectiveHandle:
             self._work.wait(*self._deadline)
 
     def _flow(self) -> str:
-        """Returns the text that is equal in all ranks' spans of this collective."""
+        """Return the text that is equal in all ranks' spans of this collective."""
         return f"{dist.get_process_group_ranks(self._group)}: collective {self._number}"
 
     @contextlib.contextmanager
     def name_missing_rank(self) -> Iterator[None]:
-        """Turns an error of torch.distributed about a lost rank into a PeerTimeout with the rank that is missing."""
+        """Turn an error of torch.distributed about a lost rank into a PeerTimeout with the rank that is missing."""
         try:
             yield
         except RuntimeError as error:
@@ -100,9 +100,9 @@ class CollectiveHandle:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any]:
-    """Returns the values of all ranks of the group, in rank order. They should be small, and are pickled.
+    """Return the values of all ranks of the group, in rank order. They should be small, and are pickled.
 
-    op: the name of the operation in the message. Raises PeerTimeout.
+    op: the name of the operation in the message. Raise PeerTimeout.
     """
     values: list[Any] = [None] * group.size()
     with CollectiveHandle(op, group, None).name_missing_rank():
@@ -111,7 +111,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any
 
 
 def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
-    """Returns the ranks that do not give up collective `number` within two seconds; none if the store fails."""
+    """Return the ranks that do not give up collective `number` within two seconds; none if the store fails."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     try:
         store = dist.distributed_c10d._get_process_group_store(group)
@@ -132,18 +132,18 @@ class _SumInRankOrder:
         self._received, self._out, self._work = received, out, work
 
     def wait(self) -> None:
-        """Blocks until the result may be read. Raises PeerTimeout."""
+        """Block until the result may be read. Raise PeerTimeout."""
         self._work.wait()
         sum_in_rank_order(self._received.unbind(), self._out)
 
 
 def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
-    """Begins an all-gather: out[r] becomes rank r's x. x: [n] contiguous; out: [world, n]."""
+    """Begin an all-gather: out[r] becomes rank r's x. x: [n] contiguous; out: [world, n]."""
     return CollectiveHandle("all_gather", group, _all_gather(out.view(-1), x, group=group, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle | _SumInRankOrder:
-    """Begins a reduce-scatter: out becomes the sum over ranks of x[this rank]. x: [world, n] contiguous; out: [n].
+    """Begin a reduce-scatter: out becomes the sum over ranks of x[this rank]. x: [world, n] contiguous; out: [n].
 
     With Gloo each rank sends its partial sums to their owners, which add them in rank order, half types in float32: the
     result does not depend on the rank, and it takes two thirds of the time of Gloo's own reduce-scatter (1 MB, 2 ranks,
@@ -157,7 +157,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Co
 
 
 def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
-    """Begins an all-to-all: out[r] becomes rank r's x[this rank]. x, out: [world, n] contiguous."""
+    """Begin an all-to-all: out[r] becomes rank r's x[this rank]. x, out: [world, n] contiguous."""
     return CollectiveHandle(
         "all_to_all", group, dist.all_to_all_single(out.view(-1), x.view(-1), group=group, async_op=True)
     )
@@ -166,19 +166,19 @@ def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Collec
 def start_all_reduce(
     x: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> CollectiveHandle:
-    """Begins to replace the contiguous `x` by its sum, or the reduction `op`, over all ranks."""
+    """Begin to replace the contiguous `x` by its sum, or the reduction `op`, over all ranks."""
     return CollectiveHandle("all_reduce", group, dist.all_reduce(x, op=op, group=group, async_op=True))
 
 
 def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replaces the contiguous tensors on all ranks by those of the group's first rank. Raises PeerTimeout."""
+    """Replace the contiguous tensors on all ranks by those of the group's first rank. Raise PeerTimeout."""
     works = [dist.broadcast(x, group=group, group_src=0, async_op=True) for x in tensors]
     for work in [CollectiveHandle("broadcast", group, work) for work in works]:
         work.wait()
 
 
 def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[CollectiveHandle]:
-    """Begins a shift: out becomes the previous rank's x, on the first rank that of the last one.
+    """Begin a shift: out becomes the previous rank's x, on the first rank that of the last one.
 
     x, out: contiguous, of one shape and dtype.
     """

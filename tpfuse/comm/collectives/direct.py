@@ -47,14 +47,14 @@ class DirectHandle:
         self.done = next(self._rounds, _FINISHED) is _FINISHED
 
     def wait(self) -> None:
-        """Blocks until the result may be read. Raises PeerTimeout."""
+        """Block until the result may be read. Raise PeerTimeout."""
         if not self.done:
             op = f"wait for {self._op}"
             with self._collectives.memory.guard(op), span("communication", op):
                 self.finish()
 
     def finish(self) -> None:
-        """Does the rest of the operation. The caller is within a guard."""
+        """Do the rest of the operation. The caller is within a guard."""
         memory = self._collectives.memory
         self.done = True
         if self.lost:
@@ -76,7 +76,7 @@ class DirectCollectives:
     def __init__(
         self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES, large_slot_bytes: int = LARGE_SLOT_BYTES
     ) -> None:
-        """Opens the channel. Collective.
+        """Open the channel. Collective.
 
         slot_bytes: the bytes of a piece; large_slot_bytes: the bytes of a piece of a tensor above slot_bytes.
         """
@@ -85,23 +85,23 @@ class DirectCollectives:
         self._pending: DirectHandle | None = None
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """Makes part r of out rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...].
+        """Make part r of out rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...].
 
         later: only begins the operation; waiting for its handle finishes it.
         """
         return self._run("all_gather", x, self._all_gather(x.view(-1), rows_of(out, self.memory.world)), later)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> DirectHandle:
-        """Makes out[r] rank r's x[this rank]. x, out: [world, ...]."""
+        """Make out[r] rank r's x[this rank]. x, out: [world, ...]."""
         rounds = self._all_to_all(rows_of(x, self.memory.world), rows_of(out, self.memory.world))
         return self._run("all_to_all", x, rounds, later=False)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """Makes out Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
+        """Make out Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
         return self._run("reduce_scatter", x, self._reduce_scatter(rows_of(x, self.memory.world), out.view(-1)), later)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """Makes out Σ over ranks of x. x, out: of one shape; they may be the same tensor."""
+        """Make out Σ over ranks of x. x, out: of one shape; they may be the same tensor."""
         limit = self._small.nbytes if self.memory.world == 2 else ONE_SHOT_BYTES
         if x.nbytes <= limit:
             rounds = self._one_shot("all_reduce", x.view(-1), out.view(-1), sum_in_rank_order)
@@ -110,7 +110,7 @@ class DirectCollectives:
         return self._run("all_reduce", x, rounds, later)
 
     def all_reduce_max(self, x: Tensor, out: Tensor) -> DirectHandle:
-        """Makes out the maximum over ranks of x, NaN if one is. x, out: of one shape; they may be the same tensor."""
+        """Make out the maximum over ranks of x, NaN if one is. x, out: of one shape; they may be the same tensor."""
         rounds = self._one_shot("all_reduce_max", x.view(-1), out.view(-1), max_in_rank_order)
         return self._run("all_reduce_max", x, rounds, later=False)
 
@@ -127,7 +127,7 @@ class DirectCollectives:
         return handle
 
     def _channel_of(self, x: Tensor) -> Channel:
-        """Returns the channel for x. All ranks open the large one when it is first needed."""
+        """Return the channel for x. All ranks open the large one when it is first needed."""
         if x.nbytes <= self._small.nbytes:
             return self._small
         return self.memory.channel(Channel, "direct collectives", self._large_slot_bytes)
@@ -224,5 +224,5 @@ def _wait_for_all(channel: Channel, epoch: int, op: str) -> None:
 
 
 def _cut(x: Tensor, start: int, size: int) -> Tensor:
-    """Returns x[..., start : start + size], or x itself if that is all of it, as it mostly is."""
+    """Return x[..., start : start + size], or x itself if that is all of it, as it mostly is."""
     return x if start == 0 and size >= x.shape[-1] else x[..., start : start + size]

@@ -28,14 +28,14 @@ _INTERPRETED_PROGRAMS = 2
 
 
 def most_programs(memory: SymmetricMemory) -> int:
-    """Returns the most programs of a launch of kernels that only move and sum."""
+    """Return the most programs of a launch of kernels that only move and sum."""
     return _PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
 def open_channel(
     memory: SymmetricMemory, name: str, slot_bytes: int, programs: int, parts: int = 2
 ) -> tuple[SymmetricBuffer, Endpoint]:
-    """Opens the channel `name`. Returns (the slots, uint8 [parts, slot_bytes] on each rank; its endpoint). Collective.
+    """Open the channel `name`. Return (the slots, uint8 [parts, slot_bytes] on each rank; its endpoint). Collective.
 
     programs: the most programs of a launch; there are fewer if the memory says that ranks share a device. parts: 2, the
     halves that kernels use in turn, unless no kernel uses the slots.
@@ -62,22 +62,22 @@ class FusedCollectives:
     """The collectives of one group. Tensors are contiguous, on the memory's device; x has one shape on all ranks."""
 
     def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
-        """Opens the channel. Collective. slot_bytes: of a piece, a multiple of 16; its default is by device."""
+        """Open the channel. Collective. slot_bytes: of a piece, a multiple of 16; its default is by device."""
         self.memory, self._slot_bytes = memory, slot_bytes or _SLOT_BYTES[memory.device.type]
         _, self._endpoint = open_channel(memory, "fused collectives", self._slot_bytes, most_programs(memory))
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Makes part r of out rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
+        """Make part r of out rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
         rows = x.view(-1), rows_of(out, self.memory.world)
         return self._run("all_gather", x, rows, self._slot_bytes, all_gather_forward)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> Handle:
-        """Makes out[r] rank r's x[this rank]. x, out: [world, ...], of any dtype."""
+        """Make out[r] rank r's x[this rank]. x, out: [world, ...], of any dtype."""
         rows = rows_of(x, self.memory.world), rows_of(out, self.memory.world)
         return self._run("all_to_all", x, rows, self._slot_bytes // self.memory.world, all_to_all_forward)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Makes out Σ over ranks of part `rank` of their x, of a dtype in `tpfuse.kernels.endpoint.SUMMED`.
+        """Make out Σ over ranks of part `rank` of their x, of a dtype in `tpfuse.kernels.endpoint.SUMMED`.
 
         x: [world * n, ...] or [world, n, ...]; out: [n, ...].
         """
@@ -85,7 +85,7 @@ class FusedCollectives:
         return self._run("reduce_scatter", x, rows, self._slot_bytes // self.memory.world, reduce_scatter_forward)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Makes out Σ over ranks of x. x, out: of one shape and a dtype in SUMMED; they may be the same tensor."""
+        """Make out Σ over ranks of x. x, out: of one shape and a dtype in SUMMED; they may be the same tensor."""
         forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
         return self._run("all_reduce", x, (x.view(-1), out.view(-1)), self._slot_bytes, forward)
 
@@ -97,7 +97,7 @@ class FusedCollectives:
         row_bytes: int,
         forward: Callable[[Tensor, Tensor, Endpoint], None],
     ) -> Handle:
-        """Calls `forward` for one piece of the rows of x and out after another. Packs pieces of several rows for it."""
+        """Call `forward` for one piece of the rows of x and out after another. Pack pieces of several rows for it."""
         size, width = row_bytes // x.element_size() // 16 * 16, rows[0].shape[-1]
         described = f"{op} {x.dtype} {list(x.shape)}"
         with self.memory.guard(described, kernel=True), span("communication", described):

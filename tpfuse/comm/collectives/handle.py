@@ -7,7 +7,7 @@ class Handle(Protocol):
     """The handle of a collective under way."""
 
     def wait(self) -> object:
-        """Blocks the caller (on CUDA the current stream) until the result may be read."""
+        """Block the caller (on CUDA the current stream) until the result may be read."""
 
 
 class _Done:

@@ -38,11 +38,11 @@ _SYMMETRIC = {"direct": DirectMessages, "fused": FusedMessages}
 def open_messages(
     group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, routes: Sequence[Route], nbytes: int
 ) -> Messages:
-    """Opens routes between ranks of the group. Collective: every rank passes the same routes, in one order.
+    """Open routes between ranks of the group. Collective: every rank passes the same routes, in one order.
 
     device: of the tensors that are sent and received. dtype: the one by which `tpfuse.comm.dispatch` chooses the
     implementation; messages may have any dtype. nbytes: the bytes of the largest message. In symmetric memory, the same
-    routes opened again are those that are open already, which continue to count. Raises ValueError for a route that the
+    routes opened again are those that are open already, which continue to count. Raise ValueError for a route that the
     group cannot have, and if ranks pass different routes; PeerTimeout.
     """
     check_routes(routes, group.size(), nbytes)
@@ -55,14 +55,14 @@ def open_messages(
 
 
 def reason_of(choice: Choice) -> str:
-    """Returns why messages are carried as `choice` says. Products are measured under `auto`, and messages are not."""
+    """Return why messages are carried as `choice` says. Products are measured under `auto`, and messages are not."""
     if choice.state == "default" and choice.implementation == "collective":
         return "the default on GPUs; messages are not measured"
     return choice.reason
 
 
 def _agree(routes: list[Route], nbytes: int, group: dist.ProcessGroup) -> None:
-    """Raises ValueError, on every rank, if a rank passes other routes or another size."""
+    """Raise ValueError, on every rank, if a rank passes other routes or another size."""
     mine = routes, nbytes
     for rank, other in enumerate(gather_objects(mine, group, op="opening of messages")):
         if other != mine:

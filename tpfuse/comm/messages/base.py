@@ -43,37 +43,37 @@ class Messages(ABC):
     """
 
     def __init__(self, rank: int, world: int, routes: Sequence[Route], nbytes: int) -> None:
-        """Raises ValueError for a route that the group cannot have. nbytes: the bytes of the largest message."""
+        """Raise ValueError for a route that the group cannot have. nbytes: the bytes of the largest message."""
         check_routes(routes, world, nbytes)
         self._rank, self._routes, self._nbytes = rank, tuple(routes), nbytes
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Sets the number of every route's next message to 0."""
+        """Set the number of every route's next message to 0."""
         self._next = [0] * len(self._routes)
         self._held: dict[tuple[int, int], Message] = {}  # by route and number: received, and not yet released
 
     @abstractmethod
     def send(self, route: int, x: Tensor) -> None:
-        """Sends x, of any shape and dtype, as the next message of a route that begins at this rank.
+        """Send x, of any shape and dtype, as the next message of a route that begins at this rank.
 
         x must stay as it is until the current stream has come past this call, and with Gloo and NCCL until `finish` has
-        returned. Raises ValueError if this rank is not the route's source or x is too large, and PeerTimeout if the
+        returned. Raise ValueError if this rank is not the route's source or x is too large, and PeerTimeout if the
         target does not release the slot in time.
         """
 
     @abstractmethod
     def receive(self, route: int, shape: Sequence[int], dtype: torch.dtype) -> Message:
-        """Waits for the next message of a route that ends at this rank, and returns it.
+        """Wait for the next message of a route that ends at this rank, and return it.
 
-        shape, dtype: those of the tensor that was sent. The tensor may be read until `release`. Raises ValueError if
+        shape, dtype: those of the tensor that was sent. The tensor may be read until `release`. Raise ValueError if
         this rank is not the route's target or has not released enough messages, and PeerTimeout.
         """
 
     def release(self, route: int, message: Message) -> None:
         """Says that the current stream reads the message no longer. Each message is released once, in any order.
 
-        Raises ValueError for a message that is not held.
+        Raise ValueError for a message that is not held.
         """
         self._renew()
         if self._held.get((route, message.number)) is not message:
@@ -85,17 +85,17 @@ class Messages(ABC):
         self._free(route, message.number)
 
     def finish(self) -> None:  # noqa: B027 - most implementations have copied what was sent
-        """Waits until no tensor that this rank has sent is needed any longer. Raises PeerTimeout."""
+        """Wait until no tensor that this rank has sent is needed any longer. Raise PeerTimeout."""
 
     def _renew(self) -> None:  # noqa: B027 - only symmetric memory can be reset
-        """Begins anew after a reset."""
+        """Begin anew after a reset."""
 
     @abstractmethod
     def _free(self, route: int, number: int) -> None:
-        """Lets the source use the slot of a message again."""
+        """Let the source use the slot of a message again."""
 
     def _message_to_send(self, index: int, x: Tensor) -> tuple[Route, int, str]:
-        """Returns (the route, the number of its next message, the name of the operation). Raises ValueError."""
+        """Return (the route, the number of its next message, the name of the operation). Raise ValueError."""
         self._renew()
         route = self._routes[index]
         check_local(f"send {route.name}", x=x)
@@ -109,7 +109,7 @@ class Messages(ABC):
         return route, self._next[index], f"send {route.name}, message {self._next[index]}"
 
     def _message_to_receive(self, index: int, nbytes: int) -> tuple[Route, int, str]:
-        """Returns (the route, the number of its next message, the name of the operation). Raises ValueError."""
+        """Return (the route, the number of its next message, the name of the operation). Raise ValueError."""
         self._renew()
         route, number = self._routes[index], self._next[index]
         if route.target != self._rank:
@@ -124,7 +124,7 @@ class Messages(ABC):
         return route, number, f"receive {route.name}, message {number}"
 
     def _received(self, index: int, tensor: Tensor) -> Message:
-        """Returns the next message of a route with this tensor, and counts it."""
+        """Return the next message of a route with this tensor, and counts it."""
         message = Message(tensor, self._next[index])
         self._held[index, message.number] = message
         self._next[index] += 1
@@ -132,7 +132,7 @@ class Messages(ABC):
 
 
 def check_routes(routes: Sequence[Route], world: int, nbytes: int) -> None:
-    """Raises ValueError for a route that a group of `world` ranks cannot have, and unless nbytes is at least 1."""
+    """Raise ValueError for a route that a group of `world` ranks cannot have, and unless nbytes is at least 1."""
     if nbytes < 1:
         raise ValueError(f"messages of at most {nbytes} bytes: expected at least 1")
     for route in routes:

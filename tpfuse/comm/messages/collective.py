@@ -41,7 +41,7 @@ class _Transfer:
         self._deadline = (timedelta(seconds=settings().timeout),) if dist.get_backend(group) == "gloo" else ()
 
     def wait(self) -> None:
-        """Blocks the caller (on CUDA the current stream) until the transfer has ended. Raises PeerTimeout."""
+        """Block the caller (on CUDA the current stream) until the transfer has ended. Raise PeerTimeout."""
         ranks, started = dist.get_process_group_ranks(self._group), time.monotonic()
         try:
             with trace.span("communication", self._op, peer=ranks[self._peer], flow=self._flow):
@@ -61,7 +61,7 @@ class CollectiveMessages(Messages):
     """The routes of a group of torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, routes: Sequence[Route], nbytes: int) -> None:
-        """Opens the routes. Collective."""
+        """Open the routes. Collective."""
         super().__init__(group.rank(), group.size(), routes, nbytes)
         self._group, self._device = group, device
         self._ranks = dist.get_process_group_ranks(group)
@@ -74,7 +74,7 @@ class CollectiveMessages(Messages):
             self._open_groups()
 
     def _open_groups(self) -> None:
-        """Opens a group of two ranks for each route of this rank.
+        """Open a group of two ranks for each route of this rank.
 
         Every rank opens its groups in the order of the routes, and sends a word through each of them: NCCL makes a
         communicator when it is first used, and the host then waits for the other rank. If the routes made theirs later,
@@ -116,7 +116,7 @@ class CollectiveMessages(Messages):
         pass
 
     def _begin(self, index: int, op: str, x: Tensor) -> _Transfer:
-        """Begins to send or to receive x, as this rank's end of a route does."""
+        """Begin to send or to receive x, as this rank's end of a route does."""
         route, group, tag = self._routes[index], self._groups[index], self._first_tag + index
         flow = f"{self._ranks}: route {tag}, message {self._next[index]}"
         if route.source == self._rank:

@@ -25,7 +25,7 @@ class FusedMessages(SymmetricMessages):
     """
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int, routes: Sequence[Route]) -> None:
-        """Opens the routes. Collective."""
+        """Open the routes. Collective."""
         super().__init__(memory, name, nbytes, routes)
         state, programs = memory.signals(f"{name}: state", 2), most_programs(memory)
         self._endpoint = Endpoint(

@@ -27,7 +27,7 @@ _ALIGNMENT = 16  # bytes
 
 
 def name_of(routes: Sequence[Route]) -> str:
-    """Returns the name of the routes' buffers. Ranks that open other routes find that their names differ."""
+    """Return the name of the routes' buffers. Ranks that open other routes find that their names differ."""
     return f"messages on {len(routes)} routes, {zlib.crc32(repr(tuple(routes)).encode()):08x}"
 
 
@@ -35,7 +35,7 @@ class SymmetricMessages(Messages):
     """The routes of one group in symmetric memory."""
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int, routes: Sequence[Route]) -> None:
-        """Opens the routes. Collective. name: of their buffers; nbytes: the bytes of the largest message."""
+        """Open the routes. Collective. name: of their buffers; nbytes: the bytes of the largest message."""
         super().__init__(memory.rank, memory.world, routes, nbytes)
         self._memory, self._generation = memory, memory.generation
         words = [0, *accumulate(route.slots for route in routes)]
@@ -68,12 +68,12 @@ class SymmetricMessages(Messages):
         self._memory.signal(self._flags, self._routes[route].source, free, epoch)
 
     def _place(self, route: int, number: int) -> tuple[int, int, int, int]:
-        """Returns (the slot in the target's memory, the words `full` and `free`, the epoch) of a message."""
+        """Return (the slot in the target's memory, the words `full` and `free`, the epoch) of a message."""
         turn, index = divmod(number, self._routes[route].slots)
         word = self._first_word[route] + index
         return self._first_slot[route] + index, word, self._count + word, turn + 1
 
     def _view(self, rank: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns the beginning of a slot in a rank's memory as a tensor."""
+        """Return the beginning of a slot in a rank's memory as a tensor."""
         size = math.prod(shape) * dtype.itemsize
         return self._slots.peers[rank][slot, :size].view(dtype).view(torch.Size(shape))
