@@ -35,7 +35,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
-from tpfuse.zero.counted_collectives import CountedReduceScatter
+from tpfuse.zero.collectives_with_traffic import CountedReduceScatter
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameter_groups
 from tpfuse.zero.gradient_buckets import GradientBuckets
