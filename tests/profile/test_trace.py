@@ -28,6 +28,7 @@ from tpfuse.profile.recording import layer_spans, record
 from tpfuse.profile.summary import Place, summarise, times_of
 from tpfuse.profile.trace_files import RankTrace, read_traces
 from tpfuse.switches import use
+from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
 from tpfuse.train.errors import UserError
 
@@ -190,7 +191,7 @@ def _fused(folder: Path) -> None:
         dist.barrier()
         with record(folder, nn.Sequential(down), dist.group.WORLD) as step, step():
             if dist.get_rank() == LATE:
-                time.sleep(6 * DELAY)  # the interpreter itself is slow
+                time.sleep(patient(6 * DELAY))  # the interpreter itself is slow, and slower on a busy machine
             down(x)
 
 
@@ -198,7 +199,7 @@ def test_a_fused_operator_shows_the_waits_of_its_kernel(tmp_path: Path) -> None:
     pool(2).run(_fused, tmp_path)
     traces = read_traces(tmp_path)
     waits = [places[Place("0", "linear_reduce_scatter", "fused")].waits for places in times_of(traces)]
-    assert waits[1 - LATE][LATE] > 5e9 * DELAY > 2 * waits[LATE][1 - LATE]
+    assert waits[1 - LATE][LATE] > max(5e9 * DELAY, 2 * waits[LATE][1 - LATE])
     write_perfetto(traces, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     found = [event for event in events if event.get("cat") == "gemm_reduce_scatter_forward_kernel"]
