@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -646,6 +647,12 @@ def _refused_meshes() -> None:
             parallelize(refused, mesh, {"*": FusedColwiseParallel()})
     with pytest.raises(ValueError, match="not parallelized"):
         restore(model)
+    older = mock.patch("transformers.__version__", "4.57.6")
+    with (
+        older,
+        pytest.raises(ValueError, match=r"^transformers 4\.57\.6 is installed: expected 5\.24 or newer: pip"),
+    ):
+        parallelize(llama, tensor_mesh())
 
 
 def test_a_mesh_without_the_dimension_is_refused() -> None:

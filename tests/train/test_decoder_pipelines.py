@@ -336,7 +336,7 @@ def test_models_that_a_pipeline_cannot_cut_are_refused() -> None:
 
 
 class _Layer(nn.Module):
-    """A layer as in transformers 4: it returns a tuple, and the decoder reads an attribute of it."""
+    """A layer as in Bloom: it returns a tuple, and the decoder reads an attribute of it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Hugging Face's models through transformers' own interfaces: context parallelism, the loss, and styles for `tp_plan`.
 
-This is the one module that knows transformers; it imports it inside functions, when a model of it is converted. It
-works with the releases 4.57 and 5.
+This is the one module that knows transformers; it imports it inside functions, when a model of it is converted.
 
 **The forward pass.** `adapt` replaces the forward of a model by a `ParallelForward`; transformers, PEFT and accelerate
 call it in several ways, and all of them find it there. Its arguments and its result are those of the original, with
@@ -42,13 +41,13 @@ With a key/value cache (generate()), every rank of a context computes everything
 | tpfuse_rowwise                | nn.Linear, whose input features are sharded                      |
 | tpfuse_embedding_rowwise      | nn.Embedding, whose rows are sharded                             |
 
-Release 5 takes such a plan as DistributedConfig(tp_plan={...}); 4.57 takes it from the model's configuration
-(`config.base_model_tp_plan`) with tp_plan="auto". Packed projections keep transformers' styles, since its loader knows
-no weights of another shape than in the file.
+Such a plan is given as DistributedConfig(tp_plan={...}). Packed projections keep transformers' styles, since its loader
+knows no weights of another shape than in the file.
 """
 
 import inspect
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,11 +61,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
+from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.drop_in import context_proof
 from tpfuse.drop_in.converted import ConvertedColumnLinear, Original, original_of, set_attributes
 from tpfuse.drop_in.decoder_stages import DecoderStages
@@ -79,6 +78,7 @@ from tpfuse.parallel.context import ContextParallel, ShardedBatch
 from tpfuse.parallel.pipeline.cut import Stage
 
 ATTENTION = "tpfuse_ring"
+_RELEASE = (5, 24)  # the oldest release of transformers whose plans and conversions of weights are these
 # Methods of transformers' and PEFT's models that read or replace whole weights, or add layers of their sizes.
 _CHANGES = ("resize_token_embeddings", "merge_and_unload", "merge_adapter", "add_adapter")
 
@@ -153,12 +153,23 @@ def outermost(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def configuration(settings: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration of a model with this config.json. Raise ValueError if it cannot be used."""
+def check_release() -> None:
+    """Raise ValueError unless the release of transformers that is installed is one that tpfuse knows."""
     try:
-        from transformers import CONFIG_MAPPING
+        from transformers import __version__
     except ImportError:
         raise ValueError("transformers is not installed: pip install transformers") from None
+    if tuple(int(number) for number in re.findall(r"\d+", __version__)[:2]) < _RELEASE:
+        expected = ".".join(map(str, _RELEASE))
+        way = f"expected {expected} or newer: pip install --upgrade transformers"
+        raise ValueError(f"transformers {__version__} is installed: {way}")
+
+
+def configuration(settings: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a model with this config.json. Raise ValueError if it cannot be used."""
+    check_release()
+    from transformers import CONFIG_MAPPING
+
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(f"model_type is {kind!r}: expected a model that transformers knows")
@@ -180,14 +191,14 @@ def causal_model(settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def conversions(whole: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return transformers' (renamings, other conversions) of the tensors in a model's files; release 4 has none."""
+    """Return transformers' (renamings, other conversions) of the tensors in a model's files."""
     model: Any = outermost(whole)
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-    except ImportError:
+    if model is None:
         return [], []
-    transforms: list[Any] = [] if model is None else get_model_conversion_mapping(model)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    transforms: list[Any] = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     return [each for each in transforms if each not in converters], converters
 
@@ -219,10 +230,11 @@ def register() -> None:
     """Register attn_implementation="tpfuse_ring" and the styles of `tp_plan` with transformers.
 
     `tpfuse.parallelize` calls this; call it yourself before `from_pretrained` is given one of these names. Outside of
-    context parallelism the attention is transformers' "sdpa".
+    context parallelism the attention is transformers' "sdpa". Raise ValueError for an older release of transformers.
     """
+    check_release()
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.tensor_parallel import ParallelInterface
+    from transformers.distributed.tensor_parallel import ParallelInterface
 
     for name, attention, mask in (
         (ATTENTION, _attention, _mask),
@@ -273,7 +285,7 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
 
 
 def _is_base(model: Any) -> bool:
-    """Return whether the model is a decoder without a head; Gemma 3 of 4.57 with a head calls itself its base."""
+    """Return whether the model is a decoder without a head."""
     return model.base_model is model and model.get_output_embeddings() is None
 
 
@@ -297,7 +309,6 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     model = outermost(whole)
     if model is None:
         return
-    register()
     their: Any = model
     causal = takes_labels(their)
     head = their.get_output_embeddings() if causal else None
@@ -470,7 +481,6 @@ class ParallelForward:
         if positions is None:
             positions = torch.arange(length, device=given.device).unsqueeze(0)
         labels, shifted = kwargs.get("labels"), kwargs.pop("shift_labels", None)
-        kwargs.pop("cache_position", None)
         per_token = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) and x.shape[:2] == (batch, length)}
         per_token["position_ids"] = positions.expand(batch, length)
         items = kwargs.get("num_items_in_batch")
@@ -756,9 +766,6 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    unscaled = ("scale_attn_by_inverse_layer_idx", True), ("scale_attn_weights", False)
-    if scaling is None and any(getattr(module, name, not value) is value for name, value in unscaled):
-        raise ValueError(f"{layer}: this release of transformers does not pass its scale to the attention")
     sharded = attention_mask.sharded
     if dropout > 0 and attention_mask.dropout_keys is None:
         raise ValueError(f"{layer}: context parallelism: its dropout {dropout} is not that of the configuration")
@@ -811,55 +818,23 @@ def _drop_last_position(module: nn.Module, args: tuple[Any, ...], out: tuple[Ten
 
 
 class _PlanStyle:
-    """A style of transformers' `tp_plan`. style: what converts a module. dims: the sharded dimension of its parameters.
+    """A style of transformers' `tp_plan`, which loads the shards that DTensors describe."""
 
-    transformers makes the model on the meta device, lets styles prepare its modules, and then loads each parameter.
-    Release 5 loads the parts that DTensors say; release 4.57 asks the style for each part.
-    """
-
-    def __init__(self, style: FusedColwiseParallel | FusedRowwiseParallel, **dims: int) -> None:
-        self.style, self.dims = style, dims
-
-    def prepare_module_tp(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Convert a module, in release 4.57."""
-        return self.style._apply(module, device_mesh)
-
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Convert a module, in release 5."""
-        return self.style._apply(module, mesh)
+    def __init__(self, style: FusedColwiseParallel | FusedRowwiseParallel) -> None:
+        self.install_forward = style._apply  # (module, mesh); it checks the module and shards its parameters too
 
     def validate_param(
         self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
     ) -> None:
-        """Do nothing: `install_forward` checks the module."""
+        """Do nothing."""
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Do nothing: `install_forward` shards the parameters."""
-
-    def partition_tensor(
-        self,
-        param: Any,
-        empty_param: Tensor,
-        param_type: str,
-        param_casting_dtype: torch.dtype,
-        to_contiguous: bool,
-        rank: int,
-        device_mesh: DeviceMesh,
-    ) -> nn.Parameter:
-        """Return this rank's part of a parameter, which release 4.57 loads. param: a tensor, or a slice of a file."""
-        dim, index = self.dims.get(param_type), [slice(None)] * empty_param.ndim
-        if dim is not None:
-            index[dim] = slice(*shard_range(empty_param.shape[dim], rank, device_mesh.size()))
-        part = param[tuple(index)].to(param_casting_dtype).contiguous()
-        shape, stride = empty_param.shape, empty_param.stride()
-        placement = Replicate() if dim is None else Shard(dim)
-        tensor = DTensor.from_local(part, device_mesh, [placement], run_check=False, shape=shape, stride=stride)
-        return nn.Parameter(tensor)
+        """Do nothing."""
 
 
 _STYLES = {
-    "tpfuse_colwise": _PlanStyle(FusedColwiseParallel(), weight=0, bias=0),
-    "tpfuse_colwise_gather_output": _PlanStyle(FusedColwiseParallel(output_layouts=Replicate()), weight=0, bias=0),
-    "tpfuse_rowwise": _PlanStyle(FusedRowwiseParallel(), weight=1),
-    "tpfuse_embedding_rowwise": _PlanStyle(FusedRowwiseParallel(input_layouts=Replicate()), weight=0),
+    "tpfuse_colwise": _PlanStyle(FusedColwiseParallel()),
+    "tpfuse_colwise_gather_output": _PlanStyle(FusedColwiseParallel(output_layouts=Replicate())),
+    "tpfuse_rowwise": _PlanStyle(FusedRowwiseParallel()),
+    "tpfuse_embedding_rowwise": _PlanStyle(FusedRowwiseParallel(input_layouts=Replicate())),
 }

@@ -1,6 +1,6 @@
 """The tensors of files by the names, and in the shapes, that transformers gives them when it loads them.
 
-Release 5 of transformers has modules that do not look like the files of their models: for example, the experts of a
+transformers has modules that do not look like the files of their models: for example, the experts of a
 layer are one parameter, and each of them is a tensor of its own in a file. Its table of conversions says which tensors
 it renames, and which it merges or splits; `save_pretrained` undoes this. Here the same conversions run when a tensor is
 read: until then only shapes are known.
@@ -68,8 +68,8 @@ class _Merge:
 def loaded_tensors(whole: nn.Module, stored: Mapping[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
     """Return (name, tensor) of what transformers loads into a model for the tensors in files.
 
-    Tensors for which it has no conversion stay as they are, and so do all for other models and in release 4 of
-    transformers. Raise ValueError for tensors that it cannot convert.
+    Tensors for which it has no conversion stay as they are, and so do all those of other models. Raise ValueError for
+    tensors that it cannot convert.
     """
     renamings, converters = conversions(whole)
     if not renamings and not converters:

@@ -83,6 +83,8 @@ def parallelize(
     check_order(tensor_mesh)
     _check_whole(model)
     ranks = 1 if tensor_mesh is None else tensor_mesh.size()
+    if huggingface.outermost(model) is not None:
+        huggingface.register()
     if context.groups:
         huggingface.check_context(model, context, ranks)
     styles: dict[str, list[ParallelStyle]] = {}

@@ -62,7 +62,7 @@ _MLP = (
 )
 LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
-_LENGTHS = ("position_ids", "cache_position")  # GPT-2 of transformers 4 gives its attention the latter alone
+_LENGTHS = ("position_ids",)  # arguments of attention whose last dimension is that of the whole sequence
 HEADS = ("lm_head", "embed_out")
 _OF_HEADS = ("sinks",)  # parameters of attention modules with an entry for each query head
 _NO_DECODER = "found no list of layers with an attention that tpfuse knows"

@@ -32,7 +32,6 @@ from tpfuse.drop_in.loaded_tensors import loaded_tensors
 _P = ParamSpec("_P")
 _M = TypeVar("_M", bound=nn.Module)
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_EARLIER, _TODAY = "embed_out.", "lm_head."  # the output projection of GPT-NeoX, in its files and in transformers 5
 
 
 def empty_model(make: Callable[_P, _M], *args: _P.args, **kwargs: _P.kwargs) -> _M:
@@ -111,8 +110,7 @@ def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[Store
     prefix = getattr(model, "base_model_prefix", "")
 
     def short(name: str) -> str:
-        name = name.removeprefix(f"{prefix}.") if prefix else name
-        return _TODAY + name.removeprefix(_EARLIER) if name.startswith(_EARLIER) else name
+        return name.removeprefix(f"{prefix}.") if prefix else name
 
     stored: dict[str, StoredTensor] = {}
     for name, tensor in loaded_tensors(model, stored_tensors(folder_or_file)):
@@ -263,7 +261,7 @@ def save_pretrained(model: nn.Module, mesh: DeviceMesh, folder: str | Path, **op
         tensors[name] = whole[id(value)][1]
     with agreement(f"save_pretrained({str(folder)!r})", mesh):
         if writes:
-            # transformers 5 asks the model which rank writes, and would answer rank 0 of all ranks.
+            # transformers asks the model which rank writes, and would answer rank 0 of all ranks.
             model.__dict__["should_save_on_this_rank"] = bool
             try:
                 write(model, folder, state_dict=tensors, **options)

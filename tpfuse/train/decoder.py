@@ -237,9 +237,7 @@ class DecoderModel:
             self._cut = cut(model, self.stages)
         load_weights(model, {}, device)
         if options.train.recompute == "full":
-            # Release 5.23 of transformers has renamed the method.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         self.module: nn.Module = model
         self._forward: Any = model  # in training
         self._drops = any(isinstance(value, float) and value for value in _dropouts(config.settings))
