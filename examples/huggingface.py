@@ -3,7 +3,8 @@ import tempfile
 
 import torch
 
-from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse import GPT
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
 from tpfuse.parallel.initialize import initialize
 

@@ -15,7 +15,7 @@ NAMES = {
     "tpfuse": """
         ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm
         all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
-        ring_attention SequenceLayout ZeroOptimizer Pipeline recomputed profile
+        ring_attention SequenceLayout ZeroOptimizer Pipeline GPT recomputed profile
         build_mesh use symmetric_memory explain parallelize restore FusedColwiseParallel FusedRowwiseParallel
         FusedSequenceParallel FusedPrepareModuleInput autotune PeerTimeout Disagreement
     """,

@@ -32,6 +32,7 @@ _MODULES = {
     "SequenceLayout": "tpfuse.ops.ring_attention.layout",
     "ZeroOptimizer": "tpfuse.zero.optimizer",
     "Pipeline": "tpfuse.parallel.pipeline.pipeline",
+    "GPT": "tpfuse.models.gpt",
     "recomputed": "tpfuse.parallel.recompute",
     "profile": "tpfuse.profile",
     "build_mesh": "tpfuse.comm.mesh",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.layers.rms_norm import RMSNorm as RMSNorm
     from tpfuse.layers.row_parallel_linear import RowParallelLinear as RowParallelLinear
     from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from tpfuse.models.gpt import GPT as GPT
     from tpfuse.ops.attention import attention as attention
     from tpfuse.ops.gemm import gemm as gemm
     from tpfuse.ops.linear.all_gather_linear import all_gather_linear as all_gather_linear
