@@ -33,10 +33,10 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
-    def before(self, ids, targets):
+    def embed(self, ids, targets):
         return self.embedding(ids)
 
-    def after(self, x, ids, targets):
+    def loss(self, x, ids, targets):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten()) / MICRO_BATCHES
 
 
@@ -45,11 +45,9 @@ torch.manual_seed(0)  # every rank builds the same model and draws the same batc
 model = Model()
 pipeline = Pipeline(
     model,
+    embed=(model.embed, [model.embedding]),
     blocks=model.blocks,
-    before=model.before,
-    after=model.after,
-    first=[model.embedding],
-    last=[model.norm, model.head],
+    head=(model.loss, [model.norm, model.head]),
     device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
     schedule="1f1b",
     micro_batches=MICRO_BATCHES,

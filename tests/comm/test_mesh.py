@@ -98,7 +98,7 @@ def test_wrong_meshes_are_refused() -> None:
 def _pipeline(mesh: DeviceMesh) -> object:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return tpfuse.Pipeline(
-        model, blocks=list(model), before=lambda x: x, after=lambda x: x, device_mesh=mesh, micro_batches=2
+        model, embed=lambda x: x, blocks=list(model), head=lambda x: x, device_mesh=mesh, micro_batches=2
     )
 
 

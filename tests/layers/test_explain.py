@@ -131,7 +131,7 @@ def _pipeline(schedule: PipelineSchedule, layers: list[int] | None = None) -> Pi
     blocks = nn.ModuleList(nn.Linear(8, width, bias=False) for width in (1, 1, 2, 4))
     model, mesh = nn.ModuleDict({"table": table, "blocks": blocks, "head": head}), mesh_of(1, 1, pp=2)["pp"]
     return Pipeline(
-        model, blocks=blocks, before=table, after=_sum, first=[table], last=[head], device_mesh=mesh,
+        model, embed=table, blocks=blocks, head=(_sum, [head]), device_mesh=mesh,
         schedule=schedule, micro_batches=4, layers=layers,
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ def test_several_stages_of_a_rank_and_a_chosen_implementation_are_explained() ->
 
 def test_layers_follow_the_stages_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(ColumnParallelLinear(8, 8), RowParallelLinear(8, 8))
-    pipeline = Pipeline(model, blocks=model, before=torch.clone, after=_sum, device_mesh=None, micro_batches=1)
+    pipeline = Pipeline(model, embed=torch.clone, blocks=model, head=_sum, device_mesh=None, micro_batches=1)
     assert tpfuse.explain(pipeline) == plans(model)
     *_, messages, head, first, second = capsys.readouterr().out.splitlines()
     assert messages == "messages: local (one rank)"
@@ -188,7 +188,7 @@ def _carriers() -> list[str]:
     """Return what carries messages before the first step, after it, and while another implementation is chosen."""
     blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     model, mesh = nn.Sequential(*blocks), mesh_of(1, 1, pp=2)["pp"]
-    pipeline = Pipeline(model, blocks=blocks, before=torch.clone, after=_sum, device_mesh=mesh, micro_batches=2)
+    pipeline = Pipeline(model, embed=torch.clone, blocks=blocks, head=_sum, device_mesh=mesh, micro_batches=2)
     with use(implementation="collective"):
         found = [pipeline.plan().implementation]
         pipeline.step([(torch.ones(1, 2),)] * 2)

@@ -33,9 +33,9 @@ def _record(folder: Path, late: int) -> None:
     model = nn.Sequential(*(_Block(DELAY * (rank == late)) for rank in range(2)))
     pipeline = Pipeline(
         model,
+        embed=lambda x: x,
         blocks=model,
-        before=lambda x: x,
-        after=lambda x, _: x.sum(),
+        head=lambda x, _: x.sum(),
         device_mesh=mesh_of(1, 1, pp=2)["pp"],
         micro_batches=MICRO_BATCHES,
     )

@@ -142,7 +142,7 @@ class DecoderConfig:
     def _part_costs(self) -> tuple[list[Cost], Cost, Cost]:
         model = self.empty(torch.float32)
         parts = decoder_parts(model).of(model)
-        first, last = (_count(nn.ModuleList(as_modules(ends))) for ends in (parts.first, parts.last))
+        first, last = (_count(nn.ModuleList(as_modules(ends))) for ends in (parts.embed, parts.head))
         sizes, attention = [_count(block) for block in parts.blocks], self.attention_flops()
         return [Cost(6 * size + attention, size) for size in sizes], Cost(0, first), Cost(6 * last, last)
 

@@ -87,11 +87,9 @@ def pipeline_of(model: Model, mesh: DeviceMesh | None, **options: Any) -> Pipeli
     return Pipeline(
         model,
         **{
+            "embed": (model.embed, [model.wte, model.positions]),
             "blocks": model.blocks,
-            "before": model.embed,
-            "after": model.loss,
-            "first": [model.wte, model.positions],
-            "last": [model.norm, model.head],
+            "head": (model.loss, [model.norm, model.head]),
             "device_mesh": mesh,
             "micro_batches": MICRO_BATCHES,
             **options,
@@ -266,13 +264,13 @@ def test_stages_have_equal_costs_and_tables_that_are_looked_up_cost_nothing() ->
             self.blocks = nn.ModuleList(nn.Linear(4, 10, bias=False) for _ in range(6))
 
     model = Ends()
-    both: dict[str, Any] = {"before": print, "after": print, "first": [model.table], "device_mesh": None}
-    options = {"blocks": model.blocks, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "micro_batches": 2, **both}
-    found = Pipeline(model, **options, last=[model.head]).stages
+    options: dict[str, Any] = {"embed": model.table, "blocks": model.blocks, "device_mesh": None, "micro_batches": 2}
+    options |= {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+    found = Pipeline(model, **options, head=model.head).stages
     assert [len(stage.layers) for stage in found] == [4, 2]
-    found = Pipeline(model, **options, last=[model.head, model.table]).stages
+    found = Pipeline(model, **options, head=(print, [model.head, model.table])).stages
     assert [len(stage.layers) for stage in found] == [5, 1]
-    found = Pipeline(model, **options, last=[model.head], layers=[1, 5]).stages
+    found = Pipeline(model, **options, head=model.head, layers=[1, 5]).stages
     assert [len(stage.layers) for stage in found] == [1, 5]
     found = Parts(model, model.blocks, [model.table], [model.head]).cut((0, 1, 0, 1), None)
     assert [len(stage.layers) for stage in found] == [2, 1, 2, 1], "each rank has as much as four blocks"
@@ -285,8 +283,12 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
     for options, text in [
         (two, r"3 layers cannot be cut into 4 pipeline stages: expected at least one layer each"),
         ({"blocks": outside}, r"blocks\[3\] \(Linear\) is not in the model"),
-        ({"first": [model.wte, model.positions, "wpe"]}, r"first\[2\] \(str\) is not in the model"),
-        ({"last": [model.head]}, "norm.weight is in no block: add it, or the module that has it, to `first` or `last`"),
+        ({"embed": (print, [model.wte, "wpe"])}, r"embed\[1\] \(str\) is not in the model"),
+        (
+            {"embed": [model.wte]},
+            r"embed is a list: expected a module of the model, or \(function, \[modules that it",
+        ),
+        ({"head": model.head}, "norm.weight is in no block: add it, or the module that has it, to `embed` or `head`"),
         ({"layers": [2]}, "2 has 1 stages and 2 layers: expected 1 stages of at least one layer and 3 layers together"),
         ({"micro_batches": 0}, "0 micro-batches of each rank in a step: schedule 1f1b on 1 ranks accepts 1 or more"),
         ({"schedule": "2f2b"}, "schedule '2f2b': expected one of gpipe, 1f1b"),
@@ -329,7 +331,9 @@ def test_pipelines_of_two_ranks_refuse() -> None:
 @on_ranks(2)
 def test_the_shape_of_messages_stays_as_the_ranks_have_agreed() -> None:
     mesh, model, rows = mesh_of(1, 1, pp=2), model_of(), [SEQUENCES]
-    pipeline = pipeline_of(model, mesh["pp"], before=lambda *batch: model.embed(*batch)[: rows[0]])
+    pipeline = pipeline_of(
+        model, mesh["pp"], embed=(lambda *batch: model.embed(*batch)[: rows[0]], [model.wte, model.positions])
+    )
     pipeline.step(batches_of(0))
     rows[0] = 1
     if pipeline.stages[0].first:  # it raises before it sends anything
@@ -357,7 +361,8 @@ def test_what_a_stage_returns_is_checked() -> None:
         for run in (pipeline.step, pipeline.forward):
             with pytest.raises(ValueError, match=rf"block 1 returns {text} for \[2, 5, 6\] float64: expected the same"):
                 run(batches_of(0, 1))
-    pipeline = pipeline_of(model_of(blocks=3), None, micro_batches=1, after=tokens)
-    with pytest.raises(ValueError, match=r"`after` returns \[2, 5\] float64: expected a scalar loss"):
+    model = model_of(blocks=3)
+    pipeline = pipeline_of(model, None, micro_batches=1, head=(tokens, [model.norm, model.head]))
+    with pytest.raises(ValueError, match=r"`head` returns \[2, 5\] float64: expected a scalar loss"):
         pipeline.step(batches_of(0, 1))
     assert pipeline.forward(batches_of(0, 1))[0].shape == (2, 5)

@@ -61,9 +61,9 @@ def test_replicas_that_use_other_parameters_train_like_one_process(zero: int, sc
     model, whole = model_of(replica), model_of(0)
     pipeline = Pipeline(
         model,
+        embed=lambda x: x,
         blocks=model,
-        before=lambda x: x,
-        after=loss,
+        head=loss,
         device_mesh=mesh["pp"],
         schedule=schedule,  # type: ignore[arg-type]
         micro_batches=MICRO_BATCHES,

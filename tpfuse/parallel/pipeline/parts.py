@@ -1,4 +1,4 @@
-"""The parts of a user's model that a pipeline cuts: its blocks, and what comes before and after them."""
+"""The parts of a model that a pipeline cuts: its blocks, and what the embedding and the head use."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -11,16 +11,16 @@ Part = nn.Module | nn.Parameter
 
 
 class Parts:
-    """The blocks of `model`, and the modules and parameters that only the first stage or only the last one uses.
+    """The blocks of `model`, and the modules and parameters of its embedding and its head.
 
-    first, last: these modules and parameters; what is in both is tied. Raises ValueError for a part that is not in the
-    model, and for a trained parameter that is in no part.
+    embed: what the first stage uses beside its blocks; head: what the last stage uses; what is in both is tied. Raise
+    ValueError for a part that is not in the model, and for a trained parameter that is in no part.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Iterable[nn.Module], first: Iterable[Part], last: Iterable[Part]
+        self, model: nn.Module, blocks: Iterable[nn.Module], embed: Iterable[Part], head: Iterable[Part]
     ) -> None:
-        self.model, self.blocks, self.first, self.last = model, list(blocks), list(first), list(last)
+        self.model, self.blocks, self.embed, self.head = model, list(blocks), list(embed), list(head)
         present = {*model.modules(), *model.parameters()}
         for place, part in self._placed():
             if part not in present:
@@ -28,17 +28,17 @@ class Parts:
         everywhere = {parameter for _, part in self._placed() for parameter in _parameters(part)}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in everywhere:
-                raise ValueError(f"{name} is in no block: add it, or the module that has it, to `first` or `last`")
+                raise ValueError(f"{name} is in no block: add it, or the module that has it, to `embed` or `head`")
 
     def _placed(self) -> Iterator[tuple[str, Part]]:
-        for name, parts in (("blocks", self.blocks), ("first", self.first), ("last", self.last)):
+        for name, parts in (("blocks", self.blocks), ("embed", self.embed), ("head", self.head)):
             yield from ((f"{name}[{index}]", part) for index, part in enumerate(parts))
 
     def cut(self, rank_of: Sequence[int], layers: Sequence[int] | None) -> list[Stage]:
         """Return the stages. rank_of: the rank of each. layers: the number of blocks of each; None to cut by cost.
 
         The cost of a part is 6 operations for each parameter and token (PaLM, arXiv:2204.02311, appendix B), except for
-        those of nn.Embedding in `first`, which looks rows up. Raises ValueError for fewer blocks than stages, and for
+        those of nn.Embedding in `embed`, which looks rows up. Raise ValueError for fewer blocks than stages, and for
         `layers` that do not fit.
         """
         if layers is not None:
@@ -51,21 +51,21 @@ class Parts:
 
     def _costs(self) -> tuple[list[Cost], Cost, Cost]:
         """Return the costs of each block, of what comes before the blocks, and of what comes after them."""
-        tables = [module for part in self.first for module in _modules(part) if isinstance(module, nn.Embedding)]
-        return [_cost([block]) for block in self.blocks], _cost(self.first, looked_up=tables), _cost(self.last)
+        tables = [module for part in self.embed for module in _modules(part) if isinstance(module, nn.Embedding)]
+        return [_cost([block]) for block in self.blocks], _cost(self.embed, looked_up=tables), _cost(self.head)
 
     def of(self, stage: Stage) -> list[Part]:
         """Return the parts of a stage."""
         blocks = [self.blocks[index] for index in stage.layers]
-        return [*(self.first if stage.first else []), *blocks, *(self.last if stage.last else [])]
+        return [*(self.embed if stage.first else []), *blocks, *(self.head if stage.last else [])]
 
     def shared(self) -> list[str]:
-        """Return the names of the parameters that are both in `first` and in `last`, in the order of the model."""
-        first, last = ({p for part in parts for p in _parameters(part)} for parts in (self.first, self.last))
-        return [name for name, parameter in self.model.named_parameters() if parameter in first & last]
+        """Return the names of the parameters that are both in `embed` and in `head`, in the order of the model."""
+        embed, head = ({p for part in parts for p in _parameters(part)} for parts in (self.embed, self.head))
+        return [name for name, parameter in self.model.named_parameters() if parameter in embed & head]
 
     def check_sharing(self, stages: Sequence[Stage], rank_of: Sequence[int]) -> None:
-        """Raise ValueError for a trained parameter on several ranks, except those in `first` and in `last`."""
+        """Raise ValueError for a trained parameter on several ranks, except those in `embed` and in `head`."""
         tied = {self.model.get_parameter(name) for name in self.shared()}
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         stage_of: dict[nn.Parameter, Stage] = {}
@@ -75,7 +75,7 @@ class Parts:
                 if rank_of[other.index] != rank_of[stage.index] and parameter in names.keys() - tied:
                     raise ValueError(
                         f"{names[parameter]} is in stages {other.index} and {stage.index}, on different ranks: only"
-                        " parameters in both `first` and `last` can be shared"
+                        " parameters in both `embed` and `head` can be shared"
                     )
 
     def keep(self, stages: Sequence[Stage]) -> None:
@@ -106,8 +106,8 @@ class Parts:
                     module.register_parameter(name, None)
         own_blocks = {index for stage in stages for index in stage.layers}
         self.blocks = [block if index in own_blocks else nn.Identity() for index, block in enumerate(self.blocks)]
-        self.first = [part for part in self.first if part in own]
-        self.last = [part for part in self.last if part in own]
+        self.embed = [part for part in self.embed if part in own]
+        self.head = [part for part in self.head if part in own]
 
 
 def as_modules(parts: Iterable[Part]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Pipelines for models of your own whose blocks are a list.
 
-    pipeline = Pipeline(model, blocks=model.blocks, before=model.embed, after=model.loss, first=[model.wte, model.wpe],
-                        last=[model.norm, model.head], device_mesh=mesh["pp"], schedule="1f1b", micro_batches=8)
+    pipeline = Pipeline(model, embed=(model.embed, [model.wte, model.wpe]), blocks=model.blocks,
+                        head=(model.loss, [model.norm, model.head]), device_mesh=mesh["pp"], micro_batches=8)
     optimizer = torch.optim.AdamW(model.parameters())
     …
     optimizer.zero_grad()
@@ -13,7 +13,7 @@ Every rank builds the whole model. The pipeline then frees what belongs to the s
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from tpfuse.parallel.pipeline.runner import Passes, Runner
 from tpfuse.parallel.pipeline.timeline import predicted
 
 MicroBatch = tuple[Tensor, ...]
+Function = Callable[..., Tensor]
+End = Function | tuple[Function, Iterable[Part]]  # a module, or a function with the modules and parameters that it uses
 
 
 class Engine(Passes, Protocol):
@@ -46,14 +48,14 @@ class Engine(Passes, Protocol):
 class Pipeline:
     """The stages of this rank of a pipeline through `model`.
 
-    before: a function of the tensors of a micro-batch that returns the input x of the first block. blocks: modules of
-    the model, in their order; each takes x and returns a tensor of the same shape and dtype. after: a function of the
-    last block's output and the tensors of the micro-batch that returns a scalar loss. first, last: the modules and
-    parameters of the model that only `before`, and only `after`, use; what is in both is tied. device_mesh: the
-    one-dimensional mesh of the pipeline's ranks; None for one rank. schedule, stages_per_rank, micro_batches: as for
-    `tpfuse.parallel.pipeline.order.order`; by default there are 2 stages on each rank for interleaved_1f1b and zbv, and
-    1 for the others. layers: the number of blocks of each stage; by default the blocks are cut so that all
-    ranks have about equally many parameters, without tables of nn.Embedding in `first`.
+    embed: returns the input x of the first block for the tensors of a micro-batch. blocks: modules of the model, in
+    their order; each takes x and returns a tensor of the same shape and dtype. head: returns a scalar loss for the last
+    block's output and the tensors of the micro-batch. embed and head are each a module of the model, or a pair
+    (function, the modules and parameters of the model that it uses), or a function that uses none; what both use is
+    tied. device_mesh: the one-dimensional mesh of the pipeline's ranks; None for one rank. schedule, stages_per_rank,
+    micro_batches: as for `tpfuse.parallel.pipeline.order.order`; by default there are 2 stages on each rank for
+    interleaved_1f1b and zbv, and 1 for the others. layers: the number of blocks of each stage; by default the blocks
+    are cut so that all ranks have about equally many parameters, without tables of nn.Embedding in `embed`.
 
     On each rank, modules of other stages become nn.Identity, so that all other parameters keep their names. A tied
     parameter stays on the ranks of the first and the last stage, under one name, and begins there with the values that
@@ -62,7 +64,7 @@ class Pipeline:
     order: the order of a step. stages: the stages of this rank. blocks: the blocks of this rank. shared: the trained
     parameters that several stages use, for `tpfuse.zero.shard`.
 
-    Raises ValueError for a mesh that is not one-dimensional or not in ascending order, a schedule that does not accept
+    Raise ValueError for a mesh that is not one-dimensional or not in ascending order, a schedule that does not accept
     the numbers of stages or micro-batches, fewer blocks than stages, parts that are not in the model, a trained
     parameter that is in no part, and one that is shared by other stages than the first and the last.
     """
@@ -71,11 +73,9 @@ class Pipeline:
         self,
         model: nn.Module,
         *,
+        embed: End,
         blocks: Iterable[nn.Module],
-        before: Callable[..., Tensor],
-        after: Callable[..., Tensor],
-        first: Iterable[Part] = (),
-        last: Iterable[Part] = (),
+        head: End,
         device_mesh: DeviceMesh | None,
         schedule: PipelineSchedule = "1f1b",
         micro_batches: int,
@@ -88,11 +88,12 @@ class Pipeline:
         count = usual_stages(schedule) if stages_per_rank is None else stages_per_rank
         rank_of = stage_ranks(schedule, ranks, count)
         self.order = order(schedule, ranks, count, micro_batches)
-        parts = Parts(model, blocks, first, last)
+        (self._embed, embedding), (self._head, heads) = _used_by("embed", embed), _used_by("head", head)
+        parts = Parts(model, blocks, embedding, heads)
         stages = parts.cut(rank_of, layers)
         self._all_stages, self._costs = stages, parts.costs(stages)
         parts.check_sharing(stages, rank_of)
-        self.model, self._before, self._after, self._group = model, before, after, group
+        self.model, self._group = model, group
         self.stages = [stages[index] for index in self.order.stages_of(rank)]
         shared = parts.shared() if rank_of[0] != rank_of[-1] else []
         trained = [name for name in shared if model.get_parameter(name).requires_grad]
@@ -122,8 +123,8 @@ class Pipeline:
         batches: the micro-batches, which are tuples of tensors, equal on all ranks of the pipeline and of equal shapes
         and dtypes. Gradients are added to `.grad`; those of tied parameters are summed over both ends. engine:
         that of `tpfuse.zero.shard`, which then takes all gradients; `step` may be called once before an update.
-        Raises ValueError for another number of micro-batches than the pipeline has, for micro-batches of other types or
-        shapes, and on the rank concerned for a block that changes the shape and for a loss that is not a scalar. Raises
+        Raise ValueError for another number of micro-batches than the pipeline has, for micro-batches of other types or
+        shapes, and on the rank concerned for a block that changes the shape and for a loss that is not a scalar. Raise
         PeerTimeout if a rank is missing.
         """
         self._check(batches)
@@ -146,9 +147,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return what `after` returns for each micro-batch on the rank of the last stage, [] elsewhere; no gradients.
+        """Return what `head` returns for each micro-batch on the rank of the last stage, [] elsewhere; no gradients.
 
-        batches: as for `step`, or one micro-batch. The results may have any shapes. Raises as `step` does.
+        batches: as for `step`, or one micro-batch. The results may have any shapes. Raise as `step` does.
         """
         self._check(batches)
         return self._runner.forward(batches)
@@ -178,7 +179,7 @@ class Pipeline:
         """Return the stages of all ranks with their costs, and what carries messages and why. Collective.
 
         Before the first step, what carries messages is what tensors of the dtype of this rank's first parameter take.
-        Raises ValueError as `tpfuse.comm.dispatch.choose_implementation` does.
+        Raise ValueError as `tpfuse.comm.dispatch.choose_implementation` does.
         """
         dtype = next((parameter.dtype for parameter in self.model.parameters()), torch.get_default_dtype())
         return self._runner.plan(self._all_stages, self._costs, dtype, predicted(self._runner.order, self._costs))
@@ -211,7 +212,7 @@ class Pipeline:
 
     def _forward(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
         if x is None:
-            x = self._before(*batch)
+            x = self._embed(*batch)
         for number in stage.layers:
             y = self._blocks[number](x)
             if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
@@ -219,12 +220,23 @@ class Pipeline:
                 raise ValueError(f"block {number} returns {given} for {_described(x)}: expected the same")
             x = y
         if stage.last:
-            x = self._after(x, *batch)
+            x = self._head(x, *batch)
             if torch.is_grad_enabled() and x.ndim:
-                raise ValueError(f"`after` returns {_described(x)}: expected a scalar loss, of shape []")
+                raise ValueError(f"`head` returns {_described(x)}: expected a scalar loss, of shape []")
         elif torch.is_grad_enabled() and not x.requires_grad:  # all parameters of the first stage are frozen
             x = x.detach().requires_grad_()
         return x
+
+
+def _used_by(name: str, end: Any) -> tuple[Function, list[Part]]:
+    """Return a function of a pipeline's user and what it uses. Raise ValueError for another value."""
+    if callable(end):
+        return end, [end] if isinstance(end, nn.Module) else []
+    if not isinstance(end, tuple) or len(end) != 2 or not callable(end[0]) or callable(end[1]):
+        raise ValueError(
+            f"{name} is a {type(end).__name__}: expected a module of the model, or (function, [modules that it uses])"
+        )
+    return end[0], list(end[1])
 
 
 def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGroup:
