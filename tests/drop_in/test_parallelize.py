@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.hooks import RemovableHandle
 
 from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of, tensor_mesh
@@ -241,7 +242,10 @@ def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
 def _copies(family: str, sequence_parallel: bool) -> None:
     model = parallelize(decoder(family), tensor_mesh(), sequence_parallel=sequence_parallel)
     expected = _evaluate(model)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    pickled, RemovableHandle.next_id = pickle.dumps(model), 0  # as in another process
+    loaded = pickle.loads(pickled)
+    assert all(key < RemovableHandle.next_id for module in loaded.modules() for key in module._forward_hooks), "taken"
+    for copied in (copy.deepcopy(model), loaded):
         assert all(one is not other for one, other in zip(model.parameters(), copied.parameters(), strict=True))
         assert all(torch.equal(one, expected[name]) for name, one in _evaluate(copied).items())
         copied.model.norm.weight.data.add_(1.0) if family == "llama" else None

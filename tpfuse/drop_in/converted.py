@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,27 +50,23 @@ from tpfuse.ops.rms_norm import rms_norm
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Removable(Protocol):
-    """A change that `remove` undoes, such as torch's handle of a hook."""
-
-    def remove(self) -> None:
-        """Undo the change."""
-
-
 @dataclass
 class Original:
-    """A module as it was before its conversion, for `restore_module`.
-
-    kind: its class; shapes: the whole shapes of its parameters; attributes: the values that the conversion replaced;
-    added: the names of attributes that it added; hooks: the handles of the hooks that `parallelize` saw it register,
-    and other changes that can be removed.
-    """
+    """A module as it was before its conversion, for `restore_module`."""
 
     kind: type[nn.Module]
-    attributes: dict[str, Any] = field(default_factory=dict)
-    added: list[str] = field(default_factory=list)
+    # the whole shapes of its parameters
     shapes: dict[str, torch.Size] = field(default_factory=dict)
-    hooks: list[Removable] = field(default_factory=list)
+    # the attributes that the conversion replaced, with their values, and those that it added
+    replaced: dict[str, Any] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)
+    # (the module's dictionary, the key) of each hook that the conversion registered, and of the hook's options
+    hooks: list[tuple[str, int]] = field(default_factory=list)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # In another process torch would give these keys to other hooks of the module.
+        RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for _, key in self.hooks)])
 
 
 # The DTensor of each parameter that was converted, by the parameter it replaced: modules may share parameters.
@@ -126,53 +122,43 @@ def convert(
         name: shard_parameter(parameter, mesh, *layouts[name], source)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     }
-    original = set_attributes(module, device_mesh=mesh, **attributes)
+    original = _original_of(module)
     original.shapes = {name: module._parameters[name].shape for name in new}  # type: ignore[union-attr]
+    module.__dict__.update(attributes, device_mesh=mesh)
     module._parameters.update(new)
     module.__class__ = kind
 
 
-def original_of(module: nn.Module) -> Original:
-    """Return the module's `Original`, which is made at the first call."""
+def _original_of(module: nn.Module) -> Original:
     known: Original = module.__dict__.setdefault("unconverted", Original(type(module)))
     return known
 
 
-def set_attributes(module: nn.Module, **attributes: Any) -> Original:
-    """Set attributes of a module, and return its `Original`, in which is what is needed to undo it."""
-    original = original_of(module)
-    for name, value in attributes.items():
-        if name not in original.added and name not in original.attributes:
-            if name in module.__dict__:
-                original.attributes[name] = module.__dict__[name]
-            else:
-                original.added.append(name)
-        module.__dict__[name] = value
-    return original
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that the module has, or had before its conversion."""
+    known: Original | None = module.__dict__.get("unconverted")
+    return type(module) if known is None else known.kind
 
 
 @contextlib.contextmanager
 def recorded(module: nn.Module) -> Iterator[None]:
-    """Record in the module's `Original` the attributes and hooks that the code in the block adds, of whatever style."""
-    original = original_of(module)
-    names = set(module.__dict__)
-    known = {id(hooks): set(hooks) for hooks, _ in _hooks(module)}
+    """Record which attributes and hooks the block replaces and adds, so that `restore_module` can undo it."""
+    original, before = _original_of(module), dict(module.__dict__)
+    hooks = {name: set(x) for name, x in before.items() if "_hooks" in name and isinstance(x, dict)}
     yield
-    original.added += [name for name in module.__dict__ if name not in names and name not in original.added]
-    for hooks, options in _hooks(module):
-        for key in hooks:
-            if key not in known[id(hooks)]:
-                handle = RemovableHandle.__new__(RemovableHandle)
-                handle.__setstate__((hooks, key, options))
-                original.hooks.append(handle)
+    for name, value in module.__dict__.items():
+        if name not in before:
+            original.added.add(name)
+        elif value is not before[name] and name not in original.added:
+            original.replaced.setdefault(name, before[name])
+    for name, keys in hooks.items():
+        original.hooks += [(name, key) for key in module.__dict__[name] if key not in keys]
 
 
-def _hooks(module: nn.Module) -> list[tuple[dict[int, Any], list[dict[int, Any]]]]:
-    """Return the module's hooks of forward, and with each kind the dictionaries of their options."""
-    return [
-        (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
-        (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
-    ]
+def set_attributes(module: nn.Module, **attributes: Any) -> None:
+    """Set attributes of a module until `restore_module`."""
+    with recorded(module):
+        module.__dict__.update(attributes)
 
 
 def outline(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -223,11 +209,11 @@ def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
     for name, buffer in module._buffers.items():
         if isinstance(buffer, DTensor):  # torch's styles replicate buffers
             module._buffers[name] = gather_whole(buffer)
-    for hook in original.hooks:
-        hook.remove()
+    for name, key in original.hooks:
+        module.__dict__[name].pop(key, None)
     for name in original.added:
         module.__dict__.pop(name, None)
-    module.__dict__.update(original.attributes)
+    module.__dict__.update(original.replaced)
     module.__class__ = original.kind
 
 
@@ -470,15 +456,13 @@ class ReplicatedModule(Converted):
 
     def explained(self, name: str) -> LayerPlan:
         """Return the module's plan for `tpfuse.explain`."""
-        kind = self.unconverted.kind.__name__
         shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
         own = next((x for x in self._parameters.values() if isinstance(x, DTensor)), None)  # type: ignore[attr-defined]
         part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
         computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
         reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else 'has those of its heads'}"
-        return LayerPlan(
-            name, kind, shape, part, "its own forward", "replicated" if part == shape else "sharded", reason
-        )
+        kind, held = self.unconverted.kind.__name__, "replicated" if part == shape else "sharded"
+        return LayerPlan(name, kind, shape, part, "its own forward", held, reason)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward returns."""

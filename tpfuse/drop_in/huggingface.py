@@ -67,7 +67,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.drop_in import context_proof
-from tpfuse.drop_in.converted import ConvertedColumnLinear, Original, original_of, set_attributes
+from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class, recorded, set_attributes
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
 from tpfuse.ops.collectives import all_gather, all_reduce
@@ -302,7 +302,7 @@ def takes_labels(model: Any) -> bool:
 
 
 def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None) -> None:
-    """Replace the forward of `outermost` after its layers have been converted. `restore_module` undoes it.
+    """Replace the forward of `outermost` after its layers have been converted. `release` and `restore_module` undo it.
 
     context: the ranks that share each sequence; those of one rank share nothing.
     """
@@ -320,21 +320,31 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     set_attributes(model, forward=forward)
     if causal:
         set_attributes(model, _loss_function=causal_loss)  # what transformers' setter of loss_function sets
-    if context.groups:
-        set_attributes(model, sum_over_context=context)
-        original_of(model).hooks.append(_AttentionChoice(model, attention))
-        their.set_attn_implementation(ATTENTION)
-        if their.base_model is not model:
-            original_of(their.base_model).hooks += [
-                their.base_model.register_forward_pre_hook(_take_mask, with_kwargs=True),
-                their.base_model.register_forward_hook(_give_whole_routers),
-            ]
-        for module in model.modules():
-            if _frequencies_depend_on_length(module):
-                original_of(module).hooks += [
-                    module.register_forward_pre_hook(_append_last_position, with_kwargs=True),
-                    module.register_forward_hook(_drop_last_position),
-                ]
+    if not context.groups:
+        return
+    set_attributes(model, sum_over_context=context)
+    their.set_attn_implementation(ATTENTION)
+    if their.base_model is not model:
+        with recorded(their.base_model):
+            their.base_model.register_forward_pre_hook(_take_mask, with_kwargs=True)
+            their.base_model.register_forward_hook(_give_whole_routers)
+    for module in filter(_frequencies_depend_on_length, model.modules()):
+        with recorded(module):
+            module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
+            module.register_forward_hook(_drop_last_position)
+
+
+def release(whole: nn.Module) -> None:
+    """Undo what `adapt` and forward passes over a context have changed besides modules' attributes and hooks."""
+    model: Any = outermost(whole)
+    forward = None if model is None else model.__dict__.get("forward")
+    if not isinstance(forward, ParallelForward) or forward.context is None:
+        return
+    model.set_attn_implementation(forward.attention)
+    for parameter in model.parameters():
+        hooks = parameter._backward_hooks or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _ContextSum)]:
+            del hooks[key]
 
 
 def refuse_changes(model: nn.Module) -> None:
@@ -351,17 +361,6 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
         f"{name}: the model is parallelized: call {name} before tpfuse.parallelize(model, mesh), or after"
         " tpfuse.restore(model)"
     )
-
-
-class _AttentionChoice:
-    """The attention that the model had before. `remove` chooses it again."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self.model, self.name = model, name
-
-    def remove(self) -> None:
-        """Choose the attention that the model had before."""
-        self.model.set_attn_implementation(self.name)  # type: ignore[operator]
 
 
 class ParallelForward:
@@ -573,8 +572,7 @@ def _register_sums(forward: ParallelForward) -> bool:
     for parameter in forward.model.parameters():
         hooks = (parameter._backward_hooks or {}).values()
         if parameter.requires_grad and not any(isinstance(hook, _ContextSum) for hook in hooks):
-            handle = parameter.register_hook(_ContextSum(forward.model, forward.context))  # type: ignore[no-untyped-call]
-            original_of(forward.model).hooks.append(handle)
+            parameter.register_hook(_ContextSum(forward.model, forward.context))  # type: ignore[no-untyped-call]
     return True
 
 
@@ -750,8 +748,7 @@ def _attention(
     query, key, value: [batch, heads, tokens, size]. attention_mask: what `_mask` returned. Raise ValueError, with the
     number of the layer, for what `ring_attention` cannot do.
     """
-    kind = getattr(module, "unconverted", None) or Original(type(module))
-    layer = f"{kind.kind.__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    layer = f"{own_class(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     running = _running.now
     for name in context_proof.UNSUPPORTED:
         if kwargs.get(name) is not None:

@@ -16,7 +16,7 @@ from tpfuse.comm.mesh import check_order, context_mesh, group_of
 from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
-from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
+from tpfuse.drop_in.converted import Original, outline, recorded, restore_module
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
 from tpfuse.parallel.context import ContextParallel, Schedule
@@ -158,6 +158,7 @@ def restore(model: nn.Module) -> nn.Module:
     The call is a collective of the mesh. Raise ValueError for a model that is not parallelized.
     """
     replacements(model)
+    huggingface.release(model)
     memo: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         restore_module(module, memo)
@@ -234,7 +235,7 @@ def _apply(
                     where = "" if line.startswith(f"{kind_of_style} of ") else f"{kind_of_style}: "
                     raise ValueError(f"{name or 'the model'}: {where}{line}") from error
                 done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
-            set_attributes(module, module_name=name, reason=kept.get(name, ""))
+            module.__dict__.update(module_name=name, reason=kept.get(name, ""))
     whole = (name for name in kept if name not in styles)
     return done + [Replacement(name, type(modules[name]).__name__, "its own forward", kept[name]) for name in whole]
 

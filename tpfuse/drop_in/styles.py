@@ -291,7 +291,7 @@ class FusedSequenceParallel(SequenceParallel):
             known |= {nn.LayerNorm: ConvertedLayerNorm, nn.RMSNorm: ConvertedRMSNorm}
         replicate_(module, device_mesh, True, self.src_data_rank, known.get(type(module)))
         hook = SequenceShards(device_mesh, self.sequence_dim, self.use_local_output, self.gather_output)
-        set_attributes(module, sequence_dim=self.sequence_dim)
+        module.__dict__["sequence_dim"] = self.sequence_dim
         module.register_forward_pre_hook(hook.before)
         module.register_forward_hook(hook.after)
         return module
@@ -451,7 +451,7 @@ class FusedPrepareModuleInput(PrepareModuleInput):
             self.length_arguments,
             self.length,
         )
-        set_attributes(module, **self.attributes)
+        module.__dict__.update(self.attributes)
         for name in self.projections:
             set_attributes(module.get_submodule(name), shares_gather=isinstance(source, Shard))
         module.register_forward_pre_hook(hook, with_kwargs=True)
