@@ -1,4 +1,4 @@
-"""Generates text with a GPT, greedily or by sampling, with a key/value cache until the context is full.
+"""Generate text with a GPT, greedily or by sampling, with a key/value cache until the context is full.
 
 A sequence longer than the context is continued from its last n_positions tokens. Learned positions are absolute, so all
 keys of this window change with every step and none can be kept. From then on, the whole window is computed again for
@@ -41,7 +41,7 @@ def generate(
     use_cache: bool = True,
     forward: Callable[[Tensor, KeyValueCache | None], Tensor] | None = None,
 ) -> Tensor:
-    """Returns the prompts, each with its continuation: [B, T + tokens] int64.
+    """Return the prompts, each with its continuation: [B, T + tokens] int64.
 
     ids_BT: [B, T] int64, equal on all ranks. attention_mask: [B, T], 1 for the tokens of a prompt and 0 for the padding
     before it, as the tokenizers of transformers return it with padding_side="left"; None if no prompt is padded. A
@@ -54,7 +54,7 @@ def generate(
     forward: returns the logits [B, vocab_size] of the last of some positions, equal on all ranks, given their ids and
     the cache, where the stages of the model are on several ranks; None where this rank has the whole model.
 
-    Raises ValueError for an empty prompt, a mask that is not padding before prompts, and options outside their range.
+    Raise ValueError for an empty prompt, a mask that is not padding before prompts, and options outside their range.
     """
     _check(ids_BT, tokens, temperature, top_k, top_p)
     if eos is not None and not 0 <= eos < model.config.vocab_size:
@@ -100,7 +100,7 @@ def _empty_cache(model: GPT, batch: int) -> KeyValueCache:
 def _choose(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generators: list[torch.Generator]
 ) -> Tensor:
-    """Returns one token for each row of logits, [B]."""
+    """Return one token for each row of logits, [B]."""
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
     logits_BV = logits_BV.cpu().double()
@@ -120,7 +120,7 @@ def _choose(
 
 
 def _lengths(ids_BT: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Returns how many tokens each prompt has, [B]. Raises ValueError for a mask that is not padding before prompts."""
+    """Return how many tokens each prompt has, [B]. Raise ValueError for a mask that is not padding before prompts."""
     batch, longest = ids_BT.shape
     if attention_mask is None:
         return torch.full((batch,), longest, device=ids_BT.device)

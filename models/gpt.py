@@ -88,7 +88,7 @@ class GPT(nn.Module):
     first stage and on that of the last one.
 
     Context-parallel ranks have equal parameters. Each of them computes the gradients of its own tokens, which must be
-    summed over these ranks as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a
+    summed over these ranks as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raise ValueError for a
     configuration that the meshes cannot hold.
     """
 
@@ -121,7 +121,7 @@ class GPT(nn.Module):
         self.to(dtype).to_empty(device=device)
 
     def initial_distribution(self, name: str) -> tuple[float, float]:
-        """Returns the mean and the standard deviation of parameter `name` at the start of training.
+        """Return the mean and the standard deviation of parameter `name` at the start of training.
 
         As in GPT-2, the standard deviation is 0.02, and 0.02 / sqrt(2 n_layer) for the projections that end a residual
         branch.
@@ -133,7 +133,7 @@ class GPT(nn.Module):
         return 0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 0.02
 
     def flops_per_token(self) -> int:
-        """Returns the number of floating-point operations of a training step for each token.
+        """Return the number of floating-point operations of a training step for each token.
 
         They are 6 for each parameter except those of the position table, and 12 n_layer T C for attention (PaLM,
         arXiv:2204.02311, appendix B).
@@ -166,7 +166,7 @@ class GPT(nn.Module):
         x_mC: Tensor | None = None,
         starts_BT: Tensor | None = None,
     ) -> Tensor:
-        """Returns losses [B, T] in nats if targets are given, else logits [B, T, vocab_size]; equal on all ranks.
+        """Return losses [B, T] in nats if targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
         ids_BT, targets_BT: int64, equal on all ranks; a target of -1 or -100 has no loss. loss_weight: if given,
         the losses times this weight are summed to one value [], and the logits are never held whole; each
@@ -176,7 +176,7 @@ class GPT(nn.Module):
         context-parallel rank computes everything. stage: a pipeline stage of this rank, by default the whole model;
         unless it is the first one, x_mC is the output [m, C] of the stage before it; unless it is the last one, its
         output [m, C] is returned. starts_BT: bool, equal on all ranks, where a document begins; the tokens of a
-        document see each other alone and have positions of their own. By default each sequence is one document. Raises
+        document see each other alone and have positions of their own. By default each sequence is one document. Raise
         ValueError if there are no tokens, or fewer than context-parallel ranks, if the context is too short, or if an
         id is not in the vocabulary.
         """
@@ -233,7 +233,7 @@ class GPT(nn.Module):
         rows_m: Tensor,
         positions_m: Tensor,
     ) -> DropoutState | None:
-        """Numbers this rank's rows and heads as in the unsharded batch, so that dropout masks are equal.
+        """Number this rank's rows and heads as in the unsharded batch, so that dropout masks are equal.
 
         Of documents, the number of the first token in the whole batch stands for that of the sequence.
         """

@@ -33,7 +33,7 @@ ACTIVATION = "gelu_tanh"
 def _onto(
     residual_mC: Tensor, project: Callable[[Tensor | None], Tensor], dropout: Dropout, state: DropoutState | None
 ) -> Tensor:
-    """Returns residual + dropout(project()). If nothing is dropped, the projection's last pass adds the residual."""
+    """Return residual + dropout(project()). If nothing is dropped, the projection's last pass adds the residual."""
     if state is None or dropout.p == 0.0:
         return project(residual_mC)
     dropped_mC: Tensor = dropout(project(None), state)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         state: DropoutState | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
-        """Returns residual + attention(x)."""
+        """Return residual + attention(x)."""
         qkv_MN = self.c_attn(x_mC)
         q_BHnD, k_BHnD, v_BHnD = rearrange(
             qkv_MN[: sharded.tokens], "(b n) (part h d) -> part b h n d", b=sharded.batch, part=3, d=self.head_size
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         return _onto(residual_mC, project, self.resid_dropout, state)
 
     def explained(self, name: str) -> LayerPlan | None:
-        """Returns for `tpfuse.explain` how context-parallel ranks attend to each other's tokens; None for one rank."""
+        """Return for `tpfuse.explain` how context-parallel ranks attend to each other's tokens; None for one rank."""
         plan = self.context.plan(self.length, self.heads, self.head_size, self.c_proj.weight)
         return None if plan is None else LayerPlan(name, "Attention", (), (), "ring_attention", *plan)
 
@@ -116,7 +116,7 @@ class MLP(nn.Module):
         self.dropout = Dropout(config.dropout, site=4 * layer + 3)
 
     def forward(self, x_mC: Tensor, residual_mC: Tensor, state: DropoutState | None) -> Tensor:
-        """Returns residual + MLP(x)."""
+        """Return residual + MLP(x)."""
         y_MN = self.c_fc(x_mC)
 
         def project(added_mC: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ class GPTConfig:
     layer_norm_epsilon: float = 1e-5
 
     def check(self, tp: int = 1) -> None:
-        """Raises ValueError for a configuration that cannot be built on `tp` tensor-parallel ranks."""
+        """Raise ValueError for a configuration that cannot be built on `tp` tensor-parallel ranks."""
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
@@ -32,7 +32,7 @@ class GPTConfig:
             raise ValueError(f"tp {tp} does not divide n_head {self.n_head}: it can be one of {fitting}")
 
     def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
-        """Returns the costs of each block, of the embeddings, and of the last norm with the head, in a training step.
+        """Return the costs of each block, of the embeddings, and of the last norm with the head, in a training step.
 
         A parameter of a product takes 6 operations for each token, and attention 12 T C (PaLM, arXiv:2204.02311,
         appendix B). The head has the parameters of the embedding once more, which are on the rank of the first stage

@@ -1,4 +1,4 @@
-"""Reads and writes GPT-2 in Hugging Face's form: config.json and model.safetensors.
+"""Read and write GPT-2 in Hugging Face's form: config.json and model.safetensors.
 
 Parameter names are equal. Linear weights are stored [in, out] there (its Conv1D) and [out, in] here, and the packed
 c_attn is [C, 3C] there and [3, C, C] here. Each rank reads only the slices that it holds
@@ -45,14 +45,14 @@ class Pretrained:
     _tensors: dict[str, StoredTensor]  # by name without the prefix
 
     def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Tensor:
-        """Returns the slice [start, stop) … of parameter `name` of `GPT`, in the dtype of the file."""
+        """Return the slice [start, stop) … of parameter `name` of `GPT`, in the dtype of the file."""
         return _read(self._tensors[name.removeprefix(_PREFIX)], name, self.config.n_embd, slices)
 
 
 def open_pretrained(folder_or_file: str | Path) -> Pretrained:
-    """Finds the tensors that `load_pretrained` loads, and checks the names and shapes of all of them.
+    """Find the tensors that `load_pretrained` loads, and check the names and shapes of all of them.
 
-    Raises ValueError as `load_pretrained` does.
+    Raise ValueError as `load_pretrained` does.
     """
     path = Path(folder_or_file)
     config = read_config(path)
@@ -68,11 +68,11 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> GPT:
-    """Loads the GPT-2 in a folder, or in a .safetensors file with its config.json beside it.
+    """Load the GPT-2 in a folder, or in a .safetensors file with its config.json beside it.
 
     device_mesh: the tensor-parallel mesh, on all of whose ranks this is called, without communication; None for one
     rank. Tensor names may begin with "transformer.", and lm_head.weight is accepted if it equals the embedding. Tensors
-    of any float dtype are converted to `dtype`. Raises ValueError for files that are missing or damaged, for tensors
+    of any float dtype are converted to `dtype`. Raise ValueError for files that are missing or damaged, for tensors
     that are missing, unexpected or of another shape, for a configuration that is not GPT-2's or has settings that `GPT`
     does not support, and if the mesh cannot hold the model.
     """
@@ -84,11 +84,11 @@ def load_pretrained(
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> None:
-    """Writes the model so that `transformers.GPT2LMHeadModel.from_pretrained(folder)` loads it.
+    """Write the model so that `transformers.GPT2LMHeadModel.from_pretrained(folder)` loads it.
 
     It is collective over the ranks of the model's mesh (with data parallelism, of one replica's mesh). The first rank
     writes, in the parameters' dtype. Biases that the model does not have are written as zeros, which give the same
-    logits. Raises ValueError on every rank if the folder holds either file already, and OSError on the writing rank
+    logits. Raise ValueError on every rank if the folder holds either file already, and OSError on the writing rank
     alone.
     """
     folder = Path(folder)
@@ -118,7 +118,7 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
 
 
 def read_config(folder_or_file: Path) -> GPTConfig:
-    """Returns the model that config.json, in the folder or beside the file, describes. Raises ValueError."""
+    """Return the model that config.json, in the folder or beside the file, describes. Raise ValueError."""
     path = (folder_or_file if folder_or_file.is_dir() else folder_or_file.parent) / "config.json"
     try:
         settings = json.loads(path.read_text())
@@ -178,7 +178,7 @@ def _config_of(config: GPTConfig) -> dict[str, object]:
 
 
 def _shapes(config: GPTConfig) -> dict[str, list[int]]:
-    """Returns the shape of every tensor of a GPT-2 as Hugging Face has it, by name without the prefix."""
+    """Return the shape of every tensor of a GPT-2 as Hugging Face has it, by name without the prefix."""
     c = config.n_embd
     shapes = {"wte.weight": [config.vocab_size, c], "wpe.weight": [config.n_positions, c]}
     for norm in ("ln_f", *(f"h.{i}.{norm}" for i in range(config.n_layer) for norm in ("ln_1", "ln_2"))):
@@ -191,7 +191,7 @@ def _shapes(config: GPTConfig) -> dict[str, list[int]]:
 
 
 def _find_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of the file(s) by name without the prefix."""
+    """Return the tensors of the file(s) by name without the prefix."""
     tensors: dict[str, StoredTensor] = {}
     for stored_name, tensor in stored_tensors(path).items():
         name = stored_name.removeprefix(_PREFIX)
@@ -222,7 +222,7 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def _read(tensor: StoredTensor, name: str, width: int, slices: tuple[tuple[int, int], ...]) -> Tensor:
-    """Reads the slice [start, stop) … of parameter `name` of `GPT` from the stored tensor."""
+    """Read the slice [start, stop) … of parameter `name` of `GPT` from the stored tensor."""
     rows = [slice(*bounds) for bounds in slices]
     if "c_attn" not in name or name.endswith("bias"):
         return tensor[rows[1], rows[0]].t() if _LINEAR.search(name) else tensor[tuple(rows)]

@@ -17,7 +17,7 @@ class KeyValueCache:
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v [B, H, T, D] after the first `length` positions, and returns those of all positions so far."""
+        """Store k, v [B, H, T, D] after the first `length` positions, and return those of all positions so far."""
         stop = self.length + k.shape[2]
         self.keys[layer, :, :, self.length : stop] = k
         self.values[layer, :, :, self.length : stop] = v

@@ -32,7 +32,7 @@ def _compiled(function: Any) -> Any:
 
 
 def _trained(model: torch.nn.Module, ids: Tensor, at: tuple[int, int] | None) -> list[Tensor]:
-    """Returns the loss and the gradients of one step."""
+    """Return the loss and the gradients of one step."""
     model.zero_grad()
     total = model(ids, ids.roll(-1, 1), loss_weight=0.1, dropout_at=at)
     total.backward()
@@ -40,7 +40,7 @@ def _trained(model: torch.nn.Module, ids: Tensor, at: tuple[int, int] | None) ->
 
 
 def _check(model: GPT, batches: Sequence[int], length: int, names: Sequence[Implementation] = ("auto",)) -> None:
-    """Checks that one graph serves all steps and implementations, and computes the numbers of the eager model.
+    """Check that one graph serves all steps and implementations, and computes the numbers of the eager model.
 
     Each step has other dropout masks. Other sizes of a batch compile a new graph.
     """
@@ -83,7 +83,7 @@ def test_context_parallel_models_are_one_graph(ulysses: int) -> None:
     _check(GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh), (2, 2), 7)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
 @on_ranks(2)
 def test_layers_are_one_graph(sequence_parallel: bool) -> None:
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device_mesh": tensor_mesh()}

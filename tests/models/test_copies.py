@@ -39,7 +39,7 @@ def _saved(model: nn.Module) -> nn.Module:
 
 
 def _gradients(model: nn.Module, loss: Loss) -> list[Tensor]:
-    """Returns the loss and this rank's gradients."""
+    """Return the loss and this rank's gradients."""
     model.zero_grad()
     value = loss(model)
     value.backward()
@@ -51,7 +51,7 @@ def _gradients(model: nn.Module, loss: Loss) -> list[Tensor]:
 
 
 def _check_copy(copied: nn.Module, model: nn.Module, loss: Loss) -> None:
-    """Checks that the copy computes the same results as the model, with parameters of its own."""
+    """Check that the copy computes the same results as the model, with parameters of its own."""
     for found, expected in zip(_gradients(copied, loss), _gradients(model, loss), strict=True):
         assert torch.equal(found, expected)
     kept = [local_tensor(p).clone() for p in model.parameters()]
@@ -78,7 +78,7 @@ def _check(model: nn.Module, loss: Loss) -> None:
 
 
 def _layers() -> Iterator[tuple[nn.Module, Tensor]]:
-    """Returns every layer that has parameters, with an input of this rank."""
+    """Return every layer that has parameters, with an input of this rank."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = tensor_mesh() if world > 1 else None
     ids = torch.arange(4 * world).view(2, -1) % 9
@@ -121,7 +121,7 @@ def test_the_gpt_can_be_copied() -> None:
 
 
 def _taken(stage: int, tp: int) -> None:
-    """Checks that the buckets of a model do not manage its copy."""
+    """Check that the buckets of a model do not manage its copy."""
     dp = dist.get_world_size() // tp
     model, loss = _gpt(dp, tp, 1)
     buckets = shard(model, mesh_of(dp, tp), stage=stage)

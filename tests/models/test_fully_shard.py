@@ -44,7 +44,7 @@ def _steps(tp: int, dp: int) -> None:
 
 @on_ranks(4)
 def test_local_slices_are_those_of_fully_shard() -> None:
-    """Checks that a rank has the elements that `local_slices` names, for every combination of sharded dimensions."""
+    """Check that a rank has the elements that `local_slices` names, for every combination of sharded dimensions."""
     mesh = mesh_of(2, 2)
     for data in (mesh["dp"], mesh["dp"]._unflatten(0, (2, 1), ("replicate", "shard"))):
         model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)

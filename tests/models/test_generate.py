@@ -17,7 +17,7 @@ PROMPTS = integers(1, 2, 5, low=0, high=100, dtype=torch.int64)
 
 
 def _model(sharded: bool = False) -> GPT:
-    """Returns a model with large weights, whose greedy text does not repeat one token."""
+    """Return a model with large weights, whose greedy text does not repeat one token."""
     model = GPT(CONFIG, device_mesh=tensor_mesh() if sharded else None, dtype=torch.float64)
     for seed, parameter in enumerate(model.parameters()):
         copy_whole_(parameter.detach(), normal(seed, *parameter.shape) * 0.5)
@@ -43,7 +43,7 @@ def test_greedy_text_of_every_length_is_that_of_plain_recomputation(length: int,
 
 
 def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (ids, attention mask) as a tokenizer that pads on the left makes them."""
+    """Return (ids, attention mask) as a tokenizer that pads on the left makes them."""
     longest = max(map(len, prompts))
     ids = [torch.cat([torch.full((longest - len(prompt),), 5000), prompt]) for prompt in prompts]
     mask = [torch.cat([torch.zeros(longest - len(prompt)), torch.ones(len(prompt))]) for prompt in prompts]

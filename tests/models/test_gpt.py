@@ -40,7 +40,7 @@ def _model(config: GPTConfig = CONFIG, dtype: torch.dtype = torch.float64, shard
 
 
 def _gradients(model: GPT, plain: GPT) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields each parameter's gradient on this rank, and that part of the gradient on one rank."""
+    """Yield each parameter's gradient on this rank, and that part of the gradient on one rank."""
     for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert parameter.grad is not None and wanted.grad is not None, name
         yield local_tensor(parameter.grad), wanted.grad[tuple(slice(*bounds) for bounds in local_slices(parameter))]
@@ -105,7 +105,7 @@ def test_vocabularies_smaller_than_the_world_and_no_biases(world: int) -> None:
 def _spread(
     tp: int, cp: int, schedule: Schedule, balance: Balance, length: int, ulysses: int = 1, config: GPTConfig = CONFIG
 ) -> None:
-    """Compares losses, logits and gradients of ranks that share sequences with those of one rank."""
+    """Compare losses, logits and gradients of ranks that share sequences with those of one rank."""
     mesh = mesh_of(1, tp, cp, ulysses)
     plain = _model(config)
     model = _model(

@@ -44,7 +44,7 @@ M = B * T
 
 
 def _step(model: GPT, at: tuple[int, int] | None = None, length: int = T) -> tuple[int, Tensor, list[Tensor]]:
-    """Returns (bytes saved for the backward pass, loss, gradients)."""
+    """Return (bytes saved for the backward pass, loss, gradients)."""
     ids = integers(1, B, length, low=0, high=60, dtype=torch.int64)
     model.zero_grad()
     saved = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
@@ -65,7 +65,7 @@ def _equal(found: tuple[int, Tensor, list[Tensor]], expected: tuple[int, Tensor,
 
 
 def _per_layer(recompute: Recompute, **options: Any) -> int:
-    """Returns the bytes that one more block saves."""
+    """Return the bytes that one more block saves."""
     one, two = (GPTConfig(61, 16, C, layers, H) for layers in (1, 2))
     return _step(_built(two, recompute, **options))[0] - _step(_built(one, recompute, **options))[0]
 
@@ -131,7 +131,7 @@ def test_a_block_saves_the_bytes_of_the_formula_on_two_context_parallel_ranks() 
 )
 @on_ranks("tp", "cp")
 def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule) -> None:
-    """Checks which inputs of second layers exist after the forward pass, by weak references: hooks hide them from
+    """Check which inputs of second layers exist after the forward pass, by weak references: hooks hide them from
     counting."""
     mesh = mesh_of(1, tp, cp) if tp * cp > 1 else None
     options = {"device_mesh": mesh["tp"] if tp > 1 else None, "context_mesh": context_mesh(mesh)}
@@ -183,7 +183,7 @@ def test_ranks_communicate_again_in_the_same_order(tp: int, cp: int, schedule: S
 
 @on_ranks(2)
 def test_gradients_are_the_same_under_gradient_buckets() -> None:
-    """Trains with buckets, whose hooks take gradients when they are ready, and which add leaves beside parameters."""
+    """Train with buckets, whose hooks take gradients when they are ready, and which add leaves beside parameters."""
     found = []
     for name in RECOMPUTE:
         mesh = mesh_of(1, 2)

@@ -81,7 +81,7 @@ class ContextParallel:
     """The ranks over which sequences are sharded.
 
     mesh: None for one rank; one-dimensional; or (ring, ulysses) for schedule "ulysses_ring", which "auto" then stands
-    for. schedule, balance: as in `ring_attention`. Raises ValueError for a mesh of more dimensions, and for one with
+    for. schedule, balance: as in `ring_attention`. Raise ValueError for a mesh of more dimensions, and for one with
     ranks that are not in ascending order.
     """
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a pipeline: consecutive layers, with what comes before the first layer or after the last one.
-
-    layers: the numbers of its layers in the model. first, last: whether it has the model's input and its output.
-    """
+    """A stage of a pipeline: consecutive layers, with what comes before the first layer or after the last one."""
 
     index: int
+    # the numbers of its layers in the model
     layers: range
+    # whether it has the model's input, and its output
     first: bool
     last: bool
 
@@ -26,9 +25,11 @@ def whole_model(layers: int) -> Stage:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part of a model costs. flops: floating-point operations for a token; parameters: their number."""
+    """What a part of a model costs."""
 
+    # floating-point operations for a token
     flops: int
+    # number of parameters
     parameters: int
 
     def __add__(self, other: "Cost") -> "Cost":

@@ -10,18 +10,18 @@ from tpfuse.parallel.pipeline.timeline import Timeline, most_in_flight
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The plan of a pipeline, which is the same on all its ranks.
+    """The plan of a pipeline, which is the same on all its ranks."""
 
-    order: the order of a step. stages: those of all ranks. costs: of each stage, as they are counted for the cut.
-    implementation: what carries messages between ranks, "fused", "direct" or "collective" (`tpfuse.switches`), or
-    "local" for one rank. reason: why. predicted: a step whose passes take the time that is expected of them.
-    """
-
+    # the order of a step
     order: Order
+    # the stages of all ranks, and the cost of each as it is counted for the cut
     stages: tuple[Stage, ...]
     costs: tuple[Cost, ...]
+    # what carries messages between ranks, "fused", "direct" or "collective" (`tpfuse.switches`), or "local" for one rank
     implementation: str
+    # why
     reason: str
+    # a step whose passes take the time that is expected of them
     predicted: Timeline
 
     @property
