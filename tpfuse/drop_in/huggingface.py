@@ -1,36 +1,6 @@
-"""Hugging Face's models through transformers' own interfaces: context parallelism, the loss, and styles for `tp_plan`.
+"""Hugging Face's transformers: its models, their weights, its attention interfaces, and styles for its `tp_plan`.
 
 This is the one module that knows transformers; it imports it inside functions, when a model of it is converted.
-
-**The forward pass.** `adapt` replaces the forward of a model by a `ParallelForward`; transformers, PEFT and accelerate
-call it in several ways, and all of them find it there. Its arguments and its result are those of the original, with
-whole sequences on every rank:
-
-| called with     | loss                             | logits                                                       |
-|-----------------|----------------------------------|--------------------------------------------------------------|
-| labels, train() | the mean over all tokens         | none, since no rank computes whole ones                      |
-| labels, eval()  | the mean over all tokens         | whole                                                        |
-| no labels       |                                  | whole                                                        |
-
-The loss is that of transformers' causal language models with `tpfuse.ops.cross_entropy` on each rank's slice of the
-vocabulary and its tokens. A model with another loss keeps it, and computes it from whole logits. (Liger's kernels
-return no logits in training either.) On one rank nothing is different.
-
-**Context parallelism.** The ranks of a context are given the same whole ids, labels, attention mask and positions, and
-take their shards (`tpfuse.parallel.context`). The attention of every layer is `ring_attention`, under the name
-"tpfuse_ring" of transformers' AttentionInterface. Where rows are padded, or packed from documents whose positions
-start again, the batch becomes one sequence of documents that do not see each other. Padding before a text sees nothing,
-as in the original, whose attention is zero there (but for "eager"): a label may follow it. The outputs at padding after
-a text are not those of the original, which has no use for them either.
-
-The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank.
-
-A hook on every parameter sums its gradients over the ranks of the context in each backward pass. So optimizers,
-gradient accumulation and clipping need nothing else, and other data-parallel code sums over the data-parallel ranks
-alone. The engines of `tpfuse.zero` take this sum over: their ranks are those of data and context parallelism, as for
-the GPT.
-
-With a key/value cache (generate()), every rank of a context computes everything, without gradients.
 
 **transformers' own plans.** `register` adds styles for `tp_plan`:
 
@@ -46,102 +16,41 @@ knows no weights of another shape than in the file.
 """
 
 import inspect
-import math
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
-from types import MethodType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from tpfuse.comm import collectives
-from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.drop_in import context_proof
 from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class, recorded, set_attributes
 from tpfuse.drop_in.decoder_stages import DecoderStages
+from tpfuse.drop_in.parallel_forward import (
+    ContextSum,
+    ParallelForward,
+    ShardedTokens,
+    append_last_position,
+    causal_loss,
+    drop_last_position,
+    frequencies_depend_on_length,
+    give_whole_routers,
+    sharded_tokens,
+    take_mask,
+)
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
-from tpfuse.ops.collectives import all_gather, all_reduce
-from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored
-from tpfuse.ops.dropout import drawn_keys
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.parallel.context import ContextParallel, ShardedBatch
+from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.pipeline.cut import Stage
 
 ATTENTION = "tpfuse_ring"
 _RELEASE = (5, 24)  # the oldest release of transformers whose plans and conversions of weights are these
 # Methods of transformers' and PEFT's models that read or replace whole weights, or add layers of their sizes.
 _CHANGES = ("resize_token_embeddings", "merge_and_unload", "merge_adapter", "add_adapter")
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedTokens:
-    """The tokens of a forward pass, sharded over the ranks of a context. Layers get them as their attention mask.
-
-    cu_seqlens: as for `ring_attention`, if the batch is one sequence of documents. unseeing: [1, local_length] bool,
-    this rank's tokens of padding before a text, which see no key; None if there are none. last_position: [1, 1], the
-    largest position of all tokens. dropout_keys: [layers] int64, for the dropout of attention, if there is one.
-    tensor_rank, tensor_ranks: which of how many tensor-parallel ranks this is. window: as for `ring_attention`.
-    """
-
-    sharded: ShardedBatch
-    cu_seqlens: Tensor | None
-    unseeing: Tensor | None
-    last_position: Tensor
-    dropout_keys: Tensor | None
-    tensor_rank: int
-    tensor_ranks: int
-    window: int | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ValueError(
-            f"context parallelism: the model reads {name} of its attention mask: expected attention that transformers'"
-            " AttentionInterface computes"
-        )
-
-    def dropout(self, layer: int, p: float, query: Tensor) -> dict[str, Any]:
-        """Return the arguments of `ring_attention` that drop probabilities; query: [batch, heads, tokens, size]."""
-        assert self.dropout_keys is not None
-        sequences, heads = len(query) if self.cu_seqlens is None else len(self.cu_seqlens) - 1, query.shape[1]
-        sequence_rows = torch.arange(sequences, device=query.device).unsqueeze(1) * (heads * self.tensor_ranks)
-        head_rows = torch.arange(heads, device=query.device) + heads * self.tensor_rank
-        return {"dropout_p": p, "key": self.dropout_keys[layer], "head_rows": sequence_rows + head_rows}
-
-
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """The forward pass that runs. head: the projection to the vocabulary if it keeps its output sharded.
-
-    tokens: None if every rank has all tokens. shape: (batch, length) of the whole sequences. targets: this rank's
-    labels, shifted, if tokens are sharded; items: the number of labels of all ranks.
-    """
-
-    head: ConvertedColumnLinear | None
-    tokens: ShardedTokens | None = None
-    shape: tuple[int, ...] = ()
-    targets: Tensor | None = None
-    items: Tensor | int | None = None
-
-
-class _Running(threading.local):
-    """The pass that runs in a thread, None outside of all; torch.compile traces no ContextVar."""
-
-    def __init__(self) -> None:
-        self.now: _Pass | None = None
-
-
-_running = _Running()
 
 
 def outermost(model: nn.Module) -> nn.Module | None:
@@ -326,12 +235,12 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     their.set_attn_implementation(ATTENTION)
     if their.base_model is not model:
         with recorded(their.base_model):
-            their.base_model.register_forward_pre_hook(_take_mask, with_kwargs=True)
-            their.base_model.register_forward_hook(_give_whole_routers)
-    for module in filter(_frequencies_depend_on_length, model.modules()):
+            their.base_model.register_forward_pre_hook(take_mask, with_kwargs=True)
+            their.base_model.register_forward_hook(give_whole_routers)
+    for module in filter(frequencies_depend_on_length, model.modules()):
         with recorded(module):
-            module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
-            module.register_forward_hook(_drop_last_position)
+            module.register_forward_pre_hook(append_last_position, with_kwargs=True)
+            module.register_forward_hook(drop_last_position)
 
 
 def release(whole: nn.Module) -> None:
@@ -343,7 +252,7 @@ def release(whole: nn.Module) -> None:
     model.set_attn_implementation(forward.attention)
     for parameter in model.parameters():
         hooks = parameter._backward_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _ContextSum)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, ContextSum)]:
             del hooks[key]
 
 
@@ -363,374 +272,16 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-class ParallelForward:
-    """The forward of a converted model (see the module). It is an attribute of the model, and is copied with it.
-
-    head: the projection to the vocabulary, whose output stays sharded for the loss. context: None for one rank. stages:
-    those of this rank, if the model has been cut: the arguments stage and stage_input then choose one of them and give
-    its input, and all but the last stage return the input of the next one. attention: the implementation that the model
-    had before.
-    """
-
-    stages: DecoderStages | None = None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `_register_sums` register.
-
-        The mark is set here, since it imports the compiler, which takes seconds; transformers has imported it by now.
-        """
-        torch.compiler.assume_constant_result(_register_sums)  # type: ignore[no-untyped-call]
-        return super().__new__(cls)
-
-    def __init__(
-        self,
-        model: nn.Module,
-        head: ConvertedColumnLinear | None,
-        context: ContextParallel | None,
-        tensor_mesh: DeviceMesh | None,
-        attention: str | None,
-    ) -> None:
-        self.model, self.head, self.context, self.tensor_mesh = model, head, context, tensor_mesh
-        self.attention = attention
-        self.own: Callable[..., Any] | None = model.__dict__.get("forward")
-        self.names = list(inspect.signature(model.forward).parameters)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """Return the model's own forward; `inspect.signature` reads its arguments, and so does transformers."""
-        return MethodType(type(self.model).forward, self.model) if self.own is None else self.own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model's own forward returns for the whole sequences; the module says which logits."""
-        kwargs = dict(zip(self.names, args, strict=False)) | kwargs
-        cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache")) or kwargs.get("use_cache")
-        if self.context is None:
-            return self._run(kwargs, None)
-        if not cached:
-            self.sum_gradients()
-            return self._run(kwargs, self.context)
-        with torch.no_grad():  # the ranks' gradients would be whole, and not parts of a sum
-            return self._run(kwargs, None)
-
-    def _run(self, kwargs: dict[str, Any], context: ContextParallel | None) -> Any:
-        with_loss = kwargs.get("labels") is not None
-        of_shards = with_loss and self.model.loss_function is causal_loss
-        stage, x = kwargs.pop("stage", None), kwargs.pop("stage_input", None)
-        running, keep = _Pass(self.head if of_shards else None), 0
-        if context is not None:
-            if with_loss and not of_shards:
-                raise ValueError("context parallelism: the model has a loss of its own: expected that of transformers")
-            keep = kwargs.pop("logits_to_keep", 0)
-            kwargs, running = self._shard(kwargs, running.head, context)
-        wanted = kwargs.pop("return_dict", None)
-        before, _running.now = _running.now, running
-        try:
-            with _keeping_shards(running.head):
-                out = self._run_own(kwargs) if stage is None else self._run_stage(kwargs, stage, x)
-        finally:
-            _running.now = before
-        if isinstance(out, Tensor):
-            return out
-        if of_shards and self.model.training and (running.head is not None or running.tokens is not None):
-            out = type(out)(**{name: value for name, value in out.items() if name != "logits"})
-        elif running.head is not None:
-            out["logits"] = running.head.finish(out["logits"])
-        if running.tokens is not None:
-            _gather(out, running.tokens.sharded, running.shape, keep)
-            if self.model.base_model is self.model:
-                _gather_routers(out, running)
-        if wanted is None:
-            wanted = getattr(self.model.config, "return_dict", True)
-        return out if wanted else out.to_tuple()
-
-    def _run_own(self, kwargs: dict[str, Any]) -> Any:
-        """Return what the model's own forward returns; torch.compile does not trace the method of `__wrapped__`."""
-        if self.own is not None:
-            return self.own(**kwargs, return_dict=True)
-        return type(self.model).forward(self.model, **kwargs, return_dict=True)
-
-    def _run_stage(self, kwargs: dict[str, Any], stage: Stage, x: Tensor | None) -> Any:
-        """Return the output of a stage: a tensor, or, of the last stage, what the model's own forward returns."""
-        assert self.stages is not None
-        with self.stages.only(stage, x, _given(kwargs).shape[:2]) as running:
-            if stage.last:
-                return self._run_own(kwargs)
-            self.stages.decoder(**kwargs, return_dict=True)
-            return running.output
-
-    def _shard(
-        self, kwargs: dict[str, Any], head: ConvertedColumnLinear | None, context: ContextParallel
-    ) -> tuple[dict[str, Any], _Pass]:
-        """Return the arguments with this rank's tokens, and the pass that they belong to. They are equal on all ranks.
-
-        All tensors [batch, length, ...] are sharded. Raise ValueError for a mask or positions of another shape.
-        """
-        given = _given(kwargs)
-        batch, length = given.shape[:2]
-        positions = kwargs.get("position_ids")
-        for name in ("attention_mask", "position_ids"):
-            x = kwargs.get(name)
-            if x is not None and (not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != length):
-                described = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-                raise ValueError(f"context parallelism: {name} is {described}: expected a tensor {(batch, length)}")
-        mask = kwargs.pop("attention_mask", None)
-        starts = _document_starts(mask, positions, batch, length)
-        if starts is not None and self.stages is None and not bool(starts[:, 1:].any()):
-            starts = None  # each row is one document; the stages of a pipeline send all micro-batches in one shape
-        if positions is None:
-            positions = torch.arange(length, device=given.device).unsqueeze(0)
-        labels, shifted = kwargs.get("labels"), kwargs.pop("shift_labels", None)
-        per_token = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) and x.shape[:2] == (batch, length)}
-        per_token["position_ids"] = positions.expand(batch, length)
-        items = kwargs.get("num_items_in_batch")
-        if labels is not None:
-            shifted = F.pad(labels, (0, 1), value=TORCH_IGNORE)[:, 1:] if shifted is None else shifted
-            shifted = _counted(shifted, kwargs.get("ignore_index", TORCH_IGNORE))
-            per_token["labels"] = shifted
-            items = (~is_ignored(shifted)).sum() if items is None else items
-        cu_seqlens = unseeing = None
-        if starts is not None:
-            ends = torch.tensor([batch * length], device=starts.device)
-            cu_seqlens = torch.cat([starts.flatten().nonzero().flatten(), ends]).to(given.device, torch.int32)
-            if mask is not None:
-                unseeing = mask.cumsum(1) == 0
-                self._check_padding(mask.bool(), unseeing, shifted)
-                per_token["unseeing"] = unseeing
-            per_token = {name: x.reshape(1, batch * length, *x.shape[2:]) for name, x in per_token.items()}
-        sharded = context.sharded_batch(per_token["position_ids"])
-        fills = {"labels": TORCH_IGNORE}
-        mine = {name: sharded.shard(x, fills.get(name, 0)) for name, x in per_token.items()}
-        if mask is not None and kwargs.get(
-            "output_router_logits", getattr(self.model.config, "output_router_logits", 0)
-        ):
-            mine["attention_mask"] = mask  # for the losses of routers, which are computed from all tokens
-        tokens = ShardedTokens(
-            sharded,
-            cu_seqlens,
-            mine.pop("unseeing", None),
-            positions.max().view(1, 1),
-            self._dropout_keys(context, given),
-            *rank_and_size(group_of(self.tensor_mesh)),
-        )
-        running = _Pass(head, tokens, given.shape[:2], mine.get("labels"), items)
-        return kwargs | mine | {"use_cache": False}, running
-
-    def _check_padding(self, mask: Tensor, unseeing: Tensor, shifted: Tensor | None) -> None:
-        """Raise ValueError if the output at a token of padding, which is not that of the original, has a label.
-
-        At padding before a text it is that of the original: attention returns zeros there, but for eager attention.
-        """
-        if shifted is None:
-            return
-        labelled = ~is_ignored(shifted) & ~mask
-        if bool((labelled & ~unseeing).any()):
-            raise ValueError(
-                "context parallelism: a label follows padding at the right: expected -100 for tokens that the attention"
-                " mask leaves out"
-            )
-        if self.attention == "eager" and bool(labelled.any()):
-            raise ValueError(
-                "context parallelism: the first token after padding at the left has a label, and eager attention"
-                ' averages all values there: expected -100, or attn_implementation="sdpa" before tpfuse.parallelize'
-            )
-
-    def _dropout_keys(self, context: ContextParallel, ids: Tensor) -> Tensor | None:
-        """Return keys for the dropout of attention that are equal on all ranks of the context, and new for each pass.
-
-        The first rank draws them. They are drawn before the layers run, since a layer that is recomputed draws nothing.
-        """
-        config: Any = self.model.config
-        dropped = any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
-        if not self.model.training or not dropped:
-            return None
-        keys: Tensor = drawn_keys(ids, config.num_hidden_layers)
-        for group in context.groups:
-            keys = all_gather(keys, group)[: len(keys)]
-        return keys
-
-    def sum_gradients(self) -> None:
-        """Let gradients be summed over the context, if they are computed and no engine of `tpfuse.zero` sums them."""
-        if not torch.is_grad_enabled() or not self.model.sum_over_context:
-            return
-        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            raise ValueError(
-                "context parallelism: torch's fully_shard replaces the parameters whose gradients are summed over the"
-                " context: use tpfuse.ZeroOptimizer with stage=3 and the mesh"
-            )
-        _register_sums(self)
-
-
-def _register_sums(forward: ParallelForward) -> bool:
-    """Register hooks that sum gradients over the context on all parameters that have none, if they are trained.
-
-    A layer that PEFT has added, a parameter that is trained from now on, and a copy of the model get their hooks in the
-    next forward pass. torch.compile does not trace the call, in which it would see no hook and register them again at
-    each step. It calls the function while it traces the pass, and traces again if `forward` is another one or another
-    parameter is trained.
-    """
-    assert forward.context is not None
-    for parameter in forward.model.parameters():
-        hooks = (parameter._backward_hooks or {}).values()
-        if parameter.requires_grad and not any(isinstance(hook, _ContextSum) for hook in hooks):
-            parameter.register_hook(_ContextSum(forward.model, forward.context))  # type: ignore[no-untyped-call]
-    return True
-
-
-class _ContextSum:
-    """A hook of a parameter that sums its gradient over the ranks of a context, before it is accumulated."""
-
-    __torch_unserializable__ = True  # a copy of the model registers hooks of its own
-
-    def __init__(self, model: nn.Module, context: ContextParallel) -> None:
-        self.model, self.context = model, context
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        """Return the sum of the ranks' gradients; None for this rank's own, if an engine has taken the sums over."""
-        if not self.model.sum_over_context:
-            return None
-        total = local_tensor(gradient)
-        for group in self.context.groups:
-            total = collectives.all_reduce(total, group)
-        if isinstance(gradient, DTensor):
-            return DTensor(total, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return total
-
-
-@contextmanager
-def _keeping_shards(head: ConvertedColumnLinear | None) -> Iterator[None]:
-    """Let `head` return this rank's slice of the vocabulary."""
-    if head is None:
-        yield
-        return
-    head.gather_output = False
-    try:
-        yield
-    finally:
-        head.gather_output = True
-
-
-def _given(kwargs: dict[str, Any]) -> Tensor:
-    """Return the tensor of the arguments that says how many sequences and tokens there are."""
-    ids: Tensor | None = kwargs.get("input_ids")
-    given: Tensor | None = kwargs.get("inputs_embeds") if ids is None else ids
-    if given is None:
-        raise ValueError("the model got neither input_ids nor inputs_embeds")
-    return given
-
-
-def _document_starts(mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return [batch, length], where a document begins; None if neither a mask nor positions say so.
-
-    As in transformers, positions that do not increase by one begin a document if there is no attention mask. The tokens
-    of a row that the mask leaves out are documents of their own. Raise ValueError if they are amid the others.
-    """
-    if mask is not None:
-        mask = mask.bool()
-        starts = torch.cat([mask.new_ones(batch, 1), mask[:, 1:] != mask[:, :-1]], dim=1)
-        if bool(((starts & mask).sum(1) > 1).any()):
-            raise ValueError(
-                "context parallelism: the attention mask leaves out tokens between others: expected padding at the"
-                " left or the right"
-            )
-    elif positions is not None:
-        positions = positions.expand(batch, length)
-        starts = torch.ones_like(positions, dtype=torch.bool)
-        starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    else:
-        return None
-    return starts
-
-
-def _gather(out: Any, sharded: ShardedBatch, shape: tuple[int, ...], keep: int | Tensor) -> None:
-    """Replace the tensors of a model's output by those of all tokens. shape: (batch, length) of the whole sequences."""
-    if out.get("hidden_states") is not None:
-        raise ValueError("context parallelism: output_hidden_states is not supported: the states are shards of tokens")
-    for name in ("logits", "last_hidden_state"):
-        if out.get(name) is not None:
-            whole = sharded.gather(out[name])
-            out[name] = whole.reshape(*shape, whole.shape[-1])
-    if out.get("logits") is not None and not (isinstance(keep, int) and keep == 0):
-        out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
-
-
-def _take_mask(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens."""
-    running = _running.now
-    sharded = running is not None and running.tokens is not None
-    return (args, {**kwargs, "attention_mask": None}) if sharded and "attention_mask" in kwargs else None
-
-
-def _give_whole_routers(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-    """Replace the logits of routers in a decoder's output by those of all tokens, from which their loss follows."""
-    running = _running.now
-    if running is not None and running.tokens is not None:
-        _gather_routers(out, running)
-
-
-def _gather_routers(out: Any, running: _Pass) -> None:
-    """Replace the logits of routers by those of all tokens; a rank's gradients are those of its own tokens."""
-    assert running.tokens is not None
-    sharded = running.tokens.sharded
-
-    def whole(x: Tensor) -> Tensor:
-        gathered = sharded.gather(x.reshape(sharded.batch, sharded.local_length, x.shape[-1]))
-        return gathered.reshape(*(running.shape if x.ndim > 2 else (math.prod(running.shape),)), x.shape[-1])
-
-    if getattr(out, "router_logits", None) is not None:
-        out["router_logits"] = tuple(whole(x) for x in out.router_logits)
-
-
-def causal_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = TORCH_IGNORE,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Return the loss of transformers' causal language models, equal on all ranks that compute it together.
-
-    It is the sum over all tokens divided by num_items_in_batch (None for the number of labels), in float32, or float64
-    for float64. In a forward pass of `ParallelForward` the logits may be of this rank's tokens and of its slice of the
-    vocabulary; a rank's gradients are those of its own tokens.
-    """
-    running = _running.now or _Pass(None)
-    if running.targets is not None:
-        target, num_items_in_batch = running.targets, running.items
-    elif shift_labels is not None:
-        target = shift_labels
-    else:
-        target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = target.reshape(-1).to(logits.device)
-    target = _counted(target, ignore_index)
-    group = None if running.head is None else running.head.group
-    logits = logits.reshape(-1, logits.shape[-1])
-    losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, vocab_size, group)
-    items = (~is_ignored(target)).sum() if num_items_in_batch is None else num_items_in_batch
-    loss = losses.sum() / (items.to(losses.device) if isinstance(items, Tensor) else items)
-    for context_group in () if running.tokens is None else running.tokens.sharded.context.groups:
-        loss = all_reduce(loss, context_group)
-    return loss
-
-
-def _counted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the labels, -1 for those that the caller's `ignore_index` leaves out."""
-    return labels if ignore_index == TORCH_IGNORE else labels.masked_fill(labels == ignore_index, IGNORE)
-
-
 def _mask(*args: Any, **kwargs: Any) -> Any:
     """Return the attention mask of a forward pass, for transformers' AttentionMaskInterface."""
-    running = _running.now
-    if running is None or running.tokens is None:
+    tokens = sharded_tokens()
+    if tokens is None:
         from transformers.masking_utils import sdpa_mask
 
         return sdpa_mask(*args, **kwargs)
     if kwargs.get("use_vmap"):
         raise ValueError("context parallelism: the model has attention masks of its own: expected causal attention")
-    return replace(running.tokens, window=kwargs.get("local_size"))
+    return replace(tokens, window=kwargs.get("local_size"))
 
 
 def _attention(
@@ -749,13 +300,12 @@ def _attention(
     number of the layer, for what `ring_attention` cannot do.
     """
     layer = f"{own_class(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
-    running = _running.now
     for name in context_proof.UNSUPPORTED:
         if kwargs.get(name) is not None:
             way = "give the ranks of the context to tp, which shards the heads"
             raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}: {way}")
     if not isinstance(attention_mask, ShardedTokens):
-        if running is not None and running.tokens is not None:
+        if sharded_tokens() is not None:
             raise ValueError(f"{layer}: context parallelism: the model makes its attention masks by itself")
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -784,34 +334,6 @@ def _attention(
     if attention_mask.unseeing is not None:
         out = out.masked_fill(attention_mask.unseeing[..., None, None], 0)
     return out, None
-
-
-def _frequencies_depend_on_length(module: nn.Module) -> bool:
-    """Return whether a rotary embedding has other frequencies for longer sequences."""
-    kinds = getattr(module, "rope_type", ())
-    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-    return bool(kinds & {"dynamic", "longrope"})
-
-
-def _append_last_position(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give a rotary embedding the largest position of all ranks too, so that its frequencies are equal on all."""
-    running = _running.now
-    if running is None or running.tokens is None:
-        return None
-    positions = args[1] if len(args) > 1 else kwargs["position_ids"]
-    last = running.tokens.last_position.expand(positions.shape[0], 1)
-    positions = torch.cat([positions, last], dim=1)
-    if len(args) > 1:
-        return (args[0], positions, *args[2:]), kwargs
-    return args, {**kwargs, "position_ids": positions}
-
-
-def _drop_last_position(module: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Return the tables without the position that `_append_last_position` has appended."""
-    running = _running.now
-    return None if running is None or running.tokens is None else tuple(table[:, :-1] for table in out)
 
 
 class _PlanStyle:

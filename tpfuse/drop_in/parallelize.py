@@ -60,8 +60,8 @@ def parallelize(
     the gradients of the whole model.
 
     The forward pass of a model of transformers takes and returns whole sequences on all ranks. With labels, its loss is
-    computed without whole logits, and there are no logits in training (`tpfuse.drop_in.huggingface`). Gradients are
-    summed over the ranks of context parallelism, but not over data-parallel ranks.
+    computed without whole logits, and there are no logits in training (`tpfuse.drop_in.parallel_forward`). Gradients
+    are summed over the ranks of context parallelism, but not over data-parallel ranks.
 
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.

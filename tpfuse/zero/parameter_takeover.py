@@ -49,7 +49,7 @@ def _sums_gradients(module: nn.Module) -> bool:
 def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) -> int:
     """Stop a model's own sums of gradients over the ranks of a context; return the number of these ranks, or 1.
 
-    The module with a context has it as `sum_over_context` (`tpfuse.drop_in.huggingface`, `tpfuse.models.gpt`).
+    The module with a context has it as `sum_over_context` (`tpfuse.drop_in.parallel_forward`, `tpfuse.models.gpt`).
     data_group: the ranks over which the engine sums instead. Raises ValueError, before it changes the model, if some
     rank of the context is not among them: its part of the sum would be lost.
     """
