@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.support.decoders import FAMILIES, SIZES, decoder
+from tests.support.tiers import exhaustive
 from tpfuse.drop_in.structure import recognise
 
 
@@ -33,10 +34,10 @@ def test_what_would_compute_something_else_is_kept_and_named(family: str, path: 
     assert torch.equal(torch.get_rng_state(), state) and all(x.is_meta for x in model.parameters())
 
 
-def test_structures_that_are_right_are_converted_whole() -> None:
+@pytest.mark.parametrize("ranks", [3, *exhaustive(2, 4)])  # 3 ranks do not divide the key/value heads
+def test_structures_that_are_right_are_converted_whole(ranks: int) -> None:
     for family in list(FAMILIES)[: list(FAMILIES).index("bigcode_heads")]:
-        for ranks in (2, 3, 4):
-            assert set(_kept(decoder(family), ranks).values()) <= {"every rank computes the same"}, (family, ranks)
+        assert set(_kept(decoder(family), ranks).values()) <= {"every rank computes the same"}, family
 
 
 class Scaled(nn.Module):
@@ -74,7 +75,7 @@ def test_a_layer_whose_own_code_needs_all_tokens_runs_on_whole_sequences(place: 
         assert plan.kept["model.layers.1"] == "every rank computes the same" and styles == ["ReplicatedParallel"]
     else:
         assert plan.kept["model.layers.1"].startswith(f"on shards of the sequence {reason}")
-        assert styles == ["ReplicatedParallel", "WholeSequences"]
+        assert styles == ["WholeSequences", "ReplicatedParallel"]
     assert "model.layers.0" not in plan.kept
 
 
@@ -103,3 +104,10 @@ def test_a_large_model_is_tried_without_its_weights() -> None:
                                           num_attention_heads=64, num_key_value_heads=8)  # fmt: skip
         model = transformers.LlamaForCausalLM(config)
     assert not _kept(model)
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=8, d_ff=8, num_layers=1))
+    with pytest.raises(ValueError, match=r"found an encoder and a decoder: expected a decoder alone, .*; give a plan"):
+        recognise(model, 2, True)

@@ -69,10 +69,12 @@ def decoder_parts(model: nn.Module) -> DecoderParts:
 
 
 @dataclass
-class _Pass:
-    """The pass of a stage that runs. x: the stage's input. rows: (batch, tokens) that the decoder's forward sees."""
+class _StagePass:
+    """The pass of a stage that runs."""
 
+    # the stage's input
     x: Tensor | None = None
+    # (batch, tokens) that the decoder's forward sees
     rows: tuple[int, ...] = ()
     output: Tensor | None = None
 
@@ -93,7 +95,7 @@ class DecoderStages:
         length = _sequence_length(layers[0])
         self._parts = names.of(model)
         self._parts.keep(stages)
-        self._pass = _Pass()
+        self._pass = _StagePass()
         self._children: dict[int, dict[str, nn.Module]] = {}
         for stage in stages:
             here: list[nn.Module] = list(skipped)
@@ -111,7 +113,7 @@ class DecoderStages:
         return [part for part in self._parts.of(stage) if isinstance(part, nn.Module)]
 
     @contextmanager
-    def only(self, stage: Stage, x: Tensor | None, rows: tuple[int, ...]) -> Iterator[_Pass]:
+    def only(self, stage: Stage, x: Tensor | None, rows: tuple[int, ...]) -> Iterator[_StagePass]:
         """Let the decoder's forward compute a stage of this rank alone; unless it is the last one, `output` is set.
 
         x: the output of the stage before it, None for the first stage. rows: (batch, tokens) of the ids.
@@ -157,7 +159,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 class _StandInEmbedding(nn.Module):
-    def __init__(self, running: _Pass) -> None:
+    def __init__(self, running: _StagePass) -> None:
         super().__init__()
         self.running = running
 
@@ -172,7 +174,7 @@ class _StageLayer(nn.Module):
     """A layer of the stage. enters, leaves: whether its input, and its output, are those of the stage."""
 
     def __init__(
-        self, layer: nn.Module, running: _Pass, enters: bool, leaves: bool, length: SequenceLength | None
+        self, layer: nn.Module, running: _StagePass, enters: bool, leaves: bool, length: SequenceLength | None
     ) -> None:
         super().__init__()
         self.layer, self.running, self.enters, self.leaves, self.length = layer, running, enters, leaves, length

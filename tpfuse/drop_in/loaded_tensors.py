@@ -21,12 +21,9 @@ from tpfuse.drop_in.huggingface import conversions, outermost
 
 @dataclass(frozen=True)
 class MergedTensor(StoredTensor):
-    """A tensor that transformers computes from tensors in files.
+    """A tensor that transformers computes from tensors in files; file and dtype are those of the first of them."""
 
-    file, dtype: those of the first of them. name: the tensor's own. merge: what computes it.
-    """
-
-    merge: "_Merge"
+    merge: "_Conversion"
 
     def __getitem__(self, slices: slice | tuple[slice, ...] | EllipsisType) -> Tensor:
         """Return a slice of the tensor. Everything of which it is made is read for it. Raise ValueError as for one."""
@@ -34,12 +31,13 @@ class MergedTensor(StoredTensor):
 
 
 @dataclass(frozen=True)
-class _Merge:
-    """A conversion of transformers. sources: the tensors for each of its patterns, in the order of their names."""
+class _Conversion:
+    """A conversion of tensors by transformers."""
 
     model: nn.Module
     converter: Any
     target: str
+    # the tensors for each of the converter's patterns, in the order of their names
     sources: dict[str, list[StoredTensor]]
 
     def run(self, read: Any) -> dict[str, Tensor]:
@@ -78,7 +76,7 @@ def loaded_tensors(whole: nn.Module, stored: Mapping[str, StoredTensor]) -> list
     assert model is not None
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     loaded: list[tuple[str, StoredTensor]] = []
-    merges: dict[str, _Merge] = {}
+    merges: dict[str, _Conversion] = {}
     for name in sorted(stored, key=_in_order):
         renamed, pattern, converter = name, None, None
         for renaming in renamings:
@@ -90,7 +88,7 @@ def loaded_tensors(whole: nn.Module, stored: Mapping[str, StoredTensor]) -> list
         if pattern is None or (name in known and renamed not in known):
             loaded.append((name if name in known and renamed not in known else renamed, stored[name]))
             continue
-        merge = merges.setdefault(renamed, _Merge(model, converter, renamed, {}))
+        merge = merges.setdefault(renamed, _Conversion(model, converter, renamed, {}))
         merge.sources.setdefault(pattern, []).append(stored[name])
     return loaded + [(tensor.name, tensor) for merge in merges.values() for tensor in merge.tensors()]
 

@@ -62,16 +62,16 @@ Part = Callable[[Tensor, int], Tensor]  # a rank's part of a tensor
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A known module: a rank's part of its input and of its output. projects: its input is gathered by its parent."""
-
+class _KnownModule:
+    # a rank's part of its input and of its output
     takes: Part
     gives: Part
+    # whether its parent gathers its input
     projects: bool = False
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """A call of a module. out: None if it has not returned."""
 
     args: tuple[Any, ...]
@@ -80,14 +80,12 @@ class _Call:
 
 
 @dataclass
-class _Run:
-    """What a block computed, by descriptions.
+class _Computed:
+    """What a block computed, by descriptions."""
 
-    leaving: tensors that leave the block, with a rank's part of them. entering: the whole tensors that enter it, of
-    which the rank has the part. gradients: those of what enters.
-    """
-
+    # tensors that leave the block, with a rank's part of them
     leaving: dict[str, tuple[Tensor, Part]] = field(default_factory=dict)
+    # the whole tensors that enter it, of which the rank has the part, and their gradients
     entering: dict[str, tuple[Tensor, Part]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -109,7 +107,7 @@ class Proof:
     def __init__(self, model: nn.Module, ranks: int, layers: Sequence[nn.Module]) -> None:
         """layers: the modules of which those that are built alike are tried once."""
         self.ranks = ranks
-        self._calls: dict[str, list[_Call]] = {}
+        self._calls: dict[str, list[_ModuleCall]] = {}
         self._reasons: dict[Any, str] = {}
         self._alike: dict[str, str] = {}  # layers, by the names of others that are built like them
         self._failure = "the model's forward does not call it"
@@ -136,12 +134,12 @@ class Proof:
         """Prove a layer whose modules have these styles, on shards of the sequence."""
         if self.ranks == 1:
             return
-        known: dict[str, _Known] = {}
+        known: dict[str, _KnownModule] = {}
         for name, its_styles in styles.items():
             kinds = {type(style) for style in its_styles}
             alone = FusedSequenceParallel in kinds and width_of(self._modules[name]) is not None
             if name.rpartition(".")[0] == path and (kinds & {FusedPrepareModuleInput, WholeSequences} or alone):
-                known[name] = _Known(self._tokens, self._tokens)
+                known[name] = _KnownModule(self._tokens, self._tokens)
         self._prove(path, styles, known, self._tokens, self._tokens, {})
 
     def decoder(self, name: str, layers: Sequence[str], norm: str) -> None:
@@ -150,14 +148,14 @@ class Proof:
             return
         while name and name not in self._calls:
             name = name.rpartition(".")[0]
-        known = {each: _Known(self._tokens, self._tokens) for each in layers if each not in self._alike}
-        known[layers[0]] = _Known(_whole, self._tokens)
-        known[norm] = _Known(self._tokens, _whole)
+        known = {each: _KnownModule(self._tokens, self._tokens) for each in layers if each not in self._alike}
+        known[layers[0]] = _KnownModule(_whole, self._tokens)
+        known[norm] = _KnownModule(self._tokens, _whole)
         parts = tuple(f"{each}." for each in (*layers, norm))
         for other, module in self._modules.items():
             inside = other.startswith(f"{name}." if name else "") and other in self._calls
             if inside and width_of(module) is not None and not other.startswith(parts):
-                known[other] = _Known(_whole, _whole)
+                known[other] = _KnownModule(_whole, _whole)
         self._prove(name, {}, known, _whole, _whole, {})
 
     def calls(self, path: str) -> bool:
@@ -206,7 +204,7 @@ class Proof:
                 module.__dict__.pop("forward", None)
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls.setdefault(name, []).append(_Call(args, kwargs))
+        self._calls.setdefault(name, []).append(_ModuleCall(args, kwargs))
 
     def _end(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._calls[name][-1].out = out
@@ -221,7 +219,7 @@ class Proof:
         styles: Mapping[str, Sequence[ParallelStyle]],
         sharded: bool,
         prepared: FusedPrepareModuleInput,
-    ) -> dict[str, _Known]:
+    ) -> dict[str, _KnownModule]:
         """Return the known modules of an attention or MLP, by their paths."""
         known = {}
         fused = all(width_of(self._modules[f"{path}.{name}"]) is not None for name in prepared.projections)
@@ -231,12 +229,12 @@ class Proof:
             if isinstance(style, FusedColwiseParallel) and width is not None:
                 rows = [_rows(style, width, rank, self.ranks) for rank in range(self.ranks)]
                 projects = fused and name.removeprefix(f"{path}.") in prepared.projections
-                known[name] = _Known(_whole, partial(_selected, rows), projects)
+                known[name] = _KnownModule(_whole, partial(_selected, rows), projects)
             elif isinstance(style, FusedRowwiseParallel):
                 shards = isinstance(style.output_layouts[0], Shard)
-                known[name] = _Known(self._features, self._tokens if shards else _whole)
+                known[name] = _KnownModule(self._features, self._tokens if shards else _whole)
             elif isinstance(style, ReplicatedParallel) and width is not None and ".lora_" in name:
-                known[name] = _Known(output, output) if style.sum_gradients else _Known(_whole, _whole)
+                known[name] = _KnownModule(output, output) if style.sum_gradients else _KnownModule(_whole, _whole)
         return known
 
     def _heads(self, x: Tensor, rank: int) -> Tensor:
@@ -249,7 +247,7 @@ class Proof:
         self,
         path: str,
         styles: Mapping[str, Sequence[ParallelStyle]],
-        known: Mapping[str, _Known],
+        known: Mapping[str, _KnownModule],
         enters: Part,
         leaves: Part,
         attributes: Mapping[str, Any],
@@ -261,7 +259,7 @@ class Proof:
         module = self._modules[path]
         key = kind_of(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
         if key not in self._reasons:
-            block = _Block(self._modules, path, styles, known, enters, leaves, self._heads, self._calls)
+            block = _TriedBlock(self._modules, path, styles, known, enters, leaves, self._heads, self._calls)
             try:
                 if path not in self._calls or any(name not in self._calls for name in known):
                     raise NotImplementedError(self._failure)
@@ -276,25 +274,24 @@ class Proof:
 
 
 @dataclass
-class _Block:
-    """A block that is tried. of_heads: a rank's part of parameters with an entry for each head.
-
-    calls: those of all modules when the model ran.
-    """
+class _TriedBlock:
+    """A block that is tried."""
 
     modules: Mapping[str, nn.Module]
     path: str
     styles: Mapping[str, Sequence[ParallelStyle]]
-    known: Mapping[str, _Known]
+    known: Mapping[str, _KnownModule]
     enters: Part
     leaves: Part
+    # a rank's part of parameters with an entry for each head
     of_heads: Part
-    calls: Mapping[str, list[_Call]]
+    # the calls of all modules when the model ran
+    calls: Mapping[str, list[_ModuleCall]]
     seeds: dict[str, Tensor] = field(default_factory=dict)
 
-    def run(self, rank: int | None, attributes: Mapping[str, Any]) -> _Run:
+    def run(self, rank: int | None, attributes: Mapping[str, Any]) -> _Computed:
         """Return what the block computes on a rank, or (None) as it is. Raise NotImplementedError if it fails."""
-        run, call, module = _Run(), self.calls[self.path][0], self.modules[self.path]
+        run, call, module = _Computed(), self.calls[self.path][0], self.modules[self.path]
         given = first_input(call.args, call.kwargs)
         if any(one.projects for one in self.known.values()):
             given = given.new_full((), torch.nan).expand(given.shape)  # the block reads its shape alone
@@ -336,7 +333,7 @@ class _Block:
         )
         return _summand if summed else _whole
 
-    def _stand_in(self, run: _Run, given: Tensor, rank: int | None, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _stand_in(self, run: _Computed, given: Tensor, rank: int | None, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the known module `name` returned when the model ran, or a rank's part of it."""
         one, called, x = self.known[name], name.removeprefix(f"{self.path}."), first_input(args, kwargs)
         number = sum(key.endswith(f"the output of {called}") for key in run.entering)
@@ -360,7 +357,7 @@ class _Block:
         )
         return type(out)((first, *whole))
 
-    def _differentiate(self, run: _Run, rank: int | None) -> None:
+    def _differentiate(self, run: _Computed, rank: int | None) -> None:
         """Set the gradients of what enters, for random gradients of what leaves."""
         leaving = {key: pair for key, pair in run.leaving.items() if pair[0].requires_grad}
         if rank is None:
@@ -380,7 +377,7 @@ class _Block:
             run.gradients[key] = torch.zeros_like(x) if gradient is None else gradient
 
 
-def _compare(whole: _Run, ranks: Iterable[_Run]) -> None:
+def _compare(whole: _Computed, ranks: Iterable[_Computed]) -> None:
     """Raise NotImplementedError unless the ranks' tensors and gradients are those of the whole block."""
     largest = max((largest_value(x) for x in whole.gradients.values()), default=0.0)
     totals = {key: torch.zeros_like(x) for key, x in whole.gradients.items() if whole.entering[key][1] is not _whole}

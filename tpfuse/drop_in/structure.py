@@ -47,6 +47,7 @@ from tpfuse.drop_in.styles import (
 )
 from tpfuse.layers.sequence import splits
 
+# (the projections in, the possible names of the projection out)
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "dense", "out_proj")),
     (("qkv_proj",), ("o_proj",)),
@@ -65,7 +66,6 @@ TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _LENGTHS = ("position_ids",)  # arguments of attention whose last dimension is that of the whole sequence
 HEADS = ("lm_head", "embed_out")
 _OF_HEADS = ("sinks",)  # parameters of attention modules with an entry for each query head
-_NO_DECODER = "found no list of layers with an attention that tpfuse knows"
 
 
 @dataclass
@@ -104,7 +104,7 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     plan = Recognised()
     found = list(decoders(model))
     if not found:
-        raise ValueError(f'plan "auto": {_NO_DECODER}; give a plan {{"pattern": style, …}}')
+        raise ValueError(f'plan "auto": {_nothing_found(model)}; give a plan {{"pattern": style, …}}')
     proof = Proof(model, ranks, [layer for _, base, layers in found for layer in base.get_submodule(layers).children()])
     for name, base, layers in found:
         part = None
@@ -128,11 +128,11 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
             except NotImplementedError as error:
                 plan.kept[name] = str(error)
                 plan.add(name, ReplicatedParallel())
+    hooks_alone = FusedPrepareModuleInput | WholeSequences  # styles that convert no parameter
     for name, module in model.named_modules():
         styles = plan.styles.get(name, [])
-        sharded = {key for style in styles for key in getattr(style, "sharded", ())}
-        prepared = all(isinstance(style, FusedPrepareModuleInput) for style in styles)  # which converts no parameter
-        if prepared and any(key not in sharded for key, _ in module.named_parameters(recurse=False)):
+        owns = any(True for _ in module.parameters(recurse=False))
+        if owns and all(isinstance(style, hooks_alone) for style in styles):
             plan.add(name, ReplicatedParallel())
             parents = (parent for parent in plan.kept if name.startswith(f"{parent}."))
             reason = next((plan.kept[parent] for parent in parents), "every rank computes the same")
@@ -159,7 +159,8 @@ def _keep_what_is_tied(plan: Recognised, model: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append(name)
     for names in owners.values():
-        whole = next((name for name in names if isinstance(plan.styles[name][0], ReplicatedParallel)), None)
+        replicated = (name for name in names if any(isinstance(x, ReplicatedParallel) for x in plan.styles[name]))
+        whole = next(replicated, None)
         for name in names if whole is not None else ():
             if _is_of_vocabulary(plan.styles[name][0]):
                 plan.styles[name] = [ReplicatedParallel()]
@@ -192,7 +193,13 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         found = getattr(decoder, layers)
         assert isinstance(found, nn.ModuleList)
         return found
-    raise ValueError(_NO_DECODER)
+    raise ValueError(_nothing_found(model))
+
+
+def _nothing_found(model: nn.Module) -> str:
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    found = "an encoder and a decoder" if both else "no list of layers with an attention that tpfuse knows"
+    return f"found {found}: expected a decoder alone, of a family that docs/families.md lists"
 
 
 def _join(*names: str) -> str:
@@ -234,8 +241,6 @@ def _plan_decoder(name: str, base: nn.Module, layers: str, proof: Proof, length:
                 proof.layer(path, part.styles)
             except NotImplementedError as reason:
                 part = _plan_layer(path, layer, proof, None)
-                if path not in part.styles and any(True for _ in layer.parameters(recurse=False)):
-                    part.add(path, ReplicatedParallel())
                 part.add(path, WholeSequences(length_arguments=_LENGTHS, length=length))
                 part.kept[path] = f"on shards of the sequence {reason}"
         plan.join(part)
@@ -389,33 +394,24 @@ def _plan_attention(
             f"{path}: {heads} heads cannot be divided among {ranks} ranks: expected tp {splits(heads, heads)}"
         )
     local = heads // ranks
-    attributes: dict[str, Any] = {}
-    for name, value in (("num_heads", local), ("num_attention_heads", local), ("split_size", local * size)):
-        if hasattr(module, name):
-            attributes[name] = value
     served = [served_heads(heads, shared, rank, ranks) for rank in range(ranks)]
-    sharded = shared % ranks == 0
-    groups = heads // shared if sharded else local // len(served[0])
-    for name, value in (("num_key_value_heads", len(served[0])), ("num_key_value_groups", groups)):
-        if hasattr(module, name):
-            attributes[name] = value
-    keys = (
-        None if sharded else [tuple((head * size, (head + 1) * size) for head in served[rank]) for rank in range(ranks)]
-    )
+    sharded, own_keys = shared % ranks == 0, len(served[0])
+    of_rank = {
+        "num_heads": local, "num_attention_heads": local, "split_size": local * size, "num_key_value_heads": own_keys,
+        "num_key_value_groups": heads // shared if sharded else local // own_keys,
+    }  # fmt: skip
+    attributes: dict[str, Any] = {name: value for name, value in of_rank.items() if hasattr(module, name)}
     styles = dict.fromkeys(inner, FusedColwiseParallel())
-    if inner == ("c_attn",):
-        styles["c_attn"] = FusedColwiseParallel(parts=3)
+    if inner == ("qkv_proj",):
+        attributes["config"] = LocalHeads(module.config, num_attention_heads=local, num_key_value_heads=own_keys)
+    if inner == ("c_attn",) or (inner == ("qkv_proj",) and heads == shared):
+        styles = dict.fromkeys(inner, FusedColwiseParallel(parts=3))
     elif inner == ("qkv_proj",):
-        attributes["config"] = LocalHeads(module.config, num_attention_heads=local, num_key_value_heads=len(served[0]))
-        styles["qkv_proj"] = (
-            FusedColwiseParallel(parts=3)
-            if heads == shared
-            else FusedColwiseParallel(
-                ranges=[_packed_ranges(heads, shared, size, served[rank], rank, ranks) for rank in range(ranks)]
-            )
-        )
-    elif len(inner) == 3:
-        styles |= dict.fromkeys(inner[1:], FusedColwiseParallel(ranges=keys))
+        ranges = [_packed_ranges(heads, shared, size, served[rank], rank, ranks) for rank in range(ranks)]
+        styles = dict.fromkeys(inner, FusedColwiseParallel(ranges=ranges))
+    elif len(inner) == 3 and not sharded:
+        rows = [tuple((head * size, (head + 1) * size) for head in each) for each in served]
+        styles |= dict.fromkeys(inner[1:], FusedColwiseParallel(ranges=rows))
     for name, style in styles.items():
         _plan_linear(plan, _join(path, name), module.get_submodule(name), style)
     _plan_linear(plan, _join(path, outer), module.get_submodule(outer), _row_style(length is not None))

@@ -129,10 +129,7 @@ class FusedColwiseParallel(ColwiseParallel):
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.parts, self.ranges = parts, ranges
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
-        if self._is_torchs(module):
-            return
+    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         _, height = features(module)
         check_floats(module)
         input_layout, output_layout = self.input_layouts[0], self.output_layouts[0]
@@ -158,9 +155,9 @@ class FusedColwiseParallel(ColwiseParallel):
 
     @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh)
         if self._is_torchs(module):
             return super()._apply(module, device_mesh)
+        self._check(module, device_mesh)
         (inner, outer), transposed = features(module), is_conv1d(module)
         input_layout = self.input_layouts[0]
         shape: tuple[int, ...] | None = None
@@ -203,10 +200,7 @@ class FusedRowwiseParallel(RowwiseParallel):
     sharded by rows; its input is whole.
     """
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
-        if self._is_torchs(module):
-            return
+    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         check_floats(module)
         input_layout, output_layout = self.input_layouts[0], self.output_layouts[0]
         if not isinstance(output_layout, Replicate | Shard) or output_layout == Shard(-1):
@@ -235,9 +229,9 @@ class FusedRowwiseParallel(RowwiseParallel):
 
     @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh)
         if self._is_torchs(module):
             return super()._apply(module, device_mesh)
+        self._check(module, device_mesh)
         output_layout = self.output_layouts[0]
         output_dim = output_layout.dim if isinstance(output_layout, Shard) else None
         if isinstance(module, nn.Embedding):
@@ -276,16 +270,12 @@ class FusedSequenceParallel(SequenceParallel):
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
         self.sequence_dim, self.gather_output = sequence_dim, gather_output
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+    @_named
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_floats(module)
         for name, child in module.named_children():
             if any(True for _ in child.parameters()):
                 raise ValueError(f"its child {name} has parameters: expected a module without such children")
-
-    @_named
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh)
         known: dict[type[nn.Module], type[nn.Module]] = {nn.Dropout: ConvertedDropout}
         if len(getattr(module, "normalized_shape", ())) == 1:
             known |= {nn.LayerNorm: ConvertedLayerNorm, nn.RMSNorm: ConvertedRMSNorm}
@@ -304,14 +294,16 @@ class SequenceLength:
     value: int | None = None
 
 
+@dataclass(eq=False)
 class SequenceShards:
     """Hooks of a module that maps this rank's shard of the sequence to one of equal length."""
 
-    def __init__(
-        self, mesh: DeviceMesh, dim: int, use_local_output: bool, gather_output: SequenceLength | None
-    ) -> None:
-        self.mesh, self.dim, self.use_local_output, self.gather_output = mesh, dim, use_local_output, gather_output
-        self.length: int | None = None
+    mesh: DeviceMesh
+    dim: int
+    use_local_output: bool
+    gather_output: SequenceLength | None
+    # the sequence's length in the last forward pass, if the input was a DTensor
+    length: int | None = None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the inputs with this rank's plain shard for a DTensor, whose length is kept for the output.
@@ -367,8 +359,8 @@ class ReplicatedParallel(ParallelStyle):
     def __init__(self, *, sum_gradients: bool = False, sharded: Sequence[str] = ()) -> None:
         self.sum_gradients, self.sharded = sum_gradients, tuple(sharded)
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+    @_named
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_floats(module)
         for name in self.sharded:
             parameter = module._parameters.get(name)
@@ -377,10 +369,6 @@ class ReplicatedParallel(ParallelStyle):
                     f"its {name} {list(parameter.shape)} cannot be split among {device_mesh.size()} ranks: expected a"
                     " multiple of them"
                 )
-
-    @_named
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh)
         replicate_(module, device_mesh, self.sum_gradients, self.src_data_rank, sharded=self.sharded)
         return module
 
@@ -391,10 +379,10 @@ class FusedPrepareModuleInput(PrepareModuleInput):
     projections: the names of the column-parallel children that read the module's first input (or the keyword argument
     `hidden_states`); the module uses that input for nothing else but its shape. They share one gather, fused into their
     products, and their parts of the input's gradient are summed once. attributes: values that the module's attributes
-    take, for a module that computes with sizes that are smaller on a rank. length_arguments: the
-    names of keyword arguments of the module; the last dimension of the first that is a tensor is the length of the
-    whole sequence without padding. length: where that length is kept. A module whose input is split here, or that gets
-    such an argument, sets it; another one reads it.
+    take, for a module that computes with sizes that are smaller on a rank. length_arguments: the names of keyword
+    arguments of the module; the last dimension of the first that is a tensor is the length of the whole sequence
+    without padding. length: where that length is kept. A module whose input is split here, or that gets such an
+    argument, sets it; another one reads it.
 
     With projections or attributes the layouts are those of the first input: Shard(d) or Replicate() to Replicate(), or
     Replicate() to Shard(d). Without them this is torch's style.
@@ -423,25 +411,18 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         self.projections, self.length_arguments = tuple(projections), tuple(length_arguments)
         self.attributes, self.length = attributes or {}, length
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+    @_named
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not (self.projections or self.attributes or self.length is not None):
+            return super()._apply(module, device_mesh)
         children = dict(module.named_children())
         for name in self.projections:
             if name not in children:
                 raise ValueError(f"projection {name!r}: it has no such child, but {', '.join(children)}")
         others = (*(self.input_layouts or ())[1:], *self.input_kwarg_layouts.values())
-        if self._is_fused() and (self.input_layouts is None or any(layout is not None for layout in others)):
+        if self.input_layouts is None or any(layout is not None for layout in others):
             raise ValueError("projections: expected the layouts of the first input alone, as input_layouts")
-
-    def _is_fused(self) -> bool:
-        return bool(self.projections or self.attributes or self.length is not None)
-
-    @_named
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh)
-        if not self._is_fused():
-            return super()._apply(module, device_mesh)
-        assert self.input_layouts is not None and self.desired_input_layouts is not None
+        assert self.desired_input_layouts is not None
         source, target = self.input_layouts[0], self.desired_input_layouts[0]
         hook = PreparedInput(
             device_mesh,
@@ -477,14 +458,15 @@ class WholeSequences(ParallelStyle):
         return module
 
 
+@dataclass(eq=False)
 class SplitOutput:
     """A hook that returns this rank's padded shard of the output, or of its first entry.
 
     A module may return the tokens of all sequences in one dimension, as mixtures of experts do.
     """
 
-    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
-        self.mesh, self.dim = mesh, dim
+    mesh: DeviceMesh
+    dim: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """Return the output with this rank's shard. Raise ValueError if it has not the tokens of the input."""
@@ -512,25 +494,21 @@ def _hooked(module: nn.Module) -> bool:
     return any(hooks)
 
 
+@dataclass(eq=False)
 class PreparedInput:
     """A hook that prepares the first input of a module, or its keyword argument `hidden_states`.
 
-    held, wanted: the dimension along which the input is this rank's shard, and along which the module wants it; None
-    for a whole input. If a projection has hooks of its own, all get
-    the true input, and nothing is fused. projections, length_arguments: as in `FusedPrepareModuleInput`.
+    If a projection has hooks of its own, all get the true input, and nothing is fused.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        held: int | None,
-        wanted: int | None,
-        projections: tuple[str, ...],
-        length_arguments: tuple[str, ...],
-        length: SequenceLength | None,
-    ) -> None:
-        self.mesh, self.held, self.wanted = mesh, held, wanted
-        self.projections, self.length_arguments, self.length = projections, length_arguments, length
+    mesh: DeviceMesh
+    # the dimension along which the input is this rank's shard, and along which the module wants it; None for the whole
+    held: int | None
+    wanted: int | None
+    # as in `FusedPrepareModuleInput`
+    projections: tuple[str, ...]
+    length_arguments: tuple[str, ...]
+    length: SequenceLength | None
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -28,6 +28,7 @@ from tpfuse.comm.layout import Slices, gather_whole, has_values, local_slices, l
 from tpfuse.comm.stored_tensors import StoredTensor, stored_tensors
 from tpfuse.drop_in.converted import set_attributes
 from tpfuse.drop_in.loaded_tensors import loaded_tensors
+from tpfuse.drop_in.structure import HEADS
 
 _P = ParamSpec("_P")
 _M = TypeVar("_M", bound=nn.Module)
@@ -53,7 +54,7 @@ def empty_model(make: Callable[_P, _M], *args: _P.args, **kwargs: _P.kwargs) -> 
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Makes uninitialised tensors, such as torch's own layers begin with, on the meta device."""
+    """Make uninitialised tensors, such as torch's own layers begin with, on the meta device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,7 +134,10 @@ def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[Store
             _check_tensor(tensor, values[names[0]])
         found |= dict.fromkeys(names, tensors)
     if missing:
-        raise ValueError(f"{folder_or_file}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
+        way = "expected all files of the model that config.json describes"
+        if any(name.rpartition(".")[0] in HEADS for name in missing):
+            way = 'expected them, or "tie_word_embeddings": true in config.json if the embedding is the head too'
+        raise ValueError(f"{folder_or_file}: {len(missing)} tensors are missing: {', '.join(missing[:5])}: {way}")
     expected = {short(name) for name in (*values, *computed)}
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ("(?!)",)))
     extra = [tensor.name for name, tensor in stored.items() if name not in expected and not ignored.search(tensor.name)]
