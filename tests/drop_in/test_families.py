@@ -31,7 +31,7 @@ STRUCTURES = ["gpt2", "llama", "phi3_shared", "neox", "mixtral", "gpt_oss", "fal
 
 
 def _batch(sequences: int, length: int, padding: str) -> dict[str, Tensor]:
-    """Returns tokens, labels and, if there is padding, the mask: sequence i has 2 i tokens of padding on that side."""
+    """Return tokens, labels and, if there is padding, the mask: sequence i has 2 i tokens of padding on that side."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 101, (sequences, length), generator=generator)
     if padding == "none":
@@ -45,7 +45,7 @@ def _batch(sequences: int, length: int, padding: str) -> dict[str, Tensor]:
 
 
 def _evaluate(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the logits, the loss and, by name, the whole gradients of all parameters."""
+    """Return the logits, the loss and, by name, the whole gradients of all parameters."""
     loss = model(**batch).loss
     loss.backward()
     logits = model(**{name: x for name, x in batch.items() if name != "labels"}).logits

@@ -25,7 +25,6 @@ from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
-from tpfuse.zero import shard
 
 IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
 CASES = ("whole", "left", "right", "packed")
@@ -33,7 +32,7 @@ UNCAPPED = {"gemma2": {"attn_logit_softcapping": None}}  # ring attention has no
 
 
 def _inputs(case: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the arguments of the forward pass, and where its logits are to be compared."""
+    """Return the arguments of the forward pass, and where its logits are to be compared."""
     ids, labels, valid = IDS.clone(), IDS.clone(), torch.ones_like(IDS, dtype=torch.bool)
     labels[1, 3:5] = -100
     arguments = {"input_ids": ids, "labels": labels}
@@ -51,7 +50,7 @@ def _inputs(case: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _exactly(family: str, name: str, *args: Any) -> Any:
-    """Calls the function with this name while the family's norms compute in the dtype of their input."""
+    """Call the function with this name while the family's norms compute in the dtype of their input."""
     with exact(decoder(family)):
         return globals()[name](*args)
 
@@ -261,89 +260,6 @@ def test_dropout_of_attention_depends_on_the_position_alone() -> None:
         other_loss, other_gradient = pool(4).run(_dropped, tp)[0]
         _close(other_loss, loss)
         _close(other_gradient, gradient)
-
-
-def _in_buckets(dp: int, cp: int) -> None:
-    mesh = mesh_of(dp, 1, cp)
-    model, plain = decoder("mistral"), decoder("mistral")
-    plain.loss_function = exact_loss
-    parallelize(model, mesh)
-    arguments, _ = _inputs("whole")
-    if dp == 2:  # each data-parallel rank has one of the sequences
-        mine = {name: x[dist.get_rank() // cp].unsqueeze(0) for name, x in arguments.items()}
-    else:
-        mine = arguments
-        model(**arguments).loss.backward()  # hooks that are there before the buckets are made
-        model.zero_grad()
-    buckets = shard(model, mesh, stage=0)
-    buckets.start(last=True)
-    items = (arguments["labels"][:, 1:] != -100).sum()
-    model(**mine, num_items_in_batch=items).loss.backward()
-    buckets.finish()
-    plain(**arguments, use_cache=False).loss.backward()
-    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    for bucket in buckets.buckets:
-        for segment in bucket.layout.segments:
-            summed = bucket.layout.view(bucket.reduced_shard, segment)
-            _close(summed, gradients[segment.name].view(summed.shape))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
-def test_an_engine_takes_the_sums_over_the_context(dp: int, cp: int) -> None:
-    pool(dp * cp).run(_exactly, "mistral", "_in_buckets", dp, cp)
-
-
-def _fully_sharded() -> None:
-    mesh = mesh_of(1, 1, 2)
-    model, plain = decoder("mistral"), decoder("mistral")
-    plain.loss_function = exact_loss
-    arguments, _ = _inputs("whole")
-    engine = shard(parallelize(model, mesh), mesh, stage=3, units=model.model.layers)
-    engine.start(last=True)
-    model(**arguments).loss.backward()
-    engine.finish()
-    plain(**arguments, use_cache=False).loss.backward()
-    for member, parameter in zip(engine.members, plain.parameters(), strict=True):
-        assert member.sharded.grad is not None
-        _close(gather_whole(member.sharded.grad).reshape(parameter.shape), parameter.grad)
-
-
-@pytest.mark.exhaustive
-def test_shards_of_all_parameters_take_the_sums_over_the_context() -> None:
-    pool(2).run(_exactly, "mistral", "_fully_sharded")
-
-
-def _adapted(tp: int, cp: int) -> None:
-    import peft
-
-    config = peft.LoraConfig(r=3, init_lora_weights=False, target_modules=["q_proj", "o_proj"])
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(peft.get_peft_model(decoder("mistral"), config).double())
-    plain, model = models
-    plain.loss_function = plain.base_model.model.loss_function = exact_loss
-    arguments, _ = _inputs("right")
-    parallelize(model, mesh_of(1, tp, cp), sequence_parallel=False)
-    plain(**arguments, use_cache=False).loss.backward()
-    out = model(**arguments)
-    assert out.logits is None
-    out.loss.backward()
-    trained = 0
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.requires_grad == theirs.requires_grad
-        if theirs.grad is not None:
-            _close(_gradient(mine, theirs), theirs.grad)
-            trained += 1
-    assert trained == 2 * 2 * 2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])
-def test_adapters_of_peft_train_under_a_context(tp: int, cp: int) -> None:
-    pytest.importorskip("peft")
-    pool(tp * cp).run(_exactly, "mistral", "_adapted", tp, cp)
 
 
 def _refuse() -> None:

@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,6 +37,7 @@ from tpfuse.drop_in.styles import (
     FusedSequenceParallel,
     WholeSequences,
 )
+from tpfuse.drop_in.weights import empty_model
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 
@@ -106,7 +108,7 @@ def _logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
 
 
 def _evaluate(model: nn.Module, ids: Tensor = IDS) -> dict[str, Tensor]:
-    """Returns the logits and, by name, the whole gradients of all parameters."""
+    """Return the logits and, by name, the whole gradients of all parameters."""
     model.zero_grad()
     logits = _logits(model, ids)
     logits.sin().sum().backward()
@@ -125,7 +127,7 @@ def _check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 def _anatomy(model: nn.Module) -> dict[str, Any]:
-    """Returns what a module is, but for its tensors: its class, its attributes and its hooks."""
+    """Return what a module is, but for its tensors: its class, its attributes and its hooks."""
     tensors = {"_parameters", "_buffers", "_modules"}
     return {
         name: (
@@ -310,15 +312,16 @@ def test_restore_gives_the_original_back() -> None:
     pool(2).run(_restores)
 
 
-def _state_dicts(family: str) -> None:
-    whole, model = decoder(family), decoder(family)
-    parallelize(model, tensor_mesh())
-    state = model.state_dict()
+def _state_dicts(family: str, folder: Path) -> None:
+    """Load whole tensors, shards, and shards in a file of this rank, into models with and without values."""
+    whole, model = decoder(family), parallelize(decoder(family), tensor_mesh())
+    state, file = model.state_dict(), folder / f"{dist.get_rank()}.pt"
     assert list(state) == list(whole.state_dict())
     for name, expected in whole.state_dict().items():
         assert state[name].shape == expected.shape and torch.equal(gather_whole(state[name]), expected), name
+    torch.save(state, file)
     other = parallelize(decoder(family), tensor_mesh())
-    for source in (state, whole.state_dict(), {name: gather_whole(x) for name, x in state.items()}):
+    for source in (state, whole.state_dict(), torch.load(file, weights_only=False)):
         for parameter in other.parameters():
             parameter.data.zero_()
         assert not any(other.load_state_dict(source))
@@ -326,11 +329,16 @@ def _state_dicts(family: str) -> None:
             assert torch.equal(one.to_local(), another.to_local())
     with pytest.raises(RuntimeError, match="size mismatch"):
         other.load_state_dict({name: x[:3] if x.ndim > 1 else x for name, x in whole.state_dict().items()})
+    empty = parallelize(empty_model(decoder, family), tensor_mesh())
+    empty.load_state_dict(whole.state_dict(), assign=True)
+    empty.tie_weights()
+    for name, expected in whole.state_dict().items():
+        assert torch.equal(gather_whole(empty.state_dict()[name]), expected), name
 
 
 @pytest.mark.parametrize("family", ["phi3", *exhaustive("gpt2", "llama_tied", "phi3_shared", "neox")])
-def test_state_dicts_of_whole_tensors_make_the_round_trip(family: str) -> None:
-    pool(2).run(_state_dicts, family)
+def test_state_dicts_of_whole_tensors_make_the_round_trip(family: str, tmp_path: Path) -> None:
+    pool(2).run(_state_dicts, family, tmp_path)
 
 
 # These modules are left alone.
@@ -388,7 +396,7 @@ class NormedMLP(nn.Module):
 
 
 def _scaled(attention: nn.Module) -> nn.Module:
-    """Returns the attention with a parameter of its own, which scales the output."""
+    """Return the attention with a parameter of its own, which scales the output."""
     own = type(attention)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -445,7 +453,7 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8, bias=False) for _ in range(4))
 
     def forward(self, hidden_states: Tensor, others: Tensor | None = None) -> Tensor:
-        """Returns the output of self-attention, or of attention to the keys and values of `others`."""
+        """Return the output of self-attention, or of attention to the keys and values of `others`."""
         others = hidden_states if others is None else others
         shape = (*hidden_states.shape[:-1], -1, 2)
         q = self.q_proj(hidden_states).view(shape).transpose(1, 2)

@@ -568,23 +568,22 @@ def test_training_and_checkpoints_under_fully_shard_are_those_of_one_rank(tmp_pa
     pool(4).run(_sharded_training, tmp_path)
 
 
-def _compiled() -> None:
+def _compiled(local: bool) -> None:
     ids = integers(1, 2, 12, low=0, high=35, dtype=torch.int64)
-    for local in (True, False):
-        model = parallelize_module(Model(), tensor_mesh(), _plan(OURS, local))
-        _loss(model, ids).backward()
-        expected = _gradients(model)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        for _ in range(2):
-            model.zero_grad()
-            _loss(compiled, ids).backward()
-            for name, x in _gradients(model).items():
-                torch.testing.assert_close(x, expected[name], **TOLERANCE, msg=f"local {local}: {name}")
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    model = parallelize_module(Model(), tensor_mesh(), _plan(OURS, local))
+    _loss(model, ids).backward()
+    expected = _gradients(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        model.zero_grad()
+        _loss(compiled, ids).backward()
+        for name, x in _gradients(model).items():
+            torch.testing.assert_close(x, expected[name], **TOLERANCE, msg=name)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.exhaustive
-def test_a_compiled_model_is_one_graph_with_the_same_gradients() -> None:
-    pool(2).run(_compiled)
+@pytest.mark.parametrize("local", [True, *exhaustive(False)])
+def test_a_compiled_model_is_one_graph_with_the_same_gradients(local: bool) -> None:
+    pool(2).run(_compiled, local)

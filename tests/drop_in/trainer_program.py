@@ -1,4 +1,4 @@
-"""Trains a tiny Llama by transformers' Trainer and in a loop of accelerate, on one rank or under torchrun.
+"""Train a tiny Llama by transformers' Trainer and in a loop of accelerate, on one rank or under torchrun.
 
 Each rank writes losses and norms to FOLDER/RANK.json. The Trainer saves the trained model to FOLDER/model.
 """

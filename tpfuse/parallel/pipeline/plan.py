@@ -17,7 +17,7 @@ class PipelinePlan:
     # the stages of all ranks, and the cost of each as it is counted for the cut
     stages: tuple[Stage, ...]
     costs: tuple[Cost, ...]
-    # what carries messages between ranks, "fused", "direct" or "collective" (`tpfuse.switches`), or "local" for one rank
+    # what carries messages: "fused", "direct" or "collective" (`tpfuse.switches`), or "local" for one rank
     implementation: str
     # why
     reason: str
