@@ -551,10 +551,8 @@ def combined_class(first: type, second: type) -> type[nn.Module]:
 
     Instances can be pickled and copied: `Converted` makes their class again from its two bases.
     """
-    if (first, second) not in _combined:
-        made = type(f"{first.__name__}_{second.__name__}", (first, second), {"made_of": (first, second)})
-        _combined[first, second] = made
-    return _combined[first, second]
+    made = type(f"{first.__name__}_{second.__name__}", (first, second), {"made_of": (first, second)})
+    return _combined.setdefault((first, second), made)
 
 
 def _empty(first: type[nn.Module], second: type[nn.Module]) -> nn.Module:

@@ -143,7 +143,7 @@ def register() -> None:
     """
     check_release()
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.distributed.tensor_parallel import ParallelInterface
+    from transformers.distributed.parallel_utils import ParallelInterface
 
     for name, attention, mask in (
         (ATTENTION, _attention, _mask),

@@ -118,15 +118,9 @@ class FusedColwiseParallel(ColwiseParallel):
     """
 
     def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        parts: int = 1,
-        ranges: Sequence[Ranges] | None = None,
+        self, *, parts: int = 1, ranges: Sequence[Ranges] | None = None, **torchs: Placement | bool | None
     ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        super().__init__(**cast(Any, torchs))
         self.parts, self.ranges = parts, ranges
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -391,23 +385,13 @@ class FusedPrepareModuleInput(PrepareModuleInput):
     def __init__(
         self,
         *,
-        input_layouts: Any = None,
-        desired_input_layouts: Any = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
         projections: Sequence[str] = (),
         length_arguments: Sequence[str] = (),
         attributes: dict[str, Any] | None = None,
         length: SequenceLength | None = None,
+        **torchs: Any,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
+        super().__init__(**torchs)
         self.projections, self.length_arguments = tuple(projections), tuple(length_arguments)
         self.attributes, self.length = attributes or {}, length
 
