@@ -102,7 +102,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, where there are four times as many features."""
+    """Two linear layers with a GELU between them, of four times the features."""
 
     def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, recompute: Recompute) -> None:
         super().__init__()

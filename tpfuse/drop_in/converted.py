@@ -252,23 +252,19 @@ class Converted(OnMesh):
 
 
 class ConvertedColumnLinear(Converted, ColumnParallelLinear):
-    """An nn.Linear (or transformers' Conv1D) whose output features are sharded.
+    """An nn.Linear (or transformers' Conv1D) whose output features are sharded; the last ranks may have fewer."""
 
-    input_dim: the dimension along which the input is this rank's shard, None for a whole input. gather_output, parts:
-    as in `ColumnParallelLinear`; without parts the last ranks may have fewer features. ranges: [start, stop) of the
-    rows of a replicated weight that this rank uses, None for a sharded weight. transposed: the weight is [in, out].
-    use_local_output: return a plain tensor, not a DTensor.
-
-    shares_gather: the module that the layer is a child of gathers the input, in one product for all its projections.
-    offered: the output that a module has computed for this one, with that of its siblings (`PreparedInput`), after the
-    input for which it is returned.
-    """
-
+    # the dimension along which the input is this rank's shard; None for a whole input
     input_dim: int | None
+    # [start, stop) of the rows of a replicated weight that this rank uses; None for a sharded weight
     ranges: Ranges | None
+    # whether the weight is [in, out]
     transposed: bool
+    # return a plain tensor, not a DTensor
     use_local_output: bool
+    # (input, output) if the parent has computed the output with those of its other projections (`PreparedInput`)
     offered: tuple[Tensor, Tensor] | None
+    # whether the parent gathers the input, in one product for all its projections
     shares_gather: bool = False
 
     @property
@@ -333,14 +329,11 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
 
 
 class ConvertedRowLinear(Converted, RowParallelLinear):
-    """An nn.Linear (or transformers' Conv1D) whose input features are sharded.
+    """An nn.Linear (or transformers' Conv1D) whose input features are sharded."""
 
-    input_is_parallel: as in `RowParallelLinear`. output_dim: the dimension along which the output is this rank's shard,
-    None for a whole output; the output is padded there to a multiple of the number of ranks. transposed,
-    use_local_output: as in `ConvertedColumnLinear`.
-    """
-
+    # the dimension along which the output is this rank's shard, padded to equal lengths; None for a whole output
     output_dim: int | None
+    # as in `ConvertedColumnLinear`
     transposed: bool
     use_local_output: bool
 

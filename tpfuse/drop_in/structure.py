@@ -87,7 +87,7 @@ class Recognised:
 
 
 def _match(module: nn.Module, table: tuple[Any, ...]) -> tuple[tuple[str, ...], str] | None:
-    """Return (names of the projections in, name of the projection out) of a module; None if it is no such part."""
+    """Return (names of the projections in, name of the projection out) of a module; None if it does not match."""
     children = dict(module.named_children())
     for inner, outer in table:
         last = next((name for name in outer if name in children), None)
@@ -453,7 +453,7 @@ def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
 def _heads(module: nn.Module, inner: tuple[str, ...], outer: str) -> tuple[int, int, int]:
     """Return (query heads, key/value heads, head size) of an attention module.
 
-    Raise NotImplementedError if its sizes contradict each other, for norms over all heads at once, and for parameters
+    Raise NotImplementedError if its sizes contradict each other, for norms over all heads together, and for parameters
     that the plan cannot share among the heads.
     """
     size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)

@@ -39,7 +39,7 @@ _MOST = 64  # the numbers of micro-batches that are tried for an error message
 
 
 class Kind(Enum):
-    """What a rank computes at once. INPUT and WEIGHT are the two parts of a split backward."""
+    """A pass of one micro-batch through a stage. INPUT and WEIGHT are the two parts of a split backward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -47,18 +47,17 @@ class Passes(Protocol):
 
 @dataclass
 class _Flight:
-    """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass.
+    """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass."""
 
-    x: the input, a leaf; None on the first stage. output: where the backward pass begins; None after its first part.
-    gradient: that of the output;
-    None on the last stage. groups: what torch keeps between the two parts of a split backward pass. taken: the messages
-    that are released at the end.
-    """
-
+    # the input, a leaf; None on the first stage
     x: Tensor | None
+    # where the backward pass begins; None after its first part
     output: Tensor | GradientEdge | None
+    # the messages that are released at the end
     taken: list[tuple[int, Message]]
+    # the gradient of the output; None on the last stage
     gradient: Tensor | None = None
+    # what torch keeps between the two parts of a split backward pass
     groups: Any = None
 
 

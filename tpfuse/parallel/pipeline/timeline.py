@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A played order. intervals: those of each rank, one after another."""
+    """A simulated order. intervals: those of each rank, one after another."""
 
     order: Order
     intervals: tuple[tuple[Interval, ...], ...]
@@ -51,7 +51,7 @@ class Timeline:
 
 
 def timeline(order: Order, seconds: Callable[[Action], float] = usual_seconds, delay: float = 0.0) -> Timeline:
-    """Return the played order. seconds: the duration of an action; delay: that of a message between two ranks."""
+    """Return the simulated order. seconds: the duration of an action; delay: that of a message between two ranks."""
     forward: Ends = [[None] * order.micro_batches for _ in range(order.stages)]
     inputs: Ends = [[None] * order.micro_batches for _ in range(order.stages)]
     rows: list[list[Interval]] = [[] for _ in range(order.ranks)]
@@ -163,7 +163,7 @@ def holdings(order: Order, rank: int) -> Iterator[Holding]:
 
     for action in order.actions[rank]:
         stage, number, forward = action.stage, action.micro_batch, action.kind is Kind.FORWARD
-        ends_first_part = action.kind is Kind.INPUT and stage > 0  # of the first stage there is no first part
+        ends_first_part = action.kind is Kind.INPUT and stage > 0  # the first stage has no input gradient
         saved[stage] += forward
         gradients[stage] += ends_first_part
         if forward and splits and stage < order.stages - 1:
@@ -202,7 +202,7 @@ def slots(played: Timeline) -> dict[tuple[int, bool], int]:
 
     played: the order, of which all actions take their usual time. The keys are the stage, and whether the messages are
     activations, which the previous stage sends; otherwise they are gradients. A slot is in use from the end of the
-    action that sends the message to the end of the backward pass that frees it. Since the played order keeps to these
+    action that sends the message to the end of the backward pass that frees it. Since that order keeps to these
     slots, no order of events on real ranks can make them wait for each other in a circle.
     """
     last = played.order.stages - 1
