@@ -24,7 +24,7 @@ from tpfuse.drop_in.huggingface import register
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
 CASES = ("whole", "left", "right", "packed")
@@ -127,7 +127,12 @@ def test_a_context_gives_the_results_of_eager_attention(
     pool(tp * cp).run(_agrees, cases, family, tp, cp, ulysses, sequence_parallel, UNCAPPED.get(family, {}))
 
 
-def _routers_and_padding(family: str, tp: int, cp: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp", "cp"),
+    [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("qwen3", 1, 4), ("mixtral", 2, 2), ("mixtral", 1, 4))],
+)
+@on_ranks("tp", "cp")
+def test_losses_of_routers_and_labels_after_padding_are_those_of_one_rank(family: str, tp: int, cp: int) -> None:
     """Compare with sdpa on one rank: every token has a label, those after padding at the left too."""
     arguments, valid = _inputs("left")
     valid[1, -3:] = False
@@ -158,14 +163,6 @@ def _routers_and_padding(family: str, tp: int, cp: int) -> None:
 
 def _gradients(model: nn.Module, like: nn.Module) -> list[Tensor]:
     return [_gradient(mine, theirs) for mine, theirs in zip(model.parameters(), like.parameters(), strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("family", "tp", "cp"),
-    [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("qwen3", 1, 4), ("mixtral", 2, 2), ("mixtral", 1, 4))],
-)
-def test_losses_of_routers_and_labels_after_padding_are_those_of_one_rank(family: str, tp: int, cp: int) -> None:
-    pool(tp * cp).run(_routers_and_padding, family, tp, cp)
 
 
 @pytest.mark.exhaustive
@@ -262,7 +259,8 @@ def test_dropout_of_attention_depends_on_the_position_alone() -> None:
         _close(other_gradient, gradient)
 
 
-def _refuse() -> None:
+@on_ranks(2)
+def test_what_a_context_cannot_do_is_refused() -> None:
     import transformers
 
     mesh = mesh_of(1, 1, 2)
@@ -319,10 +317,6 @@ def _refuse() -> None:
         model(IDS)
 
 
-def test_what_a_context_cannot_do_is_refused() -> None:
-    pool(2).run(_refuse)
-
-
 class _Before(nn.Module):
     """A projection that adds the token before."""
 
@@ -373,15 +367,12 @@ def test_a_context_is_refused_where_tokens_meet_outside_of_attention() -> None:
         prove_context(tiny("mimo_v2_flash"))
 
 
-def _window_of_the_mask() -> None:
+@on_ranks(2)
+def test_a_context_takes_the_window_from_the_mask() -> None:
     plain, model = tiny("olmoe"), tiny("olmoe")  # its attention is given a window that its mask has not
     parallelize(model, mesh_of(1, 1, 2))
     with exact(plain):
         _close(model(input_ids=IDS, labels=IDS).loss, plain(input_ids=IDS, labels=IDS).loss)
-
-
-def test_a_context_takes_the_window_from_the_mask() -> None:
-    pool(2).run(_window_of_the_mask)
 
 
 PLAN = {
@@ -416,6 +407,11 @@ def _from_pretrained(folder: Path) -> None:
     actual.loss.backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         _close(_gradient(mine, theirs), theirs.grad)
+    wrong = DistributedConfig(tp_plan={"model.norm.weight": "tpfuse_rowwise"}, tp_size=2)
+    with pytest.raises(
+        ValueError, match=r"tp_plan: model\.norm\.weight is a parameter: expected the name of its module"
+    ):
+        transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=wrong)
     saved = folder.parent / "saved"
     model.save_pretrained(saved)
     again = transformers.LlamaForCausalLM.from_pretrained(saved, dtype=torch.float64)
@@ -424,6 +420,5 @@ def _from_pretrained(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_transformers_loads_a_model_by_a_plan_of_fused_styles(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")  # transformers loads no plan without it
     decoder("llama").save_pretrained(tmp_path / "plain")
     pool(2).run(_from_pretrained, tmp_path / "plain")

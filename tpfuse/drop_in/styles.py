@@ -75,11 +75,8 @@ def features(module: nn.Module) -> tuple[int, int]:
     if is_conv1d(module):
         rows, columns = cast(Tensor, module.weight).shape
         return int(rows), int(columns)
-    raise ValueError(f"{_kind(module)}: expected an nn.Linear or transformers' Conv1D")
-
-
-def _kind(module: nn.Module) -> str:
-    return f"it is a {type(module).__module__}.{type(module).__name__}"
+    kind = f"{type(module).__module__}.{type(module).__name__}"
+    raise ValueError(f"it is a {kind}: expected an nn.Linear or transformers' Conv1D")
 
 
 def check_floats(module: nn.Module) -> None:
