@@ -10,10 +10,12 @@ from tpfuse.comm.collectives import anywhere
 from tpfuse.comm.layout import Slices, copy_whole_, gather_whole, load_part_
 from tpfuse.layers.on_mesh import empty_parameter
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 
-def _round_trip() -> None:
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+@on_ranks("world")
+def test_loading_and_gathering_return_the_same() -> None:
     for shape, dim in (((7, 5), 0), ((7, 5), 1), ((7, 5), None), ((2, 3), 0)):
         whole, asked = integers(1, *shape, dtype=torch.float64), []
 
@@ -28,11 +30,6 @@ def _round_trip() -> None:
         load_part_(parameter, read)
         assert torch.equal(gather_whole(parameter), whole.float())
         assert len(asked) == (1 if parameter.to_local().numel() else 0)
-
-
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_loading_and_gathering_return_the_same(world: int) -> None:
-    pool(world).run(_round_trip)
 
 
 def test_plain_tensors_and_wrong_shapes() -> None:

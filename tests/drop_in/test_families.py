@@ -21,7 +21,7 @@ from tpfuse.layers.explain import plans
 from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 # The structures that differ: packed projections in [in, out]; separate ones; packed with unequal parts; head by head;
 # blocks that are left alone and view what they get in another shape; parameters of attention that have an entry for
@@ -84,14 +84,11 @@ def _agree(family: str, dtype: torch.dtype, sequence_parallel: bool, sequences: 
         check_error(name, actual[name].reshape(expected.shape), plain[name], expected, bound)
 
 
-def _structures_agree(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks(2)
+def test_each_structure_agrees_with_the_untouched_model(sequence_parallel: bool) -> None:
     for family in STRUCTURES:
         _agree(family, torch.float64, sequence_parallel, 3, 7, "left")
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_each_structure_agrees_with_the_untouched_model(sequence_parallel: bool) -> None:
-    pool(2).run(_structures_agree, sequence_parallel)
 
 
 @pytest.mark.exhaustive
@@ -157,7 +154,8 @@ def test_every_family_generates_the_tokens_of_one_rank(world: int, sequence_para
     pool(world).run(_tokens_agree, list(FAMILIES), sequence_parallel)
 
 
-def _placements() -> None:
+@on_ranks(2)
+def test_sinks_are_sharded_with_the_heads_and_tied_embeddings_with_the_head() -> None:
     oss, falcon = parallelize(decoder("gpt_oss"), tensor_mesh()), parallelize(decoder("falcon"), tensor_mesh())
     sinks = oss.model.layers[1].self_attn.sinks
     assert sinks.placements == (Shard(0),) and sinks.to_local().shape == (6,)
@@ -165,10 +163,6 @@ def _placements() -> None:
     assert (plan.shard, plan.implementation, plan.reason) == ((6,), "sharded", "every rank has those of its heads")
     embedding = falcon.transformer.word_embeddings.weight
     assert embedding is falcon.lm_head.weight and embedding.placements == (Shard(0),)
-
-
-def test_sinks_are_sharded_with_the_heads_and_tied_embeddings_with_the_head() -> None:
-    pool(2).run(_placements)
 
 
 @pytest.mark.exhaustive
@@ -195,7 +189,8 @@ def test_norms_are_recognised_by_what_they_compute() -> None:
     assert rms_norm_terms(_DoubledRMSNorm()) is None and rms_norm_terms(nn.LayerNorm(8)) is None
 
 
-def _norms() -> None:
+@on_ranks(2)
+def test_norms_run_as_one_operator() -> None:
     model = parallelize(decoder("gemma", torch.bfloat16), tensor_mesh())
     operators = {plan.layer: plan.operator for plan in plans(model)}
     assert operators["model.layers.1.input_layernorm"] == operators["model.norm"] == "rms_norm"
@@ -207,7 +202,3 @@ def _norms() -> None:
         assert operator.call_count == (dtype == torch.bfloat16)
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
-
-
-def test_norms_run_as_one_operator() -> None:
-    pool(2).run(_norms)

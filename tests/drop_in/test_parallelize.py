@@ -39,7 +39,7 @@ from tpfuse.drop_in.styles import (
 )
 from tpfuse.drop_in.weights import empty_model
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 IDS = integers(1, 2, 7, low=3, high=101, dtype=torch.int64)
 
@@ -156,18 +156,15 @@ def _hook(*args: Any) -> None:
 # These attributes of modules and models survive.
 
 
-def _mix() -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(3, 4)])
+@on_ranks("world")
+def test_a_plan_of_ones_own_mixes_with_torchs_styles() -> None:
     for plan in (PLAN, MIXED):
         model = _plain()
         expected = _evaluate(model)
         parallelize(model, tensor_mesh(), plan)
         _check_equal(_evaluate(model), expected)
         assert len(replacements(model)) == 2 + (len(plan) - 2) * (2 if plan is PLAN else 1)
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(3, 4)])
-def test_a_plan_of_ones_own_mixes_with_torchs_styles(world: int) -> None:
-    pool(world).run(_mix)
 
 
 class Seen:
@@ -182,7 +179,9 @@ class Seen:
         module.register_forward_hook(lambda _, inputs, out: (self.after.append(out), out * factor)[1])
 
 
-def _hooks_survive(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
+@on_ranks(2)
+def test_hooks_survive_and_see_plain_tensors(sequence_parallel: bool) -> None:
     model = decoder("llama")
     layer = model.model.layers[1]
     watched = {
@@ -206,12 +205,8 @@ def _hooks_survive(sequence_parallel: bool) -> None:
     assert (seen["column"].before[0] - whole["column"][0]).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
-def test_hooks_survive_and_see_plain_tensors(sequence_parallel: bool) -> None:
-    pool(2).run(_hooks_survive, sequence_parallel)
-
-
-def _parameters_survive() -> None:
+@on_ranks(2)
+def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
     for family in ("gpt2", "llama_tied"):
         model = decoder(family)
         names = [name for name, _ in model.named_parameters()]
@@ -237,11 +232,12 @@ def _parameters_survive() -> None:
             restore(model)
 
 
-def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
-    pool(2).run(_parameters_survive)
-
-
-def _copies(family: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "sequence_parallel"),
+    [("llama", True), *exhaustive(("gpt2", True), ("phi3_shared", False), ("gemma3", True))],
+)
+@on_ranks(2)
+def test_copies_and_pickles_of_a_parallelized_model_compute_the_same(family: str, sequence_parallel: bool) -> None:
     model = parallelize(decoder(family), tensor_mesh(), sequence_parallel=sequence_parallel)
     expected = _evaluate(model)
     pickled, RemovableHandle.next_id = pickle.dumps(model), 0  # as in another process
@@ -259,15 +255,9 @@ def _copies(family: str, sequence_parallel: bool) -> None:
     assert all(torch.equal(one, expected[name]) for name, one in _evaluate(model).items())
 
 
-@pytest.mark.parametrize(
-    ("family", "sequence_parallel"),
-    [("llama", True), *exhaustive(("gpt2", True), ("phi3_shared", False), ("gemma3", True))],
-)
-def test_copies_and_pickles_of_a_parallelized_model_compute_the_same(family: str, sequence_parallel: bool) -> None:
-    pool(2).run(_copies, family, sequence_parallel)
-
-
-def _two_meshes(outer: int) -> None:
+@pytest.mark.parametrize(("world", "outer"), [(2, 2), *exhaustive((4, 2))])
+@on_ranks("world")
+def test_two_models_live_on_two_meshes(outer: int) -> None:
     ranks = dist.get_world_size()
     models = [_plain() for _ in range(2)]
     with torch.no_grad():
@@ -279,12 +269,8 @@ def _two_meshes(outer: int) -> None:
         _check_equal(_evaluate(model), of_it)
 
 
-@pytest.mark.parametrize(("world", "outer"), [(2, 2), *exhaustive((4, 2))])
-def test_two_models_live_on_two_meshes(world: int, outer: int) -> None:
-    pool(world).run(_two_meshes, outer)
-
-
-def _restores() -> None:
+@on_ranks(2)
+def test_restore_gives_the_original_back() -> None:
     cases: list[tuple[Callable[[], nn.Module], Any]] = [
         (_plain, PLAN), (_plain, MIXED), (lambda: decoder("gpt2"), "auto"), (lambda: decoder("phi3_shared"), "auto"),
         (lambda: decoder("gemma3"), "auto"),
@@ -306,10 +292,6 @@ def _restores() -> None:
             assert len({id(parameter) for parameter in found.values()}) == len(first)  # what is tied is tied
             assert not any(isinstance(buffer, DTensor) for buffer in model.buffers())
             assert torch.equal(_logits(model), logits)
-
-
-def test_restore_gives_the_original_back() -> None:
-    pool(2).run(_restores)
 
 
 def _state_dicts(family: str, folder: Path) -> None:
@@ -354,7 +336,7 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         shares = F.linear(hidden_states, self.gate.weight).softmax(-1)
-        # The mean over the sequence tells whole sequences from shards.
+        # The mean over the sequence differs between whole sequences and shards.
         first, second = self.first(hidden_states), self.second(hidden_states - hidden_states.mean(1, keepdim=True))
         return first * shares[..., :1] + second * shares[..., 1:]
 
@@ -373,7 +355,7 @@ class Mixer(nn.Module):
 
 
 class WideNorm(nn.Module):
-    """A norm over all heads at once."""
+    """A norm over all heads together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +390,9 @@ def _scaled(attention: nn.Module) -> nn.Module:
     return attention
 
 
-def _alone(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), *exhaustive((2, False), (3, True), (4, True))])
+@on_ranks("world")
+def test_modules_that_the_plan_cannot_handle_are_left_alone_and_named(sequence_parallel: bool) -> None:
     model = decoder("qwen3", head_dim=4, num_hidden_layers=4)
     model.model.layers[3].mlp, model.model.norm = NormedMLP().double(), nn.Sequential(nn.LayerNorm(48)).double()
     _scaled(model.model.layers[3].self_attn)
@@ -440,11 +424,6 @@ def _alone(sequence_parallel: bool) -> None:
     assert type(model.model.layers[0].mlp) is Experts
 
 
-@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), *exhaustive((2, False), (3, True), (4, True))])
-def test_modules_that_the_plan_cannot_handle_are_left_alone_and_named(world: int, sequence_parallel: bool) -> None:
-    pool(world).run(_alone, sequence_parallel)
-
-
 class Attention(nn.Module):
     """Attention in the way of transformers: it takes the shape of the views before the projections."""
 
@@ -462,7 +441,8 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(*shape[:-2], -1))
 
 
-def _gathers_at_the_input() -> None:
+@on_ranks(2)
+def test_projections_that_gather_themselves_would_scramble_data_without_an_error() -> None:
     x, rank = normal(1, 1, 4, 8).double(), dist.get_rank()
     whole = Attention().double()
     for seed, parameter in enumerate(whole.parameters()):
@@ -489,10 +469,6 @@ def _gathers_at_the_input() -> None:
         right(shard, shard + 1)
 
 
-def test_projections_that_gather_themselves_would_scramble_data_without_an_error() -> None:
-    pool(2).run(_gathers_at_the_input)
-
-
 class Flat(nn.Module):
     """Experts that return all tokens in one dimension, with what their router said; or the mean over the tokens."""
 
@@ -505,7 +481,8 @@ class Flat(nn.Module):
         return out.mean(1) if self.mean else out.flatten(0, 1), None
 
 
-def _flat_output() -> None:
+@on_ranks(2)
+def test_whole_sequences_may_be_returned_as_one_row_of_tokens() -> None:
     whole, rank = Flat(mean=False).double(), dist.get_rank()
     whole.experts.weight.data.copy_(normal(3, 8, 8))
     x = normal(1, 3, 4, 8).double()
@@ -517,14 +494,11 @@ def _flat_output() -> None:
         mean(x[:, :2])
 
 
-def test_whole_sequences_may_be_returned_as_one_row_of_tokens() -> None:
-    pool(2).run(_flat_output)
-
-
 # Random numbers
 
 
-def _dropout_on_whole_activations() -> None:
+@on_ranks(2)
+def test_dropout_of_whole_activations_draws_the_masks_of_the_untouched_model() -> None:
     model = decoder("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
     whole = copy.deepcopy(model)
     torch.manual_seed(0)
@@ -534,11 +508,9 @@ def _dropout_on_whole_activations() -> None:
     _check_equal(_evaluate(model), expected)
 
 
-def test_dropout_of_whole_activations_draws_the_masks_of_the_untouched_model() -> None:
-    pool(2).run(_dropout_on_whole_activations)
-
-
-def _dropout_on_shards(family: str) -> None:
+@pytest.mark.parametrize("family", ["gpt2", *exhaustive("phi", "phi3_shared", "neox")])
+@on_ranks(2)
+def test_dropout_of_shards_draws_the_masks_of_one_rank_and_again_when_recomputed(family: str) -> None:
     ids = integers(2, 2, 8, low=3, high=101, dtype=torch.int64)
     dropped = {"gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3}, "neox": {"hidden_dropout": 0.3}}.get(family)
     dropped = {"resid_pdrop": 0.3, "embd_pdrop": 0.3} if dropped is None else dropped
@@ -555,11 +527,6 @@ def _dropout_on_shards(family: str) -> None:
     assert (found[0]["logits"] - plain["logits"]).abs().max() > 0.01  # something is dropped
     for other in found[1:]:
         _check_equal(other, found[0])
-
-
-@pytest.mark.parametrize("family", ["gpt2", *exhaustive("phi", "phi3_shared", "neox")])
-def test_dropout_of_shards_draws_the_masks_of_one_rank_and_again_when_recomputed(family: str) -> None:
-    pool(2).run(_dropout_on_shards, family)
 
 
 def _samples() -> list[Tensor]:
@@ -598,7 +565,8 @@ def _torchs() -> nn.Module:
     return parallelize_module(_plain(), tensor_mesh(), {"blocks.0.up": ColwiseParallel()})
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> None:
     ranks = dist.get_world_size()
     cases: list[tuple[Callable[[], nn.Module], Any, str]] = [
         (_plain, PLAN | {"*.upp": FusedColwiseParallel()}, r"plan '\*\.upp' matches no module; the model has embed"),
@@ -635,11 +603,8 @@ def _refused() -> None:
     _check_equal(_evaluate(parallelize(model, tensor_mesh(), PLAN)), expected)  # what failed left nothing behind
 
 
-def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> None:
-    pool(2).run(_refused)
-
-
-def _refused_meshes() -> None:
+@on_ranks(2)
+def test_a_mesh_without_the_dimension_is_refused() -> None:
     model, llama = _plain(), decoder("llama")
     cases = [
         (
@@ -667,11 +632,8 @@ def _refused_meshes() -> None:
         parallelize(llama, tensor_mesh())
 
 
-def test_a_mesh_without_the_dimension_is_refused() -> None:
-    pool(2).run(_refused_meshes)
-
-
-def _changed_afterwards() -> None:
+@on_ranks(2)
+def test_what_would_change_whole_weights_is_refused_before_anything_changes() -> None:
     import peft
 
     model = decoder("llama")
@@ -694,12 +656,8 @@ def _changed_afterwards() -> None:
     assert restore(adapted).merge_and_unload().resize_token_embeddings(107).num_embeddings == 107
 
 
-def test_what_would_change_whole_weights_is_refused_before_anything_changes() -> None:
-    pytest.importorskip("peft")
-    pool(2).run(_changed_afterwards)
-
-
-def _whole_input() -> None:
+@on_ranks(2)
+def test_whole_input_where_a_shard_is_due_is_refused() -> None:
     model = parallelize(decoder("llama"), tensor_mesh())
     layer = model.model.layers[1]
     whole, positions = normal(1, 2, 6, 48).double(), torch.arange(6)[None]
@@ -716,10 +674,6 @@ def _whole_input() -> None:
     )
     with pytest.raises(ValueError, match=r"q_proj \(ConvertedColumnLinear\): the input has 47 features: expected 48"):
         layer.self_attn.q_proj(normal(1, 2, 6, 47).double())
-
-
-def test_whole_input_where_a_shard_is_due_is_refused() -> None:
-    pool(2).run(_whole_input)
 
 
 class _Scaled(ParallelStyle):
@@ -758,7 +712,8 @@ class Positional(nn.Module):
         return F.linear(self.embed(idx), self.embed.weight)
 
 
-def _checked() -> None:
+@on_ranks(2)
+def test_a_check_finds_wrong_logits_and_gradients_and_restores_the_model() -> None:
     model = decoder("llama").train()
     logits, anatomy = _logits(model).detach(), _anatomy(model)
     for style, error, message in (
@@ -784,7 +739,3 @@ def _checked() -> None:
     base = parallelize(decoder("gemma").model, tensor_mesh(), check=True)  # without a head, so without a loss
     with pytest.raises(ValueError, match="differs from the whole one in the gradient"):
         parallelize(restore(base), tensor_mesh(), {"norm": _Lost()}, check=True)
-
-
-def test_a_check_finds_wrong_logits_and_gradients_and_restores_the_model() -> None:
-    pool(2).run(_checked)

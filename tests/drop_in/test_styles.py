@@ -37,7 +37,7 @@ from tpfuse.drop_in.styles import (
     SequenceLength,
 )
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 R = Replicate()
 S = Shard
@@ -134,7 +134,8 @@ def _rowwise() -> None:
     _linears(FusedRowwiseParallel, RowwiseParallel, [None, S(-1), R, S(1)], [None, R, S(0), S(1), S(-1)])
 
 
-def _few() -> None:
+@on_ranks(2)
+def test_each_style_does_what_torchs_style_does() -> None:
     """Compare a few layouts of each style."""
     _linears(FusedColwiseParallel, ColwiseParallel, [S(1), S(-1)], [None], (None, R))
     _linears(FusedRowwiseParallel, RowwiseParallel, [None, R], [S(1)], (None, R))
@@ -212,10 +213,6 @@ def _embeddings(inputs: list[Placement], outputs: list[Placement]) -> None:
             for fused, torchs in pairs[: 1 if padding is not None else 2]:
                 _compare(table, fused, torchs, ids, kinds)
     _compare(nn.Embedding(36, 24, dtype=torch.float64), FusedRowwiseParallel(), RowwiseParallel(), ids, [None, R])
-
-
-def test_each_style_does_what_torchs_style_does() -> None:
-    pool(2).run(_few)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +411,8 @@ def test_prepared_inputs_are_those_of_torchs_style() -> None:
     pool(2).run(_several_inputs)
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_what_a_style_cannot_convert_is_refused_and_left_as_it_was() -> None:
     mesh = tensor_mesh()
     linear = nn.Linear(24, 35)
     cases: list[tuple[nn.Module, ParallelStyle, str]] = [
@@ -444,11 +442,8 @@ def _refusals() -> None:
         table(torch.arange(8))
 
 
-def test_what_a_style_cannot_convert_is_refused_and_left_as_it_was() -> None:
-    pool(2).run(_refusals)
-
-
-def _source_ranks() -> None:
+@on_ranks(2)
+def test_the_values_are_those_of_src_data_rank() -> None:
     rank, mesh = dist.get_rank(), tensor_mesh()
     for source in (0, 1, None):
         modules: list[tuple[nn.Module, ParallelStyle]] = [
@@ -470,10 +465,6 @@ def _source_ranks() -> None:
                 assert torch.equal(parameter.to_local(), expected.to_local()), (source, style, name)
 
 
-def test_the_values_are_those_of_src_data_rank() -> None:
-    pool(2).run(_source_ranks)
-
-
 def _parallel_loss(vocabularies: list[int]) -> None:
     for vocabulary, local in itertools.product(vocabularies, (True, False)):
         ids = integers(1, 2, 12, low=0, high=vocabulary - 1, dtype=torch.int64)
@@ -493,7 +484,8 @@ def test_losses_of_sharded_logits_under_loss_parallel() -> None:
     pool(2).run(_parallel_loss, [36])
 
 
-def _autocast() -> None:
+@on_ranks(2)
+def test_training_under_autocast_is_as_exact_as_with_torchs_styles() -> None:
     ids = integers(1, 2, 12, low=0, high=35, dtype=torch.int64)
     exact = Model()
     _loss(exact, ids).backward()
@@ -511,11 +503,8 @@ def _autocast() -> None:
         assert error <= 2 * errors[1][name] + 1e-6, (name, error, errors[1][name])
 
 
-def test_training_under_autocast_is_as_exact_as_with_torchs_styles() -> None:
-    pool(2).run(_autocast)
-
-
-def _recomputed() -> None:
+@on_ranks(2)
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
     ids = integers(1, 2, 12, low=0, high=35, dtype=torch.int64)
     for local in (True, False):
         models = [parallelize_module(Model(), tensor_mesh(), _plan(OURS, local)) for _ in range(2)]
@@ -524,10 +513,6 @@ def _recomputed() -> None:
             _loss(model, ids).backward()
         for name, x in _gradients(models[0]).items():
             assert torch.equal(x, _gradients(models[1])[name]), name
-
-
-def test_activation_checkpointing_gives_the_same_gradients() -> None:
-    pool(2).run(_recomputed)
 
 
 def _sharded_training(folder: Path) -> None:
@@ -568,7 +553,9 @@ def test_training_and_checkpoints_under_fully_shard_are_those_of_one_rank(tmp_pa
     pool(4).run(_sharded_training, tmp_path)
 
 
-def _compiled(local: bool) -> None:
+@pytest.mark.parametrize("local", [True, *exhaustive(False)])
+@on_ranks(2)
+def test_a_compiled_model_is_one_graph_with_the_same_gradients(local: bool) -> None:
     ids = integers(1, 2, 12, low=0, high=35, dtype=torch.int64)
     model = parallelize_module(Model(), tensor_mesh(), _plan(OURS, local))
     _loss(model, ids).backward()
@@ -582,8 +569,3 @@ def _compiled(local: bool) -> None:
         for name, x in _gradients(model).items():
             torch.testing.assert_close(x, expected[name], **TOLERANCE, msg=name)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("local", [True, *exhaustive(False)])
-def test_a_compiled_model_is_one_graph_with_the_same_gradients(local: bool) -> None:
-    pool(2).run(_compiled, local)

@@ -196,7 +196,6 @@ def test_zero_trains_as_on_one_rank(stage: int, dp: int, tp: int, cp: int, maske
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "dp", "cp"), [(2, 2, 1), (3, 2, 1), (0, 1, 2), (3, 1, 2)])
 def test_zero_trains_adapters_as_on_one_rank(stage: int, dp: int, cp: int) -> None:
-    pytest.importorskip("peft")
     _agree(pool(4).run(_zero, stage, dp, 2, cp, cp > 1, True), 1e-9)
 
 
@@ -288,7 +287,6 @@ def _lora(case: str, sequence_parallel: bool, cp: int) -> dict[str, str]:
     ],
 )
 def test_lora_computes_as_in_the_untouched_model(world: int, case: str, sequence_parallel: bool, cp: int) -> None:
-    pytest.importorskip("peft")
     for reasons in pool(world).run(_lora, case, sequence_parallel, cp):
         assert all("expected" in reasons[name] for name in ADAPTED[case][2])
 
@@ -300,7 +298,6 @@ def _save_adapters(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_adapters_are_saved_as_those_of_the_untouched_model(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     pool(2).run(_save_adapters, tmp_path)
     expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole0", "parallel"))
     assert expected.keys() == found.keys() and all(torch.equal(x, found[name]) for name, x in expected.items())
@@ -316,7 +313,6 @@ def _lora_dropout() -> Tensor:
 
 @pytest.mark.exhaustive
 def test_dropout_before_a_row_parallel_adapter_differs_between_ranks() -> None:
-    pytest.importorskip("peft")
     first, second = pool(2).run(_lora_dropout)
     both = torch.cat([first, second], -1)
     assert set(both.unique().tolist()) == {0.0, 2.0} and abs(both.mean() - 1) < 0.1
@@ -326,7 +322,6 @@ def test_dropout_before_a_row_parallel_adapter_differs_between_ranks() -> None:
 @pytest.mark.processes
 def test_trainer_and_accelerate_train_as_on_one_rank(tmp_path: Path) -> None:
     """They see one process, as docs/existing_models.md says, and each rank trains on the same batches."""
-    pytest.importorskip("accelerate")
     program = str(Path(__file__).with_name("trainer_program.py"))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
