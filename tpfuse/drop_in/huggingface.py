@@ -342,9 +342,13 @@ class _PlanStyle:
     def __init__(self, style: FusedColwiseParallel | FusedRowwiseParallel) -> None:
         self.install_forward = style._apply  # (module, mesh); it checks the module and shards its parameters too
 
-    def validate_param(self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str = "") -> NoReturn:
-        """Raise ValueError: transformers calls this for a parameter that the plan names."""
-        raise ValueError(f"tp_plan: {parameter_name} is a parameter: expected the name of its module for this style")
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Do nothing: transformers calls this for each parameter, and `install_forward` for their module."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Do nothing."""
 
 
 _STYLES = {
