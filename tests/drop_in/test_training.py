@@ -141,7 +141,8 @@ def _zero(
     _loss(model, IDS).backward()  # it registers the hooks that sum over the context, before the engine is made
     model.zero_grad()
     optimizer = ZeroOptimizer(model, mesh, stage=stage, units=layers, bucket_bytes=20_000, **SETTINGS)
-    with exact(whole):
+    inner = [whole.base_model.model] if adapters else []  # it computes the loss
+    with exact(whole, *inner):
         labels = _masked() if masked else None
         expected = _steps(whole, whole, _adamw(whole), IDS, labels=labels)
         mine = slice(mesh.get_local_rank("dp"), None, dp)
