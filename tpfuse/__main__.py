@@ -6,7 +6,7 @@ _EXTRA = ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "huggingfac
 
 
 def main() -> None:
-    """Runs the command of sys.argv and exits with its status."""
+    """Run the command of sys.argv and exit with its status."""
     try:
         from tpfuse.cli import run
 

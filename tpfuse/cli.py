@@ -59,7 +59,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
-    """Trains as a rank of torchrun. The first rank checks and prepares the run and tells the others the outcome."""
+    """Train as a rank of torchrun. The first rank checks and prepares the run and tells the others the outcome."""
     import torch.distributed as dist
 
     from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
@@ -93,7 +93,7 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
 
 
 def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, question: str) -> tuple[str, T]:
-    """Returns (the first argument, the options after it). Raises UserError(question) if the first is an option."""
+    """Return (the first argument, the options after it). Raises UserError(question) if the first is an option."""
     from tpfuse.train.config import parse_command
 
     if not arguments or arguments[0].startswith("-"):
@@ -288,7 +288,7 @@ def _version(arguments: Sequence[str]) -> int:
 
 
 def _completion(arguments: Sequence[str]) -> int:
-    """Prints the script by which a shell completes commands and options."""
+    """Print the script by which a shell completes commands and options."""
     shell = arguments[0] if arguments else ""
     if shell not in _SHELLS:
         raise UserError(f"{shell!r} is not a shell: expected one of {', '.join(_SHELLS)}")
@@ -305,7 +305,7 @@ def _completion(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit status."""
+    """Run one command and return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0 if arguments else 2

@@ -20,7 +20,7 @@ class DiskFailed(Exception):
 
 
 def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
-    """Runs `work` on every rank and returns the results of all ranks, in rank order.
+    """Run `work` on every rank and return the results of all ranks, in rank order.
 
     If `work` raises on any rank, every rank raises: DiskFailed for an OSError; for any other error, that error on the
     rank where it happened and RuntimeError on the others. If a rank is lost, the exchange raises PeerTimeout.

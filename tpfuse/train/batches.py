@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
 def window_starts(
     seed: int, stream: str, number: int, count: int, limit: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Returns `count` window starts in [0, limit), which depend on (seed, stream, number) alone.
+    """Return `count` window starts in [0, limit), which depend on (seed, stream, number) alone.
 
     stream: "train" or "val". number: the step, or the number of the validation batch.
     """
@@ -53,7 +53,7 @@ def window_starts(
 
 
 def permuted(key: bytes, places: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
-    """Returns what a permutation of range(size) makes of `places`. key: chooses the permutation, 64 bytes.
+    """Return what a permutation of range(size) makes of `places`. key: chooses the permutation, 64 bytes.
 
     A Feistel network of 8 rounds (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
     functions", 1988) permutes all numbers of the smallest even number of bits that `size` needs. A result outside the
@@ -100,7 +100,7 @@ class Windows:
         self.order, self.ahead = order, 0
 
     def _drawn(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns the source of each sequence, and its place among the sequences of that source.
+        """Return the source of each sequence, and its place among the sequences of that source.
 
         numbers: of the sequences, counted from the start of the run.
         """
@@ -120,7 +120,7 @@ class Windows:
         return sources, within
 
     def _shuffled(self, source: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns where the windows of a source start that are at these places of its order."""
+        """Return where the windows of a source start that are at these places of its order."""
         count, spare = divmod(len(self.tokens.sources[source]) - 1, self.length)  # windows; tokens that fill no window
         epochs, places = np.divmod(places, count)
         starts = np.empty_like(places)
@@ -131,7 +131,7 @@ class Windows:
         return starts
 
     def sequences(self, number: int, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns (ids, targets) of sequences [start, stop) of batch `number`, each [stop - start, length] int64."""
+        """Return (ids, targets) of sequences [start, stop) of batch `number`, each [stop - start, length] int64."""
         sources, places = self._drawn(self.ahead + number * self.batch + np.arange(start, stop))
         starts = np.empty_like(places)
         for source in np.unique(sources).tolist():
@@ -154,7 +154,7 @@ def _named(stream: str, source: int) -> str:
 
 
 def unigram_loss(train: Mixture, val: Mixture, vocab_size: int) -> float:
-    """Returns the loss in nats per token on `val` of a model that knows only how often each token is in `train`.
+    """Return the loss in nats per token on `val` of a model that knows only how often each token is in `train`.
 
     1 is added to each count, so that a token that is not in `train` has a finite loss.
     """
@@ -164,7 +164,7 @@ def unigram_loss(train: Mixture, val: Mixture, vocab_size: int) -> float:
 
 
 def _mixed(tokens: Mixture, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Returns how often each token is read while as many tokens are read as all sources have."""
+    """Return how often each token is read while as many tokens are read as all sources have."""
     total = sum(map(len, tokens.sources))
     read = [total * share / sum(tokens.shares) for share in tokens.shares]
     counts = np.zeros(vocab_size, dtype=np.float64)

@@ -57,7 +57,7 @@ _Wanted = tuple[
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return run / f"step-{step}"
 
 
@@ -72,11 +72,11 @@ class Checkpoint:
 
     @property
     def state(self) -> Any:
-        """Returns the state that was given to `save`, as JSON returns it (tuples are lists, keys are text)."""
+        """Return the state that was given to `save`, as JSON returns it (tuples are lists, keys are text)."""
         return self.manifest["state"]
 
     def verify(self) -> None:
-        """Reads every file once. Raises CheckpointError if a size or a SHA-256 is not the manifest's."""
+        """Read every file once. Raises CheckpointError if a size or a SHA-256 is not the manifest's."""
         for name in self.manifest["files"]:
             self._verify(name)
 
@@ -96,12 +96,12 @@ class Checkpoint:
         self.sound.add(name)
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Returns the global shapes of the tensors whose names begin with `prefix`, by the rest of their names."""
+        """Return the global shapes of the tensors whose names begin with `prefix`, by the rest of their names."""
         tensors = self.manifest["tensors"].items()
         return {name.removeprefix(prefix): tuple(x["shape"]) for name, x in tensors if name.startswith(prefix)}
 
     def load(self, shards: Shards) -> None:
-        """Fills every shard from the files. Other tensors of the checkpoint are not read.
+        """Fill every shard from the files. Other tensors of the checkpoint are not read.
 
         Raises CheckpointMismatch, before any shard is written, for a tensor that the checkpoint does not have or has in
         another shape or dtype. Raises CheckpointError for a file that cannot be read, or that is not what the manifest
@@ -125,7 +125,7 @@ class Checkpoint:
                 raise CheckpointError(file, "a readable safetensors file", str(error)) from error
 
     def _rows(self, name: str, shard: Shard) -> list[Shard]:
-        """Returns the shard as it was saved: biases of packed projections had two dimensions, [parts, height], before.
+        """Return the shard as it was saved: biases of packed projections had two dimensions, [parts, height], before.
 
         Such a shard becomes one shard for each row that it has elements of.
         """
@@ -171,7 +171,7 @@ class Checkpoint:
 
 
 def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None) -> list[str] | None:
-    """Returns the tensors that, once loaded, are not what was saved, on any rank. Collective over `group`.
+    """Return the tensors that, once loaded, are not what was saved, on any rank. Collective over `group`.
 
     None if an earlier version has saved the checkpoint, without digests. The sum of the digests of the shards of a
     tensor that have an owner must be the manifest's, and every copy of such a shard must be equal to it.
@@ -197,7 +197,7 @@ def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Returns the checkpoint in a folder. It checks the manifest, but not the other files (`Checkpoint.verify`).
+    """Return the checkpoint in a folder. It checks the manifest, but not the other files (`Checkpoint.verify`).
 
     Raises CheckpointError.
     """
@@ -206,7 +206,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """Returns the folders of all checkpoints, good and damaged, newest first."""
+    """Return the folders of all checkpoints, good and damaged, newest first."""
     if not run.is_dir():
         return []
     folders = [path for path in run.iterdir() if _STEP.fullmatch(path.name)]
@@ -220,7 +220,7 @@ def _good(folder: Path) -> Checkpoint:
 
 
 def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Returns the newest checkpoint of a run that is sound to the last byte, or None if the run has no checkpoint.
+    """Return the newest checkpoint of a run that is sound to the last byte, or None if the run has no checkpoint.
 
     `warn` is called for each damaged checkpoint, which is skipped. One rank should call this function and send the step
     to the others, which then call `open_checkpoint`. Raises CheckpointError if all checkpoints are damaged, and OSError
@@ -253,7 +253,7 @@ class _Saving:
         self.staging = self.run / f".staging-step-{self.step}"
 
     def begin(self) -> bool:
-        """Returns on rank 0 whether a good checkpoint of this step exists; if not, makes an empty staging folder."""
+        """Return on rank 0 whether a good checkpoint of this step exists; if not, make an empty staging folder."""
         if not self.run.is_dir():
             make_folder(self.run)
         self._clear()
@@ -275,7 +275,7 @@ class _Saving:
                 self.warnings.append(f"cannot remove files of an earlier save: {error}")
 
     def write(self) -> tuple[str, int, str] | None:
-        """Writes this rank's file and returns its name, size and SHA-256; returns None if there is nothing to write."""
+        """Write this rank's file and return its name, size and SHA-256; return None if there is nothing to write."""
         tensors = {key: shard.tensor for name, held in self.shards.items() for key, shard in owned_shards(name, held)}
         if not tensors:
             return None
@@ -284,7 +284,7 @@ class _Saving:
         return file.path.name, file.size, file.sha256
 
     def commit(self, manifest: dict[str, Any], keep: int) -> None:
-        """Writes the manifest on rank 0, renames the staging folder, and then deletes checkpoints that are too old."""
+        """Write the manifest on rank 0, rename the staging folder, and then delete checkpoints that are too old."""
         with DurableFile(self.staging / MANIFEST) as file:
             file.write(encode(manifest))
         sync_folder(self.staging)
@@ -299,7 +299,7 @@ class _Saving:
             self.warnings.append(f"step {self.step} is saved, but older checkpoints cannot be removed: {error}")
 
     def _prune(self, keep: int) -> None:
-        """Deletes checkpoints older than `keep` good ones, but never the one that was just written.
+        """Delete checkpoints older than `keep` good ones, but never the one that was just written.
 
         No checkpoint is deleted before `keep` newer ones have been read and found good.
         """
@@ -332,7 +332,7 @@ def save(
     group: dist.ProcessGroup | None,
     warn: Callable[[str], None],
 ) -> Path | None:
-    """Saves a checkpoint and returns its folder, or None on all ranks if saving failed. Collective over `group`.
+    """Save a checkpoint and return its folder, or None on all ranks if saving failed. Collective over `group`.
 
     shards: by name, all shards that this rank holds. state: a value for JSON; that of rank 0 is stored. keep: how many
     of the newest good checkpoints are kept (0: all); the older ones among them are read whole before any is deleted.

@@ -16,7 +16,7 @@ from tpfuse.train.errors import RunError, UserError
 
 
 def begin(parent: int, reports: Connection, work: bytes) -> None:
-    """Runs the pickled (function, arguments) of `work` as a rank of process `parent`, and ends this process.
+    """Run the pickled (function, arguments) of `work` as a rank of process `parent`, and end this process.
 
     The exit status is the value that the function returns. A RunError or UserError is sent to the parent, which prints
     for all ranks why the run has ended. Any other exception is printed here.
@@ -42,7 +42,7 @@ def begin(parent: int, reports: Connection, work: bytes) -> None:
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:
-    """Asks Linux to send this process signal `number` when process `parent` ends; exits now if that has happened."""
+    """Ask Linux to send this process signal `number` when process `parent` ends; exit now if that has happened."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, number)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

@@ -19,7 +19,7 @@ _MOST = 300  # characters of the compiler's message
 
 
 def check_compiler() -> None:
-    """Raises UserError on a machine without GPUs that has no C++ compiler, which torch.compile calls there."""
+    """Raise UserError on a machine without GPUs that has no C++ compiler, which torch.compile calls there."""
     if device_count():
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -35,7 +35,7 @@ def check_compiler() -> None:
 
 
 def compiled(model: nn.Module, *, one_graph: bool, torch_dropout: bool = False) -> Callable[..., Any]:
-    """Returns the model compiled by torch.compile. one_graph: whether a break of the graph is an error.
+    """Return the model compiled by torch.compile. one_graph: whether a break of the graph is an error.
 
     torch_dropout: whether the model has torch's own dropout, whose masks are then those of eager steps.
     """
@@ -46,7 +46,7 @@ def compiled(model: nn.Module, *, one_graph: bool, torch_dropout: bool = False) 
 
 @contextlib.contextmanager
 def compiler_errors(step: int) -> Iterator[None]:
-    """Converts an error of torch.compile in a step to a RunError of one line."""
+    """Convert an error of torch.compile in a step to a RunError of one line."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:

@@ -1,4 +1,4 @@
-"""Reads options from command lines and TOML files.
+"""Read options from command lines and TOML files.
 
 The sources override each other in this order, lowest first: defaults, the model's preset, the values that --init-from
 determines, the run's config.toml (with --resume), --config FILE, flags. A preset that the user names overrides the
@@ -33,12 +33,12 @@ _SHAPE = tuple(item.name for item in fields(ModelOptions) if item.name not in ("
 
 
 def _key(field: str) -> str:
-    """Returns the key of a field in TOML. A field that would be a keyword of Python, such as from, ends in _."""
+    """Return the key of a field in TOML. A field that would be a keyword of Python, such as from, ends in _."""
     return field.rstrip("_")
 
 
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (flag without leading dashes, type) for every leaf of a dataclass of options."""
+    """Yield (flag without leading dashes, type) for every leaf of a dataclass of options."""
     hints = get_type_hints(kind)
     for item in fields(kind):
         hint = hints[item.name]
@@ -67,7 +67,7 @@ def _check_flags(kind: type, arguments: Sequence[str], command: str) -> None:
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
-    """Returns the last value of `flag` in a command line that is not parsed yet; None if the flag is absent."""
+    """Return the last value of `flag` in a command line that is not parsed yet; None if the flag is absent."""
     value = None
     for index, argument in enumerate(arguments):
         if argument == flag and index + 1 < len(arguments):
@@ -78,7 +78,7 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def parse_command(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
-    """Parses flags, which override `default`. Raises UserError with one line. Prints help and exits for --help."""
+    """Parse flags, which override `default`. Raises UserError with one line. Prints help and exits for --help."""
     _check_flags(kind, arguments, command)
     if "--help" in arguments or "-h" in arguments:
         _join_help_texts(kind)
@@ -95,7 +95,7 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
 
 
 def _join_help_texts(kind: type) -> None:
-    """Gives tyro the docstring of each option as one line, since tyro would keep the line breaks of the source."""
+    """Give tyro the docstring of each option as one line, since tyro would keep the line breaks of the source."""
     texts = {entry.arg_name: entry.description or "" for entry in docstring_parser.parse_from_object(kind).params}
     hints = get_type_hints(kind)
     for item in fields(kind):
@@ -106,7 +106,7 @@ def _join_help_texts(kind: type) -> None:
 
 
 def _one_line(message: str) -> str:
-    """Returns tyro's error box as one line, without its title and the option's help."""
+    """Return tyro's error box as one line, without its title and the option's help."""
     lines = [line.strip("│╭╮╰╯─ ") for line in message.splitlines()]
     body = itertools.takewhile(lambda line: not line.startswith("Argument helptext"), (x for x in lines[1:] if x))
     text = " ".join(line for line in body if not line.startswith("For full helptext"))
@@ -114,7 +114,7 @@ def _one_line(message: str) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the tables of a TOML file. Raises UserError if the file cannot be read."""
+    """Return the tables of a TOML file. Raises UserError if the file cannot be read."""
     try:
         return untrusted.read_toml(path)
     except OSError as error:
@@ -124,7 +124,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _converted(value: Any, hint: Any, where: str) -> Any:
-    """Converts a TOML value to the type of its option. Raises UserError if the value is of another type."""
+    """Convert a TOML value to the type of its option. Raises UserError if the value is of another type."""
     if get_origin(hint) is Literal:
         if value in get_args(hint):
             return value
@@ -141,7 +141,7 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
 
 
 def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """Returns `options` with the values of a TOML table. Raises UserError for unknown keys and wrong types."""
+    """Return `options` with the values of a TOML table. Raises UserError for unknown keys and wrong types."""
     hints = get_type_hints(type(options))
     names = {_key(item.name): item.name for item in fields(options)}  # type: ignore[arg-type]
     changes = {}
@@ -162,7 +162,7 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """Returns the tables of a preset. Raises UserError for a name that is not in `PRESETS`."""
+    """Return the tables of a preset. Raises UserError for a name that is not in `PRESETS`."""
     if name not in PRESETS:
         raise UserError(f"preset {name!r} is not known: expected one of {', '.join(PRESETS)}")
     folder = Path(next(iter(tpfuse.models.__path__)))
@@ -170,7 +170,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
-    """Returns the options of `tpfuse train`. Raises UserError."""
+    """Return the options of `tpfuse train`. Raises UserError."""
     _check_flags(TrainCommand, arguments, "train")
     sources: list[tuple[str, dict[str, Any]]] = []
     out = flag_value(arguments, "--out")
@@ -241,14 +241,14 @@ def renewed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_end(options: TrainCommand) -> TrainCommand:
-    """Returns the options with the step at which the learning rate's schedule ends, which more steps do not move."""
+    """Return the options with the step at which the learning rate's schedule ends, which more steps do not move."""
     optim, steps = options.optim, options.train.steps
     ends = bool(optim.decay_steps) or optim.schedule == "constant"
     return options if ends else replace(options, optim=replace(optim, decay_steps=steps))
 
 
 def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Raises UserError if an option stands beside --model.from that config.json of the folder determines."""
+    """Raise UserError if an option stands beside --model.from that config.json of the folder determines."""
     given = [name for name in _SHAPE if flag_value(arguments, f"--model.{name.replace('_', '-')}") is not None]
     given += ["no-bias"] if "--model.no-bias" in arguments else []
     flags = [f"--model.{name.replace('_', '-')}" for name in given]
@@ -263,7 +263,7 @@ def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple
 
 
 def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
-    """Returns the options of `tpfuse prepare`. Raises UserError."""
+    """Return the options of `tpfuse prepare`. Raises UserError."""
     _check_flags(PrepareCommand, arguments, "prepare")
     file = flag_value(arguments, "--config")
     out = flag_value(arguments, "--out")
@@ -276,7 +276,7 @@ def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
 
 
 def resolved(options: TrainCommand) -> dict[str, Any]:
-    """Returns the options as a TOML document that gives the same run again.
+    """Return the options as a TOML document that gives the same run again.
 
     What belongs to one start of the run is left out: its folder, and what is profiled.
     """
@@ -289,7 +289,7 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
 
 
 def _written(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a table that TOML can hold: paths become strings, and values that are not set are left out."""
+    """Return a table that TOML can hold: paths become strings, and values that are not set are left out."""
     given = {_key(key): value for key, value in table.items() if value is not None}
     tables = {key: _written(value) for key, value in given.items() if isinstance(value, dict)}
     return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()} | tables

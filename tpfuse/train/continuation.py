@@ -22,7 +22,7 @@ class Change(NamedTuple):
 
 
 def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
-    """Returns the effect of each option, by its place in `resolved`. Raises TypeError for an option without one."""
+    """Return the effect of each option, by its place in `resolved`. Raises TypeError for an option without one."""
     found: dict[tuple[str, ...], Effect] = {}
     hints = get_type_hints(kind, include_extras=True)
     for item in fields(kind):
@@ -38,7 +38,7 @@ def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
 
 
 def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
-    """Returns the options that have changed, by name. An option that the checkpoint lacks is that of `BEFORE`.
+    """Return the options that have changed, by name. An option that the checkpoint lacks is that of `BEFORE`.
 
     before: the options in the checkpoint.
     """
@@ -60,7 +60,7 @@ def _value(options: Options, place: tuple[str, ...], otherwise: object = None) -
 
 
 def _with_end(options: Options) -> Options:
-    """Returns the options with the step at which the schedule ends, instead of 0; a constant one has no end."""
+    """Return the options with the step at which the schedule ends, instead of 0; a constant one has no end."""
     optim = options["optim"]
     ends = optim.get("schedule") != "constant"
     end = (optim.get("decay_steps") or options["train"]["steps"]) if ends else 0
@@ -68,7 +68,7 @@ def _with_end(options: Options) -> Options:
 
 
 def described(before: Options, options: TrainCommand) -> list[str]:
-    """Returns lines that say what changes what the next step computes, and that the schedule ends where it did."""
+    """Return lines that say what changes what the next step computes, and that the schedule ends where it did."""
     found = changes(before, options)
     given = [f"--{name} {x.now} (was {x.before})" for name, x in found.items() if x.effect is Effect.NUMBERS]
     lines = [f"resuming with {', '.join(given)}"] if given else []
@@ -83,7 +83,7 @@ def described(before: Options, options: TrainCommand) -> list[str]:
 
 
 def check_schedule(state: dict[str, Any], options: TrainCommand) -> None:
-    """Raises UserError if the learning rate would jump, because lengths of its schedule in tokens move against others.
+    """Raise UserError if the learning rate would jump, because lengths of its schedule in tokens move against others.
 
     state: of the checkpoint. They move if a step has another number of tokens than before.
     """
@@ -102,7 +102,7 @@ def check_schedule(state: dict[str, Any], options: TrainCommand) -> None:
 
 
 def check_loss(saved: dict[str, Any], now: dict[str, Any], options: TrainCommand, before: Options, layers: int) -> str:
-    """Returns how the next batch and its loss differ from what they were when the checkpoint was saved; "" if they fit.
+    """Return how the next batch and its loss differ from what they were when the checkpoint was saved; "" if they fit.
 
     saved, now: the proof in the checkpoint and of this run (`tpfuse.train.loop`): the digest of the next batch's
     tokens, the loss on it without dropout, and the machine. before: the options in the checkpoint. layers: of the
@@ -123,7 +123,7 @@ def check_loss(saved: dict[str, Any], now: dict[str, Any], options: TrainCommand
 
 
 def _rounding(before: Options, options: TrainCommand, layers: int) -> float:
-    """Returns by how much the losses of two computations may differ, relative to a loss of at least 1.
+    """Return by how much the losses of two computations may differ, relative to a loss of at least 1.
 
     On the way to a logit about 8 operations in each layer, and 4 around the layers, each round by at most half of the
     dtype's epsilon, with random signs. A token's loss is the difference of two values of the size of logits, and each

@@ -46,17 +46,17 @@ class Corpus:
 
     @property
     def documents(self) -> bool:
-        """Returns whether it is known where documents end. Raises UserError if the one file cannot be opened."""
+        """Return whether it is known where documents end. Raises UserError if the one file cannot be opened."""
         return self.several or not TextFile(self.paths[0], self.field).is_text
 
     def identity(self, tokenizer: Tokenizer) -> str:
-        """Returns a digest of the files' names, sizes and last changes, and of the tokenizer."""
+        """Return a digest of the files' names, sizes and last changes, and of the tokenizer."""
         status = [(str(path), *_status(path)) for path in self.paths]
         described = json.dumps([self.field, self.several, status, tokenizer.as_json()])
         return hashlib.sha256(described.encode()).hexdigest()
 
     def pieces(self, doing: str = "reading") -> Iterator[Piece]:
-        """Yields all documents in order, without empty ones. doing: what the progress bar says.
+        """Yield all documents in order, without empty ones. doing: what the progress bar says.
 
         Raises UserError for a file that cannot be read, or, of several, that cannot be read to its end.
         """
@@ -88,7 +88,7 @@ class Corpus:
             self.left_out.append(str(error))
 
     def warn(self) -> None:
-        """Warns of what the last reading has left out."""
+        """Warn of what the last reading has left out."""
         if self.left_out:
             first = "; ".join(self.left_out[:_NAMED])
             more = f"; and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
@@ -98,7 +98,7 @@ class Corpus:
 
 
 def _status(path: Path) -> tuple[int, int]:
-    """Returns a file's size in bytes, and when its contents or its permissions changed last; zeros if it has none."""
+    """Return a file's size in bytes, and when its contents or its permissions changed last; zeros if it has none."""
     try:
         status = path.stat()
         return status.st_size, status.st_ctime_ns
@@ -122,7 +122,7 @@ def _folder(root: Path) -> Iterator[Path]:
 
 
 def find_text(path: Path | None, field: str = "text") -> Corpus:
-    """Returns the text of a file, of all files below a folder, or of those that match a pattern, in order of names.
+    """Return the text of a file, of all files below a folder, or of those that match a pattern, in order of names.
 
     path: None for the source of the Python standard library. Hidden files of a folder are left out. Raises UserError if
     there is no such file, and for a list of sources.
@@ -152,13 +152,13 @@ def find_text(path: Path | None, field: str = "text") -> Corpus:
 
 
 def characters(corpora: Iterable[Corpus]) -> Iterator[str]:
-    """Yields the texts with what chars and bytes add to them."""
+    """Yield the texts with what chars and bytes add to them."""
     for corpus in corpora:
         yield from (piece.text for piece in _ended(corpus.pieces("counting characters")))
 
 
 def encoded(corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None = None) -> Iterator[Tokens]:
-    """Yields the tokens of all documents in parts, and warns of what is left out. Raises UserError.
+    """Yield the tokens of all documents in parts, and warn of what is left out. Raises UserError.
 
     progress: the first `progress.pieces` pieces of the text are left out, and those that follow are counted in it.
     """
@@ -185,7 +185,7 @@ def encoded(corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None = No
 
 
 def _ended(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yields the pieces, with a line break at the end of each document that has none."""
+    """Yield the pieces, with a line break at the end of each document that has none."""
     last = ""
     for text, ends in pieces:
         last = text[-1:] or last
@@ -193,7 +193,7 @@ def _ended(pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 
 def _cut(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Yields pieces whose tokens are, one after another, those of their whole document."""
+    """Yield pieces whose tokens are, one after another, those of their whole document."""
     held = ""
     for text, ends in pieces:
         held += text
@@ -206,7 +206,7 @@ def _cut(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yields lists of pieces that have about `_BATCH` characters."""
+    """Yield lists of pieces that have about `_BATCH` characters."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:

@@ -38,17 +38,17 @@ class Sources:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of all sources."""
+        """Return the tokenizer of all sources."""
         return self.files[0].tokenizer
 
     @property
     def count(self) -> int:
-        """Returns the number of tokens of all sources."""
+        """Return the number of tokens of all sources."""
         return sum(files.count for files in self.files)
 
     @property
     def source(self) -> str:
-        """Returns a description."""
+        """Return a description."""
         if len(self.files) == 1:
             return self.files[0].source
         parts = zip(self.shares, self.files, strict=True)
@@ -56,14 +56,14 @@ class Sources:
 
     @property
     def sha256(self) -> str:
-        """Returns the digest of the one source, or a digest of the digests and shares of all."""
+        """Return the digest of the one source, or a digest of the digests and shares of all."""
         if len(self.files) == 1:
             return self.files[0].sha256
         parts = zip(self.shares, self.files, strict=True)
         return hashlib.sha256(" ".join(f"{share} {files.sha256}" for share, files in parts).encode()).hexdigest()
 
     def open(self) -> Mixture:
-        """Opens the files and returns their tokens. Each process must open the files itself. Raises OSError."""
+        """Open the files and return their tokens. Each process must open the files itself. Raises OSError."""
         return Mixture(tuple(files.open() for files in self.files), self.shares)
 
 
@@ -75,7 +75,7 @@ class RunData:
     val: Sources | None
 
     def open(self, val_fraction: float) -> tuple[Mixture, Mixture]:
-        """Returns the (training, validation) tokens. Without `val`, the last `val_fraction` of each source validates.
+        """Return the (training, validation) tokens. Without `val`, the last `val_fraction` of each source validates.
 
         Raises OSError.
         """
@@ -89,7 +89,7 @@ class RunData:
         return Mixture(tuple(train), self.train.shares), Mixture(tuple(val), self.train.shares)
 
     def digests(self) -> dict[str, str | None]:
-        """Returns the digests that a checkpoint stores, so that a run cannot continue with other data."""
+        """Return the digests that a checkpoint stores, so that a run cannot continue with other data."""
         return {"sha256": self.train.sha256, "val_sha256": None if self.val is None else self.val.sha256}
 
 
@@ -106,7 +106,7 @@ class _Found:
 
 
 def listed(path: Path | None) -> tuple[list[Path | None], tuple[int, ...]]:
-    """Returns the sources that a path names, and their shares: those of a TOML file of sources, or the path itself.
+    """Return the sources that a path names, and their shares: those of a TOML file of sources, or the path itself.
 
     The shares are the weights, rounded to 1/1000 of all. Raises UserError for a file that is no list of sources, for a
     weight that is not positive, and for one that is rounded to 0.
@@ -134,7 +134,7 @@ def listed(path: Path | None) -> tuple[list[Path | None], tuple[int, ...]]:
 
 
 def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | None] = (None, None)) -> RunData:
-    """Returns the data that the options name. Texts are encoded to token files in folder `staging`.
+    """Return the data that the options name. Texts are encoded to token files in folder `staging`.
 
     kept: the token files that the run wrote from its texts and continues with (`kept_tokens`). Under the tokenizer
     chars, the vocabulary is that of all texts. Raises UserError, and OSError if the folder cannot be written.
@@ -156,13 +156,13 @@ def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | 
 
 
 def read_sources(path: Path, field: str, staging: Path, tokenizer: Tokenizer) -> Sources:
-    """Returns the tokens of the sources that a path names. Raises UserError and OSError."""
+    """Return the tokens of the sources that a path names. Raises UserError and OSError."""
     paths, shares = listed(path)
     return Sources(tuple(_tokens(each, staging, tokenizer) for each in _found(paths, field, None, "tokens")), shares)
 
 
 def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: str) -> list[_Found]:
-    """Finds the sources of a list. kept: as for `read_data`; the files of several sources stand beside it."""
+    """Find the sources of a list. kept: as for `read_data`; the files of several sources stand beside it."""
     found = []
     for index, path in enumerate(paths):
         if len(paths) == 1 and kept is not None:
@@ -177,7 +177,7 @@ def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: st
 
 
 def _stated(paths: tuple[Path, ...], name: str) -> Tokenizer:
-    """Returns the tokenizer of token files, which is called `name` unless a file beside them states another one."""
+    """Return the tokenizer of token files, which is called `name` unless a file beside them states another one."""
     token_layout(paths[0])
     stated = stated_tokenizer(paths)
     if stated is None:
@@ -199,7 +199,7 @@ def _tokens(found: _Found, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
 def encode_text(
     folder: Path, text: Corpus, tokenizer: Tokenizer, name: str = "tokens", continues: bool = False
 ) -> TokenFiles:
-    """Writes the tokens of a text to folder/NAME.bin and returns them. Raises UserError and OSError.
+    """Write the tokens of a text to folder/NAME.bin and return them. Raises UserError and OSError.
 
     continues: keep what is encoded if the process is interrupted, and begin with what another one has kept.
     """
@@ -216,7 +216,7 @@ def encode_text(
 
 
 def check_named(name: str, path: Path) -> None:
-    """Raises UserError if --data.tokenizer names no tokenizer for a token file that has no JSON file beside it."""
+    """Raise UserError if --data.tokenizer names no tokenizer for a token file that has no JSON file beside it."""
     if name in ("bytes", "chars"):  # bytes is the default, and chars takes its vocabulary from a text
         raise UserError(
             f"{path} has no {path.with_suffix('.json').name} beside it, which would name the tokenizer: pass"
@@ -226,7 +226,7 @@ def check_named(name: str, path: Path) -> None:
 
 
 def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
-    """Returns the token files, whose tokenizer must be `tokenizer`. A file without a JSON file names none.
+    """Return the token files, whose tokenizer must be `tokenizer`. A file without a JSON file names none.
 
     Raises UserError if they name another tokenizer.
     """
@@ -237,7 +237,7 @@ def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
 
 
 def store(folder: Path, data: RunData, staging: Path) -> RunData:
-    """Moves the token files that `read_data` has written to `staging` to `folder`, and returns the data of the run.
+    """Move the token files that `read_data` has written to `staging` to `folder`, and return the data of the run.
 
     Raises OSError.
     """
@@ -250,7 +250,7 @@ def store(folder: Path, data: RunData, staging: Path) -> RunData:
 
 
 def kept_tokens(folder: Path, data: DataOptions) -> tuple[Path | None, Path | None]:
-    """Returns the files in a run's folder with the tokens of its (training, validation) text, or None without a text.
+    """Return the files in a run's folder with the tokens of its (training, validation) text, or None without a text.
 
     Raises UserError if the options name a text that is not the run's.
     """

@@ -62,7 +62,7 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, settings: dict[str, Any], n_positions: int = 0, files: dict[str, str] | None = None) -> "DecoderConfig":
-        """Returns the description. n_positions: 0 for the usual length. Raises ValueError for unusable settings."""
+        """Return the description. n_positions: 0 for the usual length. Raises ValueError for unusable settings."""
         theirs = configuration(settings)
         if isinstance(settings.get("text_config"), dict):
             raise ValueError(
@@ -81,7 +81,7 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, folder: Path, n_positions: int = 0) -> "DecoderConfig":
-        """Returns the description of the model in a folder. Raises ValueError, which names the file."""
+        """Return the description of the model in a folder. Raises ValueError, which names the file."""
         path = folder / "config.json"
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
@@ -98,25 +98,25 @@ class DecoderConfig:
             raise ValueError(f"{path}: {error}") from None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `from_json` makes the description of."""
+        """Return what `from_json` makes the description of."""
         return {"settings": self.settings, "n_positions": self.n_positions, "files": self.files}
 
     @classmethod
     def from_json(cls, description: dict[str, Any]) -> "DecoderConfig":
-        """Returns the description that `as_json` has returned. Raises ValueError or TypeError for another value."""
+        """Return the description that `as_json` has returned. Raises ValueError or TypeError for another value."""
         files = description["files"]
         if not all(isinstance(text, str) and name in _FILES for name, text in files.items()):
             raise ValueError(f"files: expected texts by the names {', '.join(_FILES)}")
         return cls.of(description["settings"], description["n_positions"], files)
 
     def empty(self, dtype: torch.dtype) -> nn.Module:
-        """Returns the whole model with its parameters on the meta device. Raises ValueError."""
+        """Return the whole model with its parameters on the meta device. Raises ValueError."""
         quiet()
         model: nn.Module = empty_model(causal_model, self.settings, dtype)
         return model
 
     def outlined(self, mesh: DeviceMesh | None, dtype: torch.dtype, stages: Sequence[Stage] | None = None) -> nn.Module:
-        """Returns this rank's shards on the meta device. mesh: tensor-parallel, or None. Raises ValueError.
+        """Return this rank's shards on the meta device. mesh: tensor-parallel, or None. Raises ValueError.
 
         stages: the pipeline stages of a rank, None for the whole model.
         """
@@ -132,7 +132,7 @@ class DecoderConfig:
         return _recognised(json.dumps(self.settings, sort_keys=True), tp)
 
     def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
-        """Returns the costs of each layer, of the embeddings, and of the last norm with the head, in a training step.
+        """Return the costs of each layer, of the embeddings, and of the last norm with the head, in a training step.
 
         They are counted as for the GPT. Raises ValueError for a model that a pipeline cannot cut.
         """
@@ -147,18 +147,18 @@ class DecoderConfig:
         return [Cost(6 * size + attention, size) for size in sizes], Cost(0, first), Cost(6 * last, last)
 
     def attention_flops(self) -> int:
-        """Returns the operations of a layer's attention for each token in a training step, as counted for the GPT."""
+        """Return the operations of a layer's attention for each token in a training step, as counted for the GPT."""
         size = getattr(configuration(self.settings), "head_dim", None) or self.n_embd // self.n_head
         return int(12 * self.n_positions * self.n_head * size)
 
     @cached_property
     def tied(self) -> list[str]:
-        """Returns the names of the parameters that a pipeline's first and last stage share."""
+        """Return the names of the parameters that a pipeline's first and last stage share."""
         model = self.empty(torch.float32)
         return decoder_parts(model).of(model).shared()
 
     def check(self, tp: int = 1) -> None:
-        """Raises ValueError for a model that tpfuse cannot train on `tp` tensor-parallel ranks."""
+        """Raise ValueError for a model that tpfuse cannot train on `tp` tensor-parallel ranks."""
         if not 1 <= self.n_positions <= self.longest:
             raise ValueError(f"n_positions {self.n_positions}: expected 1 to {self.longest}, the model's context")
         if self.settings.get("output_router_logits"):
@@ -175,11 +175,11 @@ class DecoderConfig:
             self.outlined(mesh, torch.float32)
 
     def check_context(self, tp: int) -> None:
-        """Raises ValueError if context-parallel ranks cannot share the model's sequences."""
+        """Raise ValueError if context-parallel ranks cannot share the model's sequences."""
         check_context(self.empty(torch.float32), ONE_RANK, tp)
 
     def check_documents(self) -> None:
-        """Raises ValueError if transformers cannot mask the documents of the model's sequences.
+        """Raise ValueError if transformers cannot mask the documents of the model's sequences.
 
         It does so by their positions, for the models whose attention context-parallel ranks can share.
         """
@@ -190,13 +190,13 @@ class DecoderConfig:
             raise ValueError(f"--data.documents mask: {reason}: give --data.documents attend") from None
 
     def find_weights(self, folder: Path) -> dict[str, list[StoredTensor]]:
-        """Returns the tensors in a folder's files for each parameter, by its name. Raises ValueError."""
+        """Return the tensors in a folder's files for each parameter, by its name. Raises ValueError."""
         return find_weights(self.empty(torch.float32), folder)
 
 
 @lru_cache(maxsize=8)
 def _recognised(settings: str, tp: int) -> Recognised:
-    """Returns the plan for `tp` tensor-parallel ranks, which is proved once: that takes seconds for a large model.
+    """Return the plan for `tp` tensor-parallel ranks, which is proved once: that takes seconds for a large model.
 
     settings: the contents of config.json. Raises ValueError.
     """
@@ -243,7 +243,7 @@ class DecoderModel:
         self._drops = any(isinstance(value, float) and value for value in _dropouts(config.settings))
 
     def draw(self, seed: int) -> None:
-        """Fills the parameters as transformers initialises the model after `torch.manual_seed(seed)`, on each rank."""
+        """Fill the parameters as transformers initialises the model after `torch.manual_seed(seed)`, on each rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             whole = dict(causal_model(self.config.settings, torch.float32).named_parameters())
@@ -251,7 +251,7 @@ class DecoderModel:
             copy_whole_(parameter, whole[name].detach().reshape(parameter.shape))
 
     def compile(self, *, one_graph: bool) -> None:
-        """Lets training steps run by torch.compile; one_graph is not asked of code that is not ours."""
+        """Let training steps run by torch.compile; one_graph is not asked of code that is not ours."""
         from tpfuse.train.compiled import compiled
 
         self._forward = compiled(self.module, one_graph=False, torch_dropout=self._drops)
@@ -264,11 +264,11 @@ class DecoderModel:
         at: tuple[int, int] | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """Returns the loss; see the protocol."""
+        """Return the loss; see the protocol."""
         return self.part(self.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
 
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Returns the output of a stage; see the protocol.
+        """Return the output of a stage; see the protocol.
 
         Dropout masks follow from (seed, step, first sequence, stage) and the layout.
         """
@@ -297,7 +297,7 @@ class DecoderModel:
         return loss if ranks == 1 else loss - (1 - 1 / ranks) * loss.detach()
 
     def modules_of(self, stage: Stage) -> list[nn.Module]:
-        """Returns the modules of a stage; see the protocol."""
+        """Return the modules of a stage; see the protocol."""
         return [self.module] if self._cut is None else self._cut.modules_of(stage)
 
     def generate(
@@ -312,7 +312,7 @@ class DecoderModel:
         seed: int = 0,
         logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
-        """Returns the prompts with their continuations, by the `generate` of transformers; see the protocol.
+        """Return the prompts with their continuations, by the `generate` of transformers; see the protocol.
 
         They end where the model's context is full; the prompts must be shorter than that. With `logits` there is no
         key/value cache: every token computes the whole text again, padded to its last length.
@@ -345,13 +345,13 @@ class DecoderModel:
         return out
 
     def flops_per_token(self) -> int:
-        """Returns the floating-point operations of a training step for each token, counted as for the GPT."""
+        """Return the floating-point operations of a training step for each token, counted as for the GPT."""
         return self._flops
 
     def stored(
         self, name: str, tensor: Tensor, slices: Slices, shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], Tensor, Slices]]:
-        """Yields this shard's rectangles of the tensor of Hugging Face, which packs projections in one dimension."""
+        """Yield this shard's rectangles of the tensor of Hugging Face, which packs projections in one dimension."""
         for piece, ranges in file_pieces(tensor, slices, shape, self._shapes[name]):
             yield self._shapes[name], piece, ranges
 
@@ -371,7 +371,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _padded(ids: Tensor, length: int, stage: Stage) -> dict[str, Tensor]:
-    """Returns the arguments for the logits of the last of `length` tokens, which padding follows.
+    """Return the arguments for the logits of the last of `length` tokens, which padding follows.
 
     Positions do not exceed those of the text, on which the frequencies of some rotary embeddings depend.
     """

@@ -1,4 +1,4 @@
-"""Finds the first layer with a number that is not finite."""
+"""Find the first layer with a number that is not finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def _finite(x: Any) -> bool:
 
 @torch.no_grad()
 def _first_output(model: nn.Module, forward: Callable[[], object]) -> list[str]:
-    """Returns the names of the modules whose output is not finite on this rank, in the order in which they finish."""
+    """Return the names of the modules whose output is not finite on this rank, in the order in which they finish."""
     names: list[str] = []
     handles = [
         module.register_forward_hook(
@@ -40,7 +40,7 @@ def find_nonfinite(
     forward: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> str:
-    """Returns in words where the first number that is not finite is. The call is collective over `group`.
+    """Return in words where the first number that is not finite is. The call is collective over `group`.
 
     model: this rank's part of the model `whole`, which gives the order. A parameter that is not finite is reported
     first. Next comes the first layer whose output is not finite: `forward` runs the forward passes again, with the same

@@ -27,13 +27,13 @@ class CheckpointError(Exception):
 
 
 def of_disk(error: OSError) -> str:
-    """Returns the system's message, with the name of the file if the error has one."""
+    """Return the system's message, with the name of the file if the error has one."""
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
 def instead_of(folder: Path) -> str:
-    """Returns what a user can do about a folder that is no run and has no config.json; "" if nothing is known."""
+    """Return what a user can do about a folder that is no run and has no config.json; "" if nothing is known."""
     if not folder.exists():
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) is not None
         return f"; if that is a name of the Hugging Face hub: hf download {folder} --local-dir FOLDER" if hub else ""

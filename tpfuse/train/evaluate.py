@@ -21,7 +21,7 @@ _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
 
 @torch.no_grad()
 def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device, length: int) -> float:
-    """Returns the mean loss in nats over tokens 1 to n - 1 of n, each of which is predicted once.
+    """Return the mean loss in nats over tokens 1 to n - 1 of n, each of which is predicted once.
 
     The windows of `length` tokens are contiguous and do not overlap. The last one may be shorter.
     """
@@ -39,7 +39,7 @@ def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device,
 
 
 def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
-    """Returns the result in one line. run: the folder of a run, or of a Hugging Face model.
+    """Return the result in one line. run: the folder of a run, or of a Hugging Face model.
 
     data: the text; without a path, the run's validation tokens. The loss on several sources is the mean of their
     losses, with their weights. length: the tokens of a window; 0 for those of a training sequence. Raises UserError.

@@ -15,12 +15,12 @@ from tpfuse.train.sample import load_run
 
 
 def export(run: Path, folder: Path) -> str:
-    """Writes config.json and safetensors files, and the files of the tokenizer if the tokenizers library has made it.
+    """Write config.json and safetensors files, and the files of the tokenizer if the tokenizers library has made it.
 
     The GPT becomes a GPT-2; a model of transformers keeps its small files, such as those of its tokenizer.
 
     The GPT's weights are the float32 masters. A model of transformers has the dtype that its config.json names, else
-    float32. A run that was trained in float64 is written in float64. Returns in words what was written and what was
+    float32. A run that was trained in float64 is written in float64. Return in words what was written and what was
     not. Raises UserError if the folder is not empty or the run has no checkpoint, CheckpointError if all checkpoints
     are damaged, and OSError.
     """
@@ -44,14 +44,14 @@ def export(run: Path, folder: Path) -> str:
 
 
 def _dtype(config: DecoderConfig, model: LanguageModel) -> torch.dtype:
-    """Returns the dtype of the exported weights of a model of transformers."""
+    """Return the dtype of the exported weights of a model of transformers."""
     own: torch.dtype = next(model.module.parameters()).dtype
     named = getattr(torch, str(config.settings.get("dtype") or config.settings.get("torch_dtype")), None)
     return named if own != torch.float64 and isinstance(named, torch.dtype) else own
 
 
 def _write_tokenizer(folder: Path, text: str, context: int, end: str | None) -> None:
-    """Writes the tokenizer's files and names the library's own class.
+    """Write the tokenizer's files and name the library's own class.
 
     GPT-2's class would treat every tokenizer as byte-level BPE.
     """

@@ -34,7 +34,7 @@ class Record:
 
 
 def read_records(run: Path) -> list[Record]:
-    """Returns the records of a run's last failure, in rank order. Raises UserError."""
+    """Return the records of a run's last failure, in rank order. Raises UserError."""
     records = []
     for path in run.glob("flight_record_rank*.json"):
         try:
@@ -55,7 +55,7 @@ def read_records(run: Path) -> list[Record]:
 
 
 def hang(run: Path) -> str:
-    """Returns the explanation. Raises UserError for a run without records."""
+    """Return the explanation. Raises UserError for a run without records."""
     records = read_records(run)
     in_time = [record for record in records if record.missing != record.rank]
     waiting = {record.rank for record in in_time}
@@ -86,14 +86,14 @@ def _sentence(record: Record, waiting: list[int]) -> str:
 
 
 def _suspects(record: Record) -> list[dict[str, Any]]:
-    """Returns the entry of the missing rank or, if no single rank was late, of those that had ended or were stopped."""
+    """Return the entry of the missing rank or, if no single rank was late, of those that had ended or were stopped."""
     if record.missing is not None:
         return [record.ranks[record.missing]] if record.missing in record.ranks else []
     return [entry for entry in record.ranks.values() if entry["ended"] or entry["state"].startswith("T")]
 
 
 def _described(record: Record, missing: dict[str, Any]) -> str:
-    """Returns what a missing rank did."""
+    """Return what a missing rank did."""
     process = f"Rank {missing['rank']} (process {missing['pid']})"
     if missing["ended"]:
         return f"{process} had ended: read its own error."
@@ -109,7 +109,7 @@ def _described(record: Record, missing: dict[str, Any]) -> str:
 
 
 def _difference(record: Record) -> str:
-    """Returns in words the first operation that differs between two ranks; "" if there is none.
+    """Return in words the first operation that differs between two ranks; "" if there is none.
 
     Messages, with numbers below 0, are not compared: every rank has its own.
     """
@@ -129,7 +129,7 @@ def _difference(record: Record) -> str:
 
 
 def _innermost(stack: str, state: str) -> list[str]:
-    """Returns the lines of the thread that ran, the innermost call first."""
+    """Return the lines of the thread that ran, the innermost call first."""
     if not stack:
         return [f"  unknown: the process did not answer (its state was {state or 'unknown'})"]
     lines = stack.splitlines()

@@ -15,12 +15,12 @@ PROBE_SECONDS = 0.3
 
 
 def device_count() -> int:
-    """Returns the number of GPUs of this machine that torch can use."""
+    """Return the number of GPUs of this machine that torch can use."""
     return torch.cuda.device_count()
 
 
 def name_and_memory(device: torch.device) -> tuple[str, int]:
-    """Returns the name that torch gives to a GPU, and its bytes; a CPU has no name."""
+    """Return the name that torch gives to a GPU, and its bytes; a CPU has no name."""
     if device.type != "cuda":
         return "", 0
     properties = torch.cuda.get_device_properties(device)
@@ -28,13 +28,13 @@ def name_and_memory(device: torch.device) -> tuple[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether Python, numpy or torch could not allocate memory. On a CPU torch has no error class for it."""
+    """Return whether Python, numpy or torch could not allocate memory. On a CPU torch has no error class for it."""
     named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Returns (FLOP/s of one device, the source of the number).
+    """Return (FLOP/s of one device, the source of the number).
 
     For bfloat16 and float16 on a known GPU, the rate is that of the data sheet. Otherwise it is measured: the best rate
     of the square matrix products of this dtype that fit into `PROBE_SECONDS`, with the threads of this process. Another
@@ -57,7 +57,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Returns the most bytes that this rank has held: allocated by torch on a GPU, resident on CPU."""
+    """Return the most bytes that this rank has held: allocated by torch on a GPU, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -65,7 +65,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Returns the bytes that this rank holds: torch's largest allocation so far on a GPU, resident memory now on CPU.
+    """Return the bytes that this rank holds: torch's largest allocation so far on a GPU, resident memory now on CPU.
 
     On CPU, a page that several ranks share is divided among them, so that the sum over the ranks is the memory in use.
     """
@@ -79,11 +79,11 @@ def held_bytes(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory instead of returning it to the kernel after every step.
+    """Tell glibc to keep freed memory instead of returning it to the kernel after every step.
 
     A training step frees all its activations. By default, glibc returns most of them at once, and the next step faults
     every page in again. With this setting, allocations of up to 32 MiB (the largest threshold, mallopt(3)) come from
-    the heap, and the heap is not trimmed. Returns whether it worked; it does not on other C libraries.
+    the heap, and the heap is not trimmed. Return whether it worked; it does not on other C libraries.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -94,10 +94,10 @@ def keep_freed_memory() -> bool:
 
 
 def expand_segments() -> None:
-    """Tells torch's CUDA allocator to grow its segments instead of allocating new ones, which fragment memory."""
+    """Tell torch's CUDA allocator to grow its segments instead of allocating new ones, which fragment memory."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def set_threads(ranks_on_this_host: int) -> None:
-    """Divides the cores of this host among its CPU ranks."""
+    """Divide the cores of this host among its CPU ranks."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, ranks_on_this_host)))

@@ -42,7 +42,7 @@ class Source:
     tokenizer: Tokenizer | None
 
     def weights_for(self, tokenizer: Tokenizer) -> Path | None:
-        """Returns the folder to read. Raises UserError if `tokenizer`, which encoded the text, is not the model's."""
+        """Return the folder to read. Raises UserError if `tokenizer`, which encoded the text, is not the model's."""
         if not fits(tokenizer, self.config):
             raise UserError(
                 f"{self.name}: the model has {self.config.vocab_size} tokens, the text's tokenizer"
@@ -57,7 +57,7 @@ class Source:
 
 
 def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
-    """Returns the options that the source determines unless the user does, as tables of TOML.
+    """Return the options that the source determines unless the user does, as tables of TOML.
 
     They are the model's shape and the tokenizer: tokenizer.json of the folder, or gpt2 for a vocabulary of GPT-2's
     size. Raises UserError for a folder that is neither a Hugging Face GPT-2 nor a run.
@@ -86,7 +86,7 @@ def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
 
 
 def decoder_options(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the options that --model.from determines unless the user does, as tables of TOML.
+    """Return the options that --model.from determines unless the user does, as tables of TOML.
 
     They are the length of sequences and the tokenizer: that of the folder, or, if it has no file of one, gpt2 or bytes
     for a vocabulary of their size. Raises UserError for a folder without a model of transformers.
@@ -107,7 +107,7 @@ def _is_huggingface(folder: Path) -> bool:
 
 
 def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
-    """Checks the files of the source that an option names, and returns it; None if no option was given.
+    """Check the files of the source that an option names, and return it; None if no option was given.
 
     config: the model of the options. Raises UserError if it is not the source's, and CheckpointError if all checkpoints
     are damaged.
@@ -166,7 +166,7 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
 
 
 def load_weights(folder: Path, config: ModelConfig, shards: Shards) -> None:
-    """Fills the shards "model.NAME" of this rank from a source's folder, and no others.
+    """Fill the shards "model.NAME" of this rank from a source's folder, and no others.
 
     A shorter position table takes the first rows of the source's table. Raises UserError or CheckpointError if the
     folder has changed since `find_source` checked it.

@@ -42,13 +42,13 @@ class LanguageModel(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Returns the module with the parameters."""
+        """Return the module with the parameters."""
 
     def draw(self, seed: int) -> None:
-        """Draws the parameters from `seed`; they are the same in every layout of ranks."""
+        """Draw the parameters from `seed`; they are the same in every layout of ranks."""
 
     def compile(self, *, one_graph: bool) -> None:
-        """Lets training steps run by torch.compile. one_graph: whether a break of the graph is an error."""
+        """Let training steps run by torch.compile. one_graph: whether a break of the graph is an error."""
 
     def loss(
         self,
@@ -58,7 +58,7 @@ class LanguageModel(Protocol):
         at: tuple[int, int] | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """Returns the sum over all tokens of their losses in nats, times `weight`, as a scalar.
+        """Return the sum over all tokens of their losses in nats, times `weight`, as a scalar.
 
         ids, targets: [sequences, tokens] int64, equal on all ranks that share them. Each context-parallel rank returns
         its part of the sum. at: (seed, step) of the dropout in a training step; None to evaluate. sequences: the
@@ -66,13 +66,13 @@ class LanguageModel(Protocol):
         """
 
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Returns the output of a pipeline stage of this rank; that of the last stage is the loss, or the logits.
+        """Return the output of a pipeline stage of this rank; that of the last stage is the loss, or the logits.
 
         x: the output of the stage before it, None for the first stage. Logits end with those of the last position.
         """
 
     def modules_of(self, stage: Stage) -> list[nn.Module]:
-        """Returns the modules with the parameters of a pipeline stage of this rank."""
+        """Return the modules with the parameters of a pipeline stage of this rank."""
 
     def generate(
         self,
@@ -86,7 +86,7 @@ class LanguageModel(Protocol):
         seed: int = 0,
         logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
-        """Returns the prompts `ids`, [sequences, tokens] int64, each with at most `tokens` more.
+        """Return the prompts `ids`, [sequences, tokens] int64, each with at most `tokens` more.
 
         temperature: 0 takes the most probable token. top_k, top_p: as in `tpfuse.models.generate`. ends: tokens that
         end a text. logits: returns the logits [sequences, vocabulary] of the last position, equal on all ranks, if the
@@ -94,12 +94,12 @@ class LanguageModel(Protocol):
         """
 
     def flops_per_token(self) -> int:
-        """Returns the floating-point operations of a training step for each token."""
+        """Return the floating-point operations of a training step for each token."""
 
     def stored(
         self, name: str, tensor: Tensor, slices: Slices, shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], Tensor, Slices]]:
-        """Yields (whole shape, part of `tensor`, slices of it) as checkpoints have them, in every layout of ranks.
+        """Yield (whole shape, part of `tensor`, slices of it) as checkpoints have them, in every layout of ranks.
 
         tensor: the `slices` [start, stop) of a parameter of `shape`, or of its state in the optimizer.
         """
@@ -136,11 +136,11 @@ class GPTModel:
         self._forward: Any = self.module  # in training
 
     def draw(self, seed: int) -> None:
-        """Draws the parameters."""
+        """Draw the parameters."""
         initialize(self.module, seed)
 
     def compile(self, *, one_graph: bool) -> None:
-        """Lets training steps run by torch.compile."""
+        """Let training steps run by torch.compile."""
         self._forward = compiled(self.module, one_graph=one_graph)
 
     def loss(
@@ -151,11 +151,11 @@ class GPTModel:
         at: tuple[int, int] | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """Returns the loss; see the protocol."""
+        """Return the loss; see the protocol."""
         return self.part(self.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
 
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Returns the output of a stage; see the protocol."""
+        """Return the output of a stage; see the protocol."""
         ids, targets, weight, at, sequences, cache, _ = batch
         forward = self.module if at is None else self._forward
         starts = None if targets is None or self.document_start is None else ids == self.document_start
@@ -166,7 +166,7 @@ class GPTModel:
         return y
 
     def modules_of(self, stage: Stage) -> list[nn.Module]:
-        """Returns the modules of a stage."""
+        """Return the modules of a stage."""
         return self.module.modules_of(stage)
 
     def generate(
@@ -181,7 +181,7 @@ class GPTModel:
         seed: int = 0,
         logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
-        """Returns the prompts with their continuations."""
+        """Return the prompts with their continuations."""
         return generate(
             self.module,
             ids,
@@ -195,20 +195,20 @@ class GPTModel:
         )
 
     def flops_per_token(self) -> int:
-        """Returns the floating-point operations of a training step for each token."""
+        """Return the floating-point operations of a training step for each token."""
         return self.module.flops_per_token()
 
     def stored(
         self, name: str, tensor: Tensor, slices: Slices, shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], Tensor, Slices]]:
-        """Yields the shard as it is."""
+        """Yield the shard as it is."""
         yield shape, tensor, slices
 
 
 def language_model(
     config: ModelConfig, options: TrainCommand, mesh: DeviceMesh | None, device: torch.device, dtype: torch.dtype
 ) -> LanguageModel:
-    """Returns the model of a description on this rank, with uninitialised parameters. Raises ValueError."""
+    """Return the model of a description on this rank, with uninitialised parameters. Raises ValueError."""
     if isinstance(config, DecoderConfig):
         return DecoderModel(config, options, mesh, device, dtype)
     return GPTModel(config, options, mesh, device, dtype)
@@ -217,7 +217,7 @@ def language_model(
 def outlined(
     config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype, stages: Sequence[Stage] | None = None
 ) -> nn.Module:
-    """Returns this rank's model on the meta device, without communication.
+    """Return this rank's model on the meta device, without communication.
 
     mesh: tensor-parallel, None for one rank. stages: the pipeline stages of a rank, None for the whole model.
     """
@@ -227,34 +227,34 @@ def outlined(
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Returns this rank's transformer blocks of a model, which ZeRO stage 3 gathers one after another."""
+    """Return this rank's transformer blocks of a model, which ZeRO stage 3 gathers one after another."""
     if isinstance(model, GPT):
         return model.blocks
     return [layer for layer in decoder_layers(model) if not isinstance(layer, nn.Identity)]  # of other stages
 
 
 def tied_parameters(config: ModelConfig) -> list[str]:
-    """Returns the names of the parameters that a pipeline's first and last stage share."""
+    """Return the names of the parameters that a pipeline's first and last stage share."""
     return config.tied if isinstance(config, DecoderConfig) else [TIED]
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Returns the number of parameters of the whole model, counted in the model itself."""
+    """Return the number of parameters of the whole model, counted in the model itself."""
     return sum(parameter.numel() for parameter in outlined(config, None, torch.float32).parameters())
 
 
 def longest(config: ModelConfig) -> int:
-    """Returns the model's context, in tokens, which training sequences of a model of transformers need not fill."""
+    """Return the model's context, in tokens, which training sequences of a model of transformers need not fill."""
     return config.longest if isinstance(config, DecoderConfig) else config.n_positions
 
 
 def as_json(config: ModelConfig) -> dict[str, Any]:
-    """Returns what `config_from_json` makes the description of."""
+    """Return what `config_from_json` makes the description of."""
     return config.as_json() if isinstance(config, DecoderConfig) else asdict(config)
 
 
 def config_from_json(description: dict[str, Any]) -> ModelConfig:
-    """Returns the description of a model that `as_json` has returned.
+    """Return the description of a model that `as_json` has returned.
 
     Raises Unreadable, TypeError or ValueError for another value.
     """

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on one machine, or joins the ranks that torchrun has started.
+"""Start the ranks of a run on one machine, or join the ranks that torchrun has started.
 
 The ranks of one machine meet through a file in memory, so no port can be occupied and no file remains, and they
 communicate over the loopback interface. The parent passes SIGTERM and Ctrl-C on once; a second signal ends the ranks at
@@ -52,7 +52,7 @@ class RankInfo:
 
 
 def torchrun_rank() -> RankInfo | None:
-    """Returns the rank of this process if torchrun, or a similar launcher, has started it, else None."""
+    """Return the rank of this process if torchrun, or a similar launcher, has started it, else None."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if not all(name in os.environ for name in names):
         return None
@@ -61,7 +61,7 @@ def torchrun_rank() -> RankInfo | None:
 
 
 def device_of(info: RankInfo) -> torch.device:
-    """Selects and returns the GPU of this rank, or returns the CPU if there is no GPU."""
+    """Select and return the GPU of this rank, or return the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", info.local_rank)
@@ -70,7 +70,7 @@ def device_of(info: RankInfo) -> torch.device:
 
 
 def join(info: RankInfo, device: torch.device, timeout: float) -> None:
-    """Makes the default process group (NCCL on GPUs, Gloo on CPU) once all ranks have started.
+    """Make the default process group (NCCL on GPUs, Gloo on CPU) once all ranks have started.
 
     timeout: the seconds that this rank waits for the others, here and in each collective of the group. Raises PeerLost,
     which names the ranks that have not started.
@@ -124,7 +124,7 @@ class _Rank:
     error: RunError | UserError | None = None
 
     def listen(self) -> None:
-        """Receives the rank's report, if it has sent one."""
+        """Receive the rank's report, if it has sent one."""
         try:
             if self.error is None and self.reports.poll():
                 self.error = self.reports.recv()
@@ -136,7 +136,7 @@ class _Rank:
 
 
 class _Parent:
-    """Starts ranks and passes signals on to them: SIGTERM for the first signal, SIGKILL for the second."""
+    """Start ranks and pass signals on to them: SIGTERM for the first signal, SIGKILL for the second."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
@@ -148,7 +148,7 @@ class _Parent:
         self.signals += 1
 
     def start(self, function: Callable[..., int], info: RankInfo, arguments: tuple[Any, ...]) -> None:
-        """Starts a rank in which both signals are blocked until the rank is ready for them (`StopRequest`)."""
+        """Start a rank in which both signals are blocked until the rank is ready for them (`StopRequest`)."""
         reports, sending = self._context.Pipe(duplex=False)
         work = pickle.dumps((function, (info, *arguments)))
         process = self._context.Process(target=begin, args=(os.getpid(), sending, work))
@@ -162,7 +162,7 @@ class _Parent:
         self.ranks.append(_Rank(info.rank, process, reports))
 
     def pass_on(self) -> None:
-        """Sends the signals received so far to all ranks. It is called again and again, since ranks may start late."""
+        """Send the signals received so far to all ranks. It is called again and again, since ranks may start late."""
         for rank in self.ranks:
             if self.signals == 1:
                 rank.process.terminate()
@@ -170,7 +170,7 @@ class _Parent:
                 rank.process.kill()
 
     def wait(self, timeout: float) -> int:
-        """Waits until all ranks have ended, kills those that end too late, and returns the run's exit status.
+        """Wait until all ranks have ended, kill those that end too late, and return the run's exit status.
 
         timeout: the seconds that ranks get to end after the first one has ended with status 0. Raises RunError or
         UserError if a rank or the system has reported why the run failed, and KeyboardInterrupt after a second signal.
@@ -206,7 +206,7 @@ class _Parent:
         return next((code for code in codes if code and code > 0), 0)  # a rank with such a status has printed its error
 
     def end(self) -> None:
-        """Kills the ranks that still run, and restores the previous signal handlers."""
+        """Kill the ranks that still run, and restore the previous signal handlers."""
         for rank in self.ranks:
             rank.process.kill()
             rank.process.join()
@@ -218,7 +218,7 @@ class _Parent:
 def _reason(
     ranks: Sequence[_Rank], killed: _Rank | None, silent: Sequence[_Rank], timeout: float
 ) -> RunError | UserError | None:
-    """Returns the most informative reason why the run has failed; None if there is none.
+    """Return the most informative reason why the run has failed; None if there is none.
 
     killed: the first rank that a signal has ended. silent: the ranks that were killed because they did not end.
     """
@@ -243,7 +243,7 @@ def _reason(
 
 
 def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeout: float) -> int:
-    """Runs `function(info, *arguments)` in `world` new processes and returns the exit status of the run.
+    """Run `function(info, *arguments)` in `world` new processes and return the exit status of the run.
 
     The status is 0 if all ranks return 0, else that of the first rank, in rank order, with another one. timeout: the
     seconds that ranks get to end after the first one has ended. Raises the error that gives the reason: a RunError or

@@ -70,7 +70,7 @@ _RECENT = 5  # the last intervals between rows, from which the remaining time is
 
 
 def train_rank(info: RankInfo, run: Run) -> int:
-    """Joins the other ranks, trains, leaves them and returns 0. One rank alone needs no process group.
+    """Join the other ranks, train, leave them and return 0. One rank alone needs no process group.
 
     Raises RunError if the run cannot continue, and PeerLost, which is a RunError, if other ranks do not answer.
     """
@@ -133,7 +133,7 @@ def _when(loop: "TrainingLoop | None") -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns Gloo's message without its source line and its advice."""
+    """Return Gloo's message without its source line and its advice."""
     line = str(error).strip().splitlines()[0]
     return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
@@ -190,7 +190,7 @@ class TrainingLoop:
         self.retry_delay = 1
 
     def _resume(self, folder: Path) -> None:
-        """Loads the checkpoint; every rank reads its shards. Raises RunError on all ranks if one cannot."""
+        """Load the checkpoint; every rank reads its shards. Raises RunError on all ranks if one cannot."""
         opened: list[checkpoint.Checkpoint] = []
 
         def load() -> None:
@@ -210,7 +210,7 @@ class TrainingLoop:
         self._compare(opened[0])
 
     def _compare(self, saved: checkpoint.Checkpoint) -> None:
-        """Compares what was loaded with what was saved. Raises RunError on all ranks if anything differs."""
+        """Compare what was loaded with what was saved. Raises RunError on all ranks if anything differs."""
         trainer, state = self.trainer, saved.state
         tensors = checkpoint.differing(saved, trainer.shards(), trainer.world_group)
         trainer.optimizer.release()
@@ -232,7 +232,7 @@ class TrainingLoop:
             raise RunError(f"{saved.folder} was not loaded as it was saved: {differs}", CheckpointError.status)
 
     def _proof(self, loss: float) -> dict[str, Any]:
-        """Returns what a resumed run compares before it continues. loss: of the next batch.
+        """Return what a resumed run compares before it continues. loss: of the next batch.
 
         Its entry exact says whether the same run computes the same bits again. Measured implementations may have been
         others when the checkpoint was saved.
@@ -247,7 +247,7 @@ class TrainingLoop:
         }
 
     def _on_all_ranks(self, load: Callable[[], None]) -> None:
-        """Calls `load` on every rank. Raises RunError on all ranks if one cannot load."""
+        """Call `load` on every rank. Raises RunError on all ranks if one cannot load."""
 
         def outcome() -> tuple[str, int] | None:
             try:
@@ -261,7 +261,7 @@ class TrainingLoop:
                 raise RunError(*failure)
 
     def run_to_end(self) -> None:
-        """Trains until the last step or until a rank is asked to stop, saves, and prints the result."""
+        """Train until the last step or until a rank is asked to stop, save, and print the result."""
         self._introduce()
         started, steps = perf_counter(), self.options.train.steps
         reporter = Reporter(self.run.folder, steps, self.trainer.step, self._holder()) if self.first else None
@@ -320,7 +320,7 @@ class TrainingLoop:
             say(line)
 
     def _pipeline(self) -> list[str]:
-        """Returns the lines that explain the pipeline; [] if there is none. Collective."""
+        """Return the lines that explain the pipeline; [] if there is none. Collective."""
         runner, options, config = self.trainer.runner, self.options, self.run.config
         if runner is None or self.predicted is None:
             return []
@@ -329,7 +329,7 @@ class TrainingLoop:
         return plan.explanation(f" of {micro_batch_size(options)} sequences")
 
     def _described_data(self) -> str:
-        """Returns in words how many tokens there are, and how often the run reads each."""
+        """Return in words how many tokens there are, and how often the run reads each."""
         train, (tokens, shares), data = self.options.train, self.train_tokens, self.data
         read, parts = train.steps * train.batch * self.run.config.n_positions / sum(shares), []
         for files, source, share in zip(data.train.files, tokens, shares, strict=True):
@@ -354,23 +354,23 @@ class TrainingLoop:
         return f"ZeRO stage {stage}{by}, counted {counted.held / 2**20:.1f} MiB a rank: {', '.join(sizes)}{more}"
 
     def _measured(self) -> str:
-        """Returns in words the memory in use after a step, which includes the parts that the count leaves out."""
+        """Return in words the memory in use after a step, which includes the parts that the count leaves out."""
         held = max(0, held_bytes(self.device) - self.held_before)  # less where processes have begun to share pages
         line = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
         whole = f"\n         process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
         return line + (whole if self.device.type == "cpu" else "")
 
     def _holder(self) -> str:
-        """Returns whose memory `memory_bytes` counts."""
+        """Return whose memory `memory_bytes` counts."""
         return "process" if self.device.type == "cpu" else "GPU"
 
     def _precision(self) -> str:
-        """Returns in words the dtype of the parameters and, if it differs, of matrix products."""
+        """Return in words the dtype of the parameters and, if it differs, of matrix products."""
         train = self.options.train
         return train.dtype if train.autocast == "none" else f"{train.dtype} with autocast to {train.autocast}"
 
     def _kernels(self) -> str:
-        """Returns in words which kernels compute."""
+        """Return in words which kernels compute."""
         kind = "torch" if self.trainer.dtype is torch.float64 else resolved_kernels(self.device.type)
         interpreted = kind == "triton" and self.device.type == "cpu"
         compiled = ", steps by torch.compile" if self.options.train.compile else ""
@@ -378,7 +378,7 @@ class TrainingLoop:
         return words + (", interpreted" if interpreted else "") + compiled
 
     def _loop(self, reporter: Reporter | None, started: float) -> bool:
-        """Runs steps, evaluations and checkpoints. Returns whether the run was stopped before its end."""
+        """Run steps, evaluations and checkpoints. Return whether the run was stopped before its end."""
         options, trainer = self.options.train, self.trainer
         mark, mark_step = perf_counter(), trainer.step
         begun = trainer.step
@@ -422,7 +422,7 @@ class TrainingLoop:
         return False
 
     def _first_step(self) -> StepResult:
-        """Runs a step in which the ranks measure which implementations are the fastest here.
+        """Run a step in which the ranks measure which implementations are the fastest here.
 
         A resumed run uses the implementations that it used before.
         """
@@ -443,7 +443,7 @@ class TrainingLoop:
         return result
 
     def _row(self, results: Sequence[StepResult], interval: tuple[int, float], evaluated: bool, seconds: float) -> Row:
-        """Returns the row of the last of the steps since the last row.
+        """Return the row of the last of the steps since the last row.
 
         interval: (steps, seconds) since the last row, without evaluation and saving.
         """
@@ -473,7 +473,7 @@ class TrainingLoop:
         self.val_loss = self.trainer.evaluate(self.val_windows, self.options.train.eval_batches)
 
     def _save(self) -> None:
-        """Saves a checkpoint. After a failure, the next attempt is 1, 2, 4, … steps later."""
+        """Save a checkpoint. After a failure, the next attempt is 1, 2, 4, … steps later."""
         trainer = self.trainer
         if not all(agree(trainer.world_group, (self.run.folder / "config.toml").is_file)):
             raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
@@ -510,7 +510,7 @@ class TrainingLoop:
             self.retry_delay *= 2
 
     def _draw_pipeline(self) -> str:
-        """Draws the last step of the first rank's pipeline; returns the name of the file. Collective.
+        """Draw the last step of the first rank's pipeline; return the name of the file. Collective.
 
         A resumed run that has taken no step keeps the picture that it finds.
         """
@@ -526,7 +526,7 @@ class TrainingLoop:
         return NAME
 
     def _conclude(self, seconds: float, picture: str) -> None:
-        """Prints the last lines: losses, a sample, and the files. It is collective, since all ranks generate.
+        """Print the last lines: losses, a sample, and the files. It is collective, since all ranks generate.
 
         picture: the name of the picture of the pipeline; empty if there is none.
         """
@@ -562,10 +562,10 @@ class TrainingLoop:
 
 
 def _means(values: Sequence[Sequence[float]]) -> list[float] | None:
-    """Returns each rank's mean over steps, to the microsecond. values: for each step, of each rank; None if empty."""
+    """Return each rank's mean over steps, to the microsecond. values: for each step, of each rank; None if empty."""
     return [round(fmean(of_rank), 6) for of_rank in zip(*values, strict=True)] or None
 
 
 def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:
-    """Returns the mean number of seconds of a step over intervals of (steps, seconds)."""
+    """Return the mean number of seconds of a step over intervals of (steps, seconds)."""
     return sum(seconds for _, seconds in intervals) / sum(steps for steps, _ in intervals)

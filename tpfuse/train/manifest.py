@@ -73,23 +73,23 @@ Shards = Mapping[str, Sequence[Shard]]  # by the name of the global tensor, all 
 
 
 def extent(slices: Slices) -> tuple[int, ...]:
-    """Returns the shape of a rectangle."""
+    """Return the shape of a rectangle."""
     return tuple(stop - start for start, stop in slices)
 
 
 def intersection(a: Slices, b: Slices) -> Slices | None:
-    """Returns the intersection of two rectangles, or None if it is empty."""
+    """Return the intersection of two rectangles, or None if it is empty."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def index_within(slices: Slices, inside: Slices) -> tuple[slice, ...]:
-    """Returns the index of the rectangle `slices` in a tensor that holds the rectangle `inside`."""
+    """Return the index of the rectangle `slices` in a tensor that holds the rectangle `inside`."""
     return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slices, inside, strict=True))
 
 
 def flaw(shape: tuple[int, ...], saved: list[Slices]) -> str | None:
-    """Returns why these rectangles are not a partition of the shape, or None if they are."""
+    """Return why these rectangles are not a partition of the shape, or None if they are."""
     for slices in saved:
         inside = len(slices) == len(shape) and all(0 <= a < b <= n for (a, b), n in zip(slices, shape, strict=True))
         if not inside:
@@ -102,7 +102,7 @@ def flaw(shape: tuple[int, ...], saved: list[Slices]) -> str | None:
 
 
 def _overlapping(saved: list[Slices], dimensions: int) -> Slices | None:
-    """Returns a rectangle that has elements in common with an earlier one in the list, or None.
+    """Return a rectangle that has elements in common with an earlier one in the list, or None.
 
     Planes separate the rectangles, one dimension after the other, until each is alone. This takes n log n steps for
     rectangles that sharding makes. Only rectangles that no plane separates are compared pair by pair.
@@ -122,7 +122,7 @@ def _overlapping(saved: list[Slices], dimensions: int) -> Slices | None:
 
 
 def _separated(saved: list[Slices], dimension: int) -> list[list[Slices]]:
-    """Returns the rectangles in groups that have no coordinate of this dimension in common."""
+    """Return the rectangles in groups that have no coordinate of this dimension in common."""
     groups: list[list[Slices]] = []
     reached = 0
     for slices in sorted(saved, key=lambda slices: slices[dimension]):
@@ -135,7 +135,7 @@ def _separated(saved: list[Slices], dimension: int) -> list[list[Slices]]:
 
 
 def check_shard(name: str, shard: Shard) -> None:
-    """Raises ValueError if tensor, slices and shape contradict each other."""
+    """Raise ValueError if tensor, slices and shape contradict each other."""
     if tuple(shard.tensor.shape) != extent(shard.slices) or len(shard.shape) != len(shard.slices):
         raise ValueError(
             f"shard of {name}: a tensor of shape {tuple(shard.tensor.shape)} cannot be the slices {shard.slices} of"
@@ -144,12 +144,12 @@ def check_shard(name: str, shard: Shard) -> None:
 
 
 def slices_of(ranges: list[list[int]]) -> Slices:
-    """Converts slices from the lists that JSON has made of them."""
+    """Convert slices from the lists that JSON has made of them."""
     return tuple((start, stop) for start, stop in ranges)
 
 
 def digest(shard: Shard) -> int:
-    """Returns a digest of 64 bits of a shard: the sum over its elements of a hash of their bits and global places.
+    """Return a digest of 64 bits of a shard: the sum over its elements of a hash of their bits and global places.
 
     The digest of a tensor is the sum modulo 2**64 of those of its shards, in whatever way it is cut.
     """
@@ -173,19 +173,19 @@ def digest(shard: Shard) -> int:
 
 
 def file_name(rank: int) -> str:
-    """Returns the name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def owned_shards(name: str, shards: Sequence[Shard]) -> Iterator[tuple[str, Shard]]:
-    """Yields the shards of a tensor that this rank writes, each with its key in the rank's file."""
+    """Yield the shards of a tensor that this rank writes, each with its key in the rank's file."""
     writes = (shard for shard in shards if shard.is_owner and shard.tensor.numel())
     for index, shard in enumerate(writes):
         yield f"{name}#{index}" if index else name, shard
 
 
 def describe(shards: Shards) -> Description:
-    """Describes the shards that this rank holds and writes. Raises ValueError for a shard that cannot be saved."""
+    """Describe the shards that this rank holds and writes. Raises ValueError for a shard that cannot be saved."""
     description: Description = {}
     for name, held in shards.items():
         if "#" in name:
@@ -204,7 +204,7 @@ def describe(shards: Shards) -> Description:
 
 
 def tensor_table(described: list[Description]) -> dict[str, Any]:
-    """Returns the manifest's tensors from every rank's description.
+    """Return the manifest's tensors from every rank's description.
 
     Raises ValueError if ranks disagree or slices are missing.
     """
@@ -225,13 +225,13 @@ def tensor_table(described: list[Description]) -> dict[str, Any]:
 
 
 def encode(body: dict[str, Any]) -> bytes:
-    """Returns the manifest as JSON whose first entry is the SHA-256 of every byte after that entry's line."""
+    """Return the manifest as JSON whose first entry is the SHA-256 of every byte after that entry's line."""
     rest = json.dumps(body, indent=1).removeprefix("{\n").encode()
     return b'{\n "sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a step's folder, checked against its SHA-256 and the folder's name.
+    """Return the manifest of a step's folder, checked against its SHA-256 and the folder's name.
 
     Raises CheckpointError.
     """
@@ -263,7 +263,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _add_keys(manifest: dict[str, Any]) -> None:
-    """Converts a manifest of format 1 to format 2."""
+    """Convert a manifest of format 1 to format 2."""
     for name, entry in manifest["tensors"].items():
         for stored in entry["slices"]:
             stored["key"] = name

@@ -1,4 +1,4 @@
-"""Prints lines for people: warnings and errors on stderr, results and progress on stdout."""
+"""Print lines for people: warnings and errors on stderr, results and progress on stdout."""
 
 import contextlib
 import os
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def warn(message: str) -> None:
-    """Prints one warning line. The command continues."""
+    """Print one warning line. The command continues."""
     print(f"tpfuse: warning: {message}", file=sys.stderr, flush=True)
 
 
 def say(line: str = "") -> None:
-    """Prints one line on stdout. If stdout is closed or its disk is full, warns once and prints nothing more."""
+    """Print one line on stdout. If stdout is closed or its disk is full, warn once and print nothing more."""
     try:
         print(line, flush=True)
     except OSError as error:
@@ -24,18 +24,18 @@ def say(line: str = "") -> None:
 
 
 def program() -> str:
-    """Returns how this command was called, for lines that say which command to call next."""
+    """Return how this command was called, for lines that say which command to call next."""
     name = Path(sys.argv[0])
     return os.path.relpath(name) if name.name == "tpfuse" else "python -m tpfuse"
 
 
 def is_first_rank() -> bool:
-    """Returns whether this is the only process, or the first rank of torchrun."""
+    """Return whether this is the only process, or the first rank of torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def fail(command: str, message: str, missing: tuple[int, ...] = ()) -> None:
-    """Prints why a command ends, in one line. Under torchrun the first rank that is not missing prints it for all."""
+    """Print why a command ends, in one line. Under torchrun the first rank that is not missing prints it for all."""
     ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
     if int(os.environ.get("RANK", "0")) != next((rank for rank in ranks if rank not in missing), 0):
         return
@@ -43,7 +43,7 @@ def fail(command: str, message: str, missing: tuple[int, ...] = ()) -> None:
 
 
 def show_cursor() -> None:
-    """Shows the terminal's cursor again, which a progress bar has hidden whose process was killed."""
+    """Show the terminal's cursor again, which a progress bar has hidden whose process was killed."""
     if sys.stdout.isatty():
         sys.stdout.write("\033[?25h")
         sys.stdout.flush()

@@ -56,7 +56,7 @@ class Row:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete rows of a metrics.jsonl, and no rows if there is no file.
+    """Return the complete rows of a metrics.jsonl, and no rows if there is no file.
 
     A line may be incomplete if the run was killed or the disk was full. Raises UserError if the path is not a readable
     file.
@@ -75,13 +75,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drops the rows after `step`, which a resumed run is about to write again."""
+    """Drop the rows after `step`, which a resumed run is about to write again."""
     rows = [row for row in read_metrics(path) if row["step"] <= step]
     replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def described(row: Row, steps: int, holder: str, width: int | None = None) -> str:
-    """Returns the row in words for the console, without its least important values if it exceeds `width` columns.
+    """Return the row in words for the console, without its least important values if it exceeds `width` columns.
 
     holder: a word for whose memory `memory_bytes` counts.
     """
@@ -100,14 +100,14 @@ def described(row: Row, steps: int, holder: str, width: int | None = None) -> st
 
 
 def clock(seconds: float) -> str:
-    """Returns a duration as m:ss or h:mm:ss."""
+    """Return a duration as m:ss or h:mm:ss."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, float]:
-    """Returns the values of a row that are numbers; of a list there is one for each rank, NAME/RANK."""
+    """Return the values of a row that are numbers; of a list there is one for each rank, NAME/RANK."""
     scalars: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, list):
@@ -118,7 +118,7 @@ def _scalars(values: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardWriter:
-    """Writes scalars for TensorBoard, one event per row. They supersede events after `start` of earlier starts."""
+    """Write scalars for TensorBoard, one event per row. They supersede events after `start` of earlier starts."""
 
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,17 +134,17 @@ class TensorBoardWriter:
         self._writer.write(event.SerializeToString())
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        """Writes the values of one step."""
+        """Write the values of one step."""
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 class Reporter:
-    """Writes rows to the run folder and shows them. Only the first rank has a reporter.
+    """Write rows to the run folder and show them. Only the first rank has a reporter.
 
     On a terminal, one progress line shows the latest row, in as many columns as the terminal has, and each evaluation
     adds a permanent line above it. Elsewhere each row is a line. holder: a word for whose memory the rows count.
@@ -167,7 +167,7 @@ class Reporter:
             self._progress.start()
 
     def add(self, row: Row, left: float | None) -> None:
-        """Records a row. left: the seconds that the run will still take, or None if unknown."""
+        """Record a row. left: the seconds that the run will still take, or None if unknown."""
         values = asdict(row)
         try:
             # The row is written at once, and on a line of its own even if the last one is incomplete.
@@ -190,7 +190,7 @@ class Reporter:
             say(f"{described(row, self.steps, self.holder)}  {remaining}".rstrip())
 
     def close(self) -> None:
-        """Ends the progress line and closes the files."""
+        """End the progress line and close the files."""
         if self._progress is not None:
             self._progress.stop()
         self._file.close()
@@ -198,7 +198,7 @@ class Reporter:
 
 
 def draw_losses(folder: Path, unigram: float | None) -> None:
-    """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, and a unigram model's for scale.
+    """Draw RUN/loss.png from metrics.jsonl: training and validation loss over steps, and a unigram model's for scale.
 
     The training loss is the mean over the steps since the previous row, drawn at the middle of these steps, since the
     loss of one batch is noisy. If the disk is full, a warning is printed.

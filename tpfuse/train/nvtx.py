@@ -22,7 +22,7 @@ _COLOURS: dict[Kind, int] = {  # alpha, red, green, blue
 
 
 def nvtx_package() -> ModuleType:
-    """Returns the package nvtx. Raises UserError if it is not installed."""
+    """Return the package nvtx. Raises UserError if it is not installed."""
     try:
         import nvtx
     except ImportError:
@@ -45,7 +45,7 @@ class NvtxRanges:
 
     @contextlib.contextmanager
     def shown(self, rank: int, world: int, layout: Mapping[str, Any]) -> Iterator[None]:
-        """Shows the spans within the block, in a range of the process that names the rank and the layout."""
+        """Show the spans within the block, in a range of the process that names the rank and the layout."""
         ranks = " x ".join(f"{name} {layout[name]}" for name in ("tp", "cp", "dp"))
         place = self._domain.get_event_attributes(f"rank {rank} of {world}: {ranks}", category="rank")
         whole = self._domain.start_range(place)
@@ -56,7 +56,7 @@ class NvtxRanges:
             self._domain.end_range(whole)
 
     def begin(self, span: Span) -> None:
-        """Begins the range of a span."""
+        """Begin the range of a span."""
         key = span.kind, _message(span)
         attributes = self._attributes.get(key)
         if attributes is None:
@@ -68,18 +68,18 @@ class NvtxRanges:
             self._domain.push_range(attributes)
 
     def end(self, span: Span) -> None:
-        """Ends the range of a span."""
+        """End the range of a span."""
         if span.kind == "layer":
             self._domain.end_range(self._layers.pop(span))
         else:
             self._domain.pop_range()
 
     def signal(self, flow: str) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
 
 def _message(span: Span) -> str:
-    """Returns the text of a span's range, without dtype and shapes, so that there are few different texts."""
+    """Return the text of a span's range, without dtype and shapes, so that there are few different texts."""
     text = span.name.partition(" torch.")[0]
     if span.kind == "operator":
         return f"{text} ({span.implementation})" + (f" in {span.layer}" if span.layer else "")

@@ -26,7 +26,7 @@ Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 
 
 def _hint(default: str) -> str:
-    """Returns what the help text says of a default path."""
+    """Return what the help text says of a default path."""
     return "" if default == "None" else f"(default: {default})"
 
 

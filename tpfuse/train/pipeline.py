@@ -14,32 +14,32 @@ class Described(Protocol):
     """What a pipeline needs of the description of a model (`tpfuse.train.language_model.ModelConfig`)."""
 
     def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
-        """Returns the costs of each block, of what comes before the blocks, and of what comes after them."""
+        """Return the costs of each block, of what comes before the blocks, and of what comes after them."""
 
 
 def rank_count(parallel: ParallelOptions) -> int:
-    """Returns the number of ranks of a layout that is filled in."""
+    """Return the number of ranks of a layout that is filled in."""
     return parallel.tp * parallel.cp * parallel.dp * parallel.pp
 
 
 def described_layout(*, tp: int, cp: int, dp: int, pp: int) -> str:
-    """Returns the numbers of ranks in words; cp and pp are left out where they are 1."""
+    """Return the numbers of ranks in words; cp and pp are left out where they are 1."""
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("tp", "dp"))
 
 
 def stages_per_rank(parallel: ParallelOptions) -> int:
-    """Returns the number of stages of each pipeline rank."""
+    """Return the number of stages of each pipeline rank."""
     return parallel.pp_stages_per_rank or (usual_stages(parallel.pp_schedule) if parallel.pp > 1 else 1)
 
 
 def stage_owners(parallel: ParallelOptions) -> tuple[int, ...]:
-    """Returns the pipeline rank of each stage. Raises ValueError for stages that the schedule does not have."""
+    """Return the pipeline rank of each stage. Raises ValueError for stages that the schedule does not have."""
     return stage_ranks(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel))
 
 
 def micro_batch_size(options: TrainCommand) -> int:
-    """Returns the sequences of a micro-batch. options: with the layout filled in.
+    """Return the sequences of a micro-batch. options: with the layout filled in.
 
     Unless the options say it, a rank computes all its sequences at once, or, in a pipeline, in at least four times as
     many micro-batches as there are pipeline ranks, if the batch has so many: the bubble is then at most a fifth of the
@@ -62,7 +62,7 @@ def _accepts(parallel: ParallelOptions, micro_batches: int) -> bool:
 
 
 def pipeline_order(options: TrainCommand) -> Order:
-    """Returns the order of a step. options: with the layout filled in.
+    """Return the order of a step. options: with the layout filled in.
 
     Raises ValueError for a number of micro-batches, or of stages, that the schedule refuses.
     """
@@ -73,17 +73,17 @@ def pipeline_order(options: TrainCommand) -> Order:
 
 
 def predicted_timeline(options: TrainCommand, config: Described) -> Timeline:
-    """Returns a step whose passes take time by their operations alone, in operations for each token."""
+    """Return a step whose passes take time by their operations alone, in operations for each token."""
     return predicted(pipeline_order(options), pipeline_costs(options, config))
 
 
 def pipeline_costs(options: TrainCommand, config: Described) -> list[Cost]:
-    """Returns the costs of the stages, as they are counted for the cut. Raises as `pipeline_stages` does."""
+    """Return the costs of the stages, as they are counted for the cut. Raises as `pipeline_stages` does."""
     return stage_costs(pipeline_stages(options, config), *config.part_costs())
 
 
 def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
-    """Returns the stages of the model on all pipeline ranks. Raises ValueError for layers that cannot be cut so."""
+    """Return the stages of the model on all pipeline ranks. Raises ValueError for layers that cannot be cut so."""
     owners, costs = stage_owners(options.parallel), config.part_costs()
     if options.parallel.pp_layers:
         return explicit_cut(options.parallel.pp_layers, len(costs[0]), len(owners))
@@ -91,6 +91,6 @@ def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
 
 
 def own_stages(options: TrainCommand, config: Described, rank: int) -> list[Stage]:
-    """Returns the stages of a pipeline rank. Raises as `pipeline_stages` does."""
+    """Return the stages of a pipeline rank. Raises as `pipeline_stages` does."""
     owners = stage_owners(options.parallel)
     return [stage for stage, owner in zip(pipeline_stages(options, config), owners, strict=True) if owner == rank]

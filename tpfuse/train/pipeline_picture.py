@@ -1,4 +1,4 @@
-"""Draws a step of a pipeline as RUN/pipeline.png: what each rank computes when, as predicted and as measured.
+"""Draw a step of a pipeline as RUN/pipeline.png: what each rank computes when, as predicted and as measured.
 
 A box is a computation, and the number in it that of the micro-batch. Where there is no box, the rank is idle.
 """
@@ -41,7 +41,7 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on a new machine it r
 
 
 def draw_pipeline(folder: Path, predicted: Timeline, measured: Timeline | None, step: int, gpus: str = "") -> None:
-    """Draws the picture into the folder of a run. If the disk is full, a warning is printed.
+    """Draw the picture into the folder of a run. If the disk is full, a warning is printed.
 
     The arguments are those of `picture`.
     """
@@ -53,7 +53,7 @@ def draw_pipeline(folder: Path, predicted: Timeline, measured: Timeline | None, 
 
 
 def picture(predicted: Timeline, measured: Timeline | None, step: int, gpus: str = "") -> Figure:
-    """Returns the figure of `draw_pipeline`: a panel of the predicted step and one of the measured step.
+    """Return the figure of `draw_pipeline`: a panel of the predicted step and one of the measured step.
 
     gpus: those for which `predicted` is in seconds, such as "8 x h100"; "" if it counts operations. measured: in
     seconds, of step `step`; None if nothing was measured.
@@ -88,7 +88,7 @@ def _title(order: Order) -> str:
 
 
 def _draw_panel(axes: Axes, played: Timeline, title: str) -> None:
-    """Draws a row of boxes for each rank, the first rank above, and the idle share behind each row."""
+    """Draw a row of boxes for each rank, the first rank above, and the idle share behind each row."""
     order, length = played.order, played.length
     axes.set_title(title, loc="left", fontsize=12)
     axes.set_xlim(0, length)
@@ -104,7 +104,7 @@ def _draw_panel(axes: Axes, played: Timeline, title: str) -> None:
 
 
 def _draw_row(axes: Axes, rank: int, row: Sequence[Interval], stages: Sequence[int], length: float) -> None:
-    """Draws the boxes of a rank, whose stages are `stages`, with numbers where there is room."""
+    """Draw the boxes of a rank, whose stages are `stages`, with numbers where there is room."""
     boxes = [(interval.start, interval.end - interval.start) for interval in row]
     colours = [shade(each.action.kind, stages.index(each.action.stage), len(stages)) for each in row]
     widths = [0.5 if width > _EDGE * length else 0.0 for _, width in boxes]
@@ -118,7 +118,7 @@ def _draw_row(axes: Axes, rank: int, row: Sequence[Interval], stages: Sequence[i
 
 
 def shade(kind: Kind, turn: int, turns: int) -> tuple[float, float, float]:
-    """Returns the colour (red, green, blue) of a kind of computation for stage number `turn` of a rank's `turns`."""
+    """Return the colour (red, green, blue) of a kind of computation for stage number `turn` of a rank's `turns`."""
     dark, light = map(to_rgb, SHADES[kind])
     part = turn / (turns - 1) if turns > 1 else 0.5
     red, green, blue = (a + part * (b - a) for a, b in zip(dark, light, strict=True))
@@ -126,7 +126,7 @@ def shade(kind: Kind, turn: int, turns: int) -> tuple[float, float, float]:
 
 
 def _draw_legend(figure: Figure, order: Order) -> None:
-    """Draws the colours that occur; where a rank has several stages, the shades of each colour side by side."""
+    """Draw the colours that occur; where a rank has several stages, the shades of each colour side by side."""
     found = {action.kind for actions in order.actions for action in actions}
     kinds, turns = [kind for kind in Kind if kind in found], order.stages // order.ranks
     handles = [tuple(Patch(color=shade(kind, turn, turns)) for turn in range(turns)) for kind in kinds]

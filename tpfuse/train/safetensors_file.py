@@ -1,4 +1,4 @@
-"""Writes a safetensors file in one pass and constant memory.
+"""Write a safetensors file in one pass and constant memory.
 
 The format (https://github.com/huggingface/safetensors) has three parts: 8 bytes with the length of the header,
 little-endian; the header, a JSON object {name: {dtype, shape, data_offsets}} padded with spaces to a multiple of 8; the
@@ -32,7 +32,7 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the bytes of a tensor on any device as uint8 tensors of about CHUNK_BYTES on the CPU."""
+    """Yield the bytes of a tensor on any device as uint8 tensors of about CHUNK_BYTES on the CPU."""
     rows = tensor.detach()
     rows = rows.view(-1) if rows.is_contiguous() else rows
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
@@ -41,7 +41,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def write_safetensors(file: DurableFile, tensors: dict[str, Tensor]) -> None:
-    """Writes tensors, which must not be empty, of the dtypes in DTYPES. Raises OSError."""
+    """Write tensors, which must not be empty, of the dtypes in DTYPES. Raises OSError."""
     assert sys.byteorder == "little"
     # Tensors with large elements come first, so that every tensor starts at a multiple of its element size, which
     # readers require.

@@ -22,7 +22,7 @@ BETWEEN = "\n------\n"  # separates two samples
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
-    """Returns the model of a run's newest good checkpoint, and its tokenizer.
+    """Return the model of a run's newest good checkpoint, and its tokenizer.
 
     The model is float32, or float64 if it was trained in float64. Raises UserError if there is no checkpoint, and
     CheckpointError if all are damaged.
@@ -36,7 +36,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokeniz
 
 
 def load_model(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
-    """Returns the model of a run (`load_run`), or of the Hugging Face folder, and its tokenizer.
+    """Return the model of a run (`load_run`), or of the Hugging Face folder, and its tokenizer.
 
     The model of a Hugging Face folder is float32. Raises UserError, and CheckpointError for a damaged run.
     """
@@ -63,7 +63,7 @@ def _shards(model: LanguageModel) -> Shards:
 
 
 def sample(folder: Path, options: SampleCommand) -> str:
-    """Returns the prompt and its continuation up to the token that ends a text; `BETWEEN` separates several samples.
+    """Return the prompt and its continuation up to the token that ends a text; `BETWEEN` separates several samples.
 
     Raises UserError for bad options.
     """
@@ -113,6 +113,6 @@ def _prompt(options: SampleCommand) -> str:
 
 
 def _until_end(ids: list[int], prompt: int, ends: Collection[int]) -> list[int]:
-    """Returns the first `prompt` tokens, and those after them up to one of `ends`, which is left out."""
+    """Return the first `prompt` tokens, and those after them up to one of `ends`, which is left out."""
     ending = (position for position in range(prompt, len(ids)) if ids[position] in ends)
     return ids[: next(ending, len(ids))]

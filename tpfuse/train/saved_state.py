@@ -25,7 +25,7 @@ _SCHEMA = {
 
 
 def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], ModelConfig]:
-    """Returns the state and the model of a checkpoint of `tpfuse train`. Raises CheckpointError for another state."""
+    """Return the state and the model of a checkpoint of `tpfuse train`. Raises CheckpointError for another state."""
     try:
         check(checkpoint.state, _SCHEMA, "state")
         return checkpoint.state, config_from_json(checkpoint.state["model"])
@@ -35,14 +35,14 @@ def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def fits(tokenizer: Tokenizer, config: ModelConfig) -> bool:
-    """Returns whether the model has exactly the tokenizer's tokens. Models of transformers may have unused ones too."""
+    """Return whether the model has exactly the tokenizer's tokens. Models of transformers may have unused ones too."""
     if isinstance(config, GPTConfig):
         return tokenizer.vocab_size == config.vocab_size
     return tokenizer.vocab_size <= config.vocab_size
 
 
 def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], ModelConfig, Tokenizer]:
-    """Returns a run's newest good checkpoint, its state and model, and the run's tokenizer.
+    """Return a run's newest good checkpoint, its state and model, and the run's tokenizer.
 
     Raises UserError if there is no checkpoint, or no tokenizer that fits it, and CheckpointError if all checkpoints are
     damaged.

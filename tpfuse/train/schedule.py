@@ -10,7 +10,7 @@ _TOKENS = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?) *tokens")
 
 
 def steps_of(length: int | str, tokens_per_step: int, name: str = "length", ahead: int = 0) -> int:
-    """Returns a length in steps. length: a number of steps, or a text such as "375e6tokens", which is rounded up.
+    """Return a length in steps. length: a number of steps, or a text such as "375e6tokens", which is rounded up.
 
     ahead: see `learning_rate`; with it the result is the number of the step by which so many tokens have been trained
     on, which may be negative. Raises UserError, which names the option --optim.`name`, for any other text.
@@ -27,7 +27,7 @@ def steps_of(length: int | str, tokens_per_step: int, name: str = "length", ahea
 
 
 def units(options: OptimOptions) -> dict[str, bool]:
-    """Returns whether each length that the schedule uses is in tokens, by its option's name in --optim."""
+    """Return whether each length that the schedule uses is in tokens, by its option's name in --optim."""
     used = {"warmup": options.warmup}
     if options.schedule != "constant":
         used["decay-steps"] = options.decay_steps
@@ -37,7 +37,7 @@ def units(options: OptimOptions) -> dict[str, bool]:
 
 
 def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step: int, ahead: int = 0) -> float:
-    """Returns the learning rate of optimizer step `step` (from 0) of `steps`.
+    """Return the learning rate of optimizer step `step` (from 0) of `steps`.
 
     ahead: how many tokens more than step x tokens_per_step have been trained on, because a run has resumed with another
     batch. Lengths in tokens count from the first token, so the rate continues where it was; then all lengths must have

@@ -1,4 +1,4 @@
-"""Checks a run and prepares it. All bad input is found here, before a rank starts and before anything is written."""
+"""Check a run and prepare it. All bad input is found here, before a rank starts and before anything is written."""
 
 import fcntl
 import json
@@ -67,7 +67,7 @@ class Run:
 
 
 def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
-    """Returns `options` with dp filled in for `world` ranks.
+    """Return `options` with dp filled in for `world` ranks.
 
     world: None for the number of ranks that fits this machine (see `ParallelOptions`). Raises UserError if the world is
     not tp x cp x dp x pp, or if a machine with GPUs has too few of them.
@@ -88,7 +88,7 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
 
 
 def check_numbers(options: TrainCommand) -> None:
-    """Raises UserError for a number outside its range, or a missing package. options: with the layout filled in."""
+    """Raise UserError for a number outside its range, or a missing package. options: with the layout filled in."""
     if options.profile.nvtx:
         nvtx_package()
     train, optim, dp = options.train, options.optim, options.parallel.dp
@@ -141,7 +141,7 @@ def check_numbers(options: TrainCommand) -> None:
 
 
 def _check_pipeline(parallel: ParallelOptions, train: TrainOptions) -> None:
-    """Raises UserError for options of pipelines that do not fit together."""
+    """Raise UserError for options of pipelines that do not fit together."""
     changed = [
         f"--parallel.{item.name.replace('_', '-')}"
         for item in fields(ParallelOptions)
@@ -196,7 +196,7 @@ def _check_zero(options: TrainCommand) -> None:
 
 
 def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) -> None:
-    """Raises UserError if the folder has no space for the optimizer state of this host's ranks, without padding."""
+    """Raise UserError if the folder has no space for the optimizer state of this host's ranks, without padding."""
     zero, parallel = options.zero, options.parallel
     if zero.offload in ("none", "host"):
         return
@@ -222,7 +222,7 @@ def _check_kernels(options: TrainCommand) -> None:
 
 
 def _check_lengths(options: TrainCommand, data: RunData) -> None:
-    """Raises UserError if a source has too few tokens for training or validation."""
+    """Raise UserError if a source has too few tokens for training or validation."""
     fraction, context, evaluates = options.data.val_fraction, options.model.n_positions, options.train.eval_every
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
@@ -246,7 +246,7 @@ def _check_length(files: TokenFiles, count: int, context: int, use: str, more: s
 
 
 def _check_documents(files: TokenFiles) -> None:
-    """Raises UserError if it is not known where documents begin in the training tokens. Raises OSError."""
+    """Raise UserError if it is not known where documents begin in the training tokens. Raises OSError."""
     start = document_start(files.tokenizer)
     if start is None:
         kind = files.tokenizer.as_json()["kind"]
@@ -274,7 +274,7 @@ def _run_folder(options: TrainCommand) -> Path:
 
 
 def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None) -> ModelConfig:
-    """Returns the model of these options, whose layout is filled in. Raises UserError if its ranks cannot share it.
+    """Return the model of these options, whose layout is filled in. Raises UserError if its ranks cannot share it.
 
     vocab_size: the vocabulary of a GPT. run: the run to continue, whose newest checkpoint describes a model of
     transformers too, if the folder of --model.from is gone.
@@ -305,7 +305,7 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
 
 
 def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
-    """Raises UserError if the layers of the model cannot be cut into the stages of the options."""
+    """Raise UserError if the layers of the model cannot be cut into the stages of the options."""
     try:
         pipeline_stages(options, config)
     except ValueError as error:
@@ -343,7 +343,7 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
 
 
 def _check_context(parallel: ParallelOptions, config: ModelConfig) -> None:
-    """Raises ValueError, or UserError, if context-parallel ranks cannot share the model's sequences."""
+    """Raise ValueError, or UserError, if context-parallel ranks cannot share the model's sequences."""
     if parallel.cp_ulysses and parallel.cp_schedule != "ulysses_ring":
         given = f"--parallel.cp-ulysses {parallel.cp_ulysses}"
         raise UserError(f"{given} is for --parallel.cp-schedule ulysses_ring, not {parallel.cp_schedule}")
@@ -354,7 +354,7 @@ def _check_context(parallel: ParallelOptions, config: ModelConfig) -> None:
 
 
 def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
-    """Returns how many context-parallel ranks exchange heads under ulysses_ring, and 1 under the other schedules.
+    """Return how many context-parallel ranks exchange heads under ulysses_ring, and 1 under the other schedules.
 
     heads: the attention heads of one tensor-parallel rank. Raises ValueError if no number of ranks fits.
     """
@@ -364,7 +364,7 @@ def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
 
 
 def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
-    """Checks the options, the data and the run folder, and then writes the files that ranks read.
+    """Check the options, the data and the run folder, and then write the files that ranks read.
 
     options: with the layout filled in. local_ranks: the number of ranks on this host; None for all. Raises UserError
     (nothing has been written then), and CheckpointError if all checkpoints to resume from are damaged.
@@ -417,13 +417,13 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
 
 
 def _staging(folder: Path) -> Path:
-    """Returns a new hidden name on the disk of a run folder, for its tokens until all checks have passed."""
+    """Return a new hidden name on the disk of a run folder, for its tokens until all checks have passed."""
     parent = next(parent for parent in folder.absolute().parents if parent.exists())
     return parent / f".staging-{folder.name}-{os.getpid()}"
 
 
 def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
-    """Returns the options with the tokenizer of the token files, whose JSON file overrides --data.tokenizer."""
+    """Return the options with the tokenizer of the token files, whose JSON file overrides --data.tokenizer."""
     name, kind = options.data.tokenizer, files.tokenizer.as_json()["kind"]
     if kind in ("bytes", "chars"):
         name = kind
@@ -433,7 +433,7 @@ def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
 
 
 def _check_names(*paths: Path | None) -> None:
-    """Raises UserError for a path that config.toml, which is UTF-8, cannot hold."""
+    """Raise UserError for a path that config.toml, which is UTF-8, cannot hold."""
     for path in paths:
         try:
             str(path).encode()
@@ -445,7 +445,7 @@ _locked: dict[tuple[int, int], int] = {}  # descriptors of run folders, by devic
 
 
 def _lock(folder: Path) -> None:
-    """Locks a run folder until this process ends. Raises UserError if another run has locked it."""
+    """Lock a run folder until this process ends. Raises UserError if another run has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     key = status.st_dev, status.st_ino
@@ -504,7 +504,7 @@ def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data
 
 
 def _described(config: ModelConfig) -> dict[str, Any]:
-    """Returns the values that two models must have in common if one is to have the other's weights."""
+    """Return the values that two models must have in common if one is to have the other's weights."""
     if not isinstance(config, DecoderConfig):
         return as_json(config)
     settings = {name: value for name, value in config.settings.items() if name != "transformers_version"}
@@ -512,7 +512,7 @@ def _described(config: ModelConfig) -> dict[str, Any]:
 
 
 def prepare_tokens(options: PrepareCommand) -> TokenFiles:
-    """Writes the token file of `tpfuse prepare` and returns it. Raises UserError."""
+    """Write the token file of `tpfuse prepare` and return it. Raises UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
     data = options.data

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def shape_mesh(tp: int) -> Iterator[DeviceMesh | None]:
-    """Yields a mesh of `tp` tensor-parallel ranks; None for one rank. This process must not have a process group."""
+    """Yield a mesh of `tp` tensor-parallel ranks; None for one rank. This process must not have a process group."""
     if tp == 1:
         yield None
         return

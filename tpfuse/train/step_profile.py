@@ -59,7 +59,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Records step `number` if it is one of those to profile."""
+        """Record step `number` if it is one of those to profile."""
         if self._wanted and number == self._steps.start:
             self._begin()
         elif self._torch is not None:
@@ -93,7 +93,7 @@ class StepProfile:
 
 @contextlib.contextmanager
 def _captured(device: torch.device) -> Iterator[None]:
-    """Lets Nsight Systems and Nsight Compute record the work of the GPU within the block, if they wait to be told."""
+    """Let Nsight Systems and Nsight Compute record the work of the GPU within the block, if they wait to be told."""
     torch.cuda.synchronize(device)
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     try:

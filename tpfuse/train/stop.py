@@ -1,4 +1,4 @@
-"""Remembers Ctrl-C and SIGTERM. All ranks act on them together, between two steps."""
+"""Remember Ctrl-C and SIGTERM. All ranks act on them together, between two steps."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ from tpfuse.train.launch import STOP_SIGNALS
 
 
 class StopRequest:
-    """Tells whether this process was asked to stop. The constructor installs the handlers, on the main thread.
+    """Tell whether this process was asked to stop. The constructor installs the handlers, on the main thread.
 
     insistent: whether a second signal ends the process at once, for a rank without a parent that would end it.
     """

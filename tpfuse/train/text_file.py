@@ -75,27 +75,27 @@ class TextFile:
         self._raw: IO[bytes] | None = None
 
     def position(self) -> int:
-        """Returns how many bytes of the file have been read."""
+        """Return how many bytes of the file have been read."""
         return 0 if self._raw is None or self._raw.closed else self._raw.tell()
 
     def open(self) -> IO[bytes]:
-        """Returns the file, decompressed. Raises OSError."""
+        """Return the file, decompressed. Raises OSError."""
         self._raw = self.path.open("rb")
         return self._raw if self._opened is None else self._opened(self._raw)
 
     def head(self) -> bytes:
-        """Returns the first bytes of the file, decompressed. Raises OSError."""
+        """Return the first bytes of the file, decompressed. Raises OSError."""
         with self.open() as file:
             return file.read(_PART)
 
     def text(self) -> io.TextIOWrapper:
-        """Opens the text in UTF-8, or in UTF-16 with a byte order mark, which is left out. Raises OSError."""
+        """Open the text in UTF-8, or in UTF-16 with a byte order mark, which is left out. Raises OSError."""
         head = self.head()
         encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
         return io.TextIOWrapper(self.open(), encoding=encoding, newline="")
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the documents of the file. Empty and missing values are empty documents.
+        """Yield the documents of the file. Empty and missing values are empty documents.
 
         Raises UserError, which names the file and says what to do.
         """
@@ -110,7 +110,7 @@ class TextFile:
             raise UserError(f"cannot read {self.path}: {error.strerror or error}") from None
 
     def _advice(self, found: str) -> str:
-        """Returns what to do with a file that is not UTF-8 text."""
+        """Return what to do with a file that is not UTF-8 text."""
         head = self.head()
         kind = next((kind for magic, kind in _BINARY.items() if head.startswith(magic)), None)
         if kind is not None or head[257:262] == b"ustar":
@@ -130,7 +130,7 @@ class TextFile:
 
 
 def _text(file: TextFile) -> Iterator[Piece]:
-    """Yields the parts of a text, which has been decoded to its end before the first one is yielded."""
+    """Yield the parts of a text, which has been decoded to its end before the first one is yielded."""
     with file.text() as opened:
         parts = iter(lambda: opened.read(_PART), "")
         first, second = next(parts, ""), next(parts, "")
@@ -148,7 +148,7 @@ def _text(file: TextFile) -> Iterator[Piece]:
 
 
 def _document(file: TextFile, place: str, record: object) -> Piece:
-    """Returns the document of a record. Raises UserError if the record has no text in the field."""
+    """Return the document of a record. Raises UserError if the record has no text in the field."""
     where, field = f"{file.path}, {place}", file.field
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a record with a field {field!r}, found {quoted(record)}")
@@ -162,7 +162,7 @@ def _document(file: TextFile, place: str, record: object) -> Piece:
 
 
 def _checked(file: TextFile, where: str, text: str) -> Piece:
-    """Returns a document of text that UTF-8 can express. JSON can escape half of a surrogate pair."""
+    """Return a document of text that UTF-8 can express. JSON can escape half of a surrogate pair."""
     if not text.isascii() and _SURROGATE.search(text):
         way = f"jq -c . {file.path} writes U+FFFD for it"
         raise UserError(f"{where}: the text has half of a surrogate pair, which is no character: {way}")
@@ -200,7 +200,7 @@ def _json_lines(file: TextFile) -> Iterator[Piece]:
 
 
 def _json(file: TextFile) -> Iterator[Piece]:
-    """Yields the records, or texts, of an array, or the records of lines, which many files of this name have."""
+    """Yield the records, or texts, of an array, or the records of lines, which many files of this name have."""
     with file.text() as opened:
         if not opened.read(_PART).lstrip().startswith("["):
             yield from _json_lines(file)
@@ -242,7 +242,7 @@ def _table(file: TextFile) -> Iterator[Piece]:
 
 
 def _parquet(file: TextFile) -> Iterator[Piece]:
-    """Yields a column of text. The end of the file is read first, so a compressed one is decompressed to the disk."""
+    """Yield a column of text. The end of the file is read first, so a compressed one is decompressed to the disk."""
     needed = f"{file.path}, a Parquet file,"
     parquet, error = optional_package("pyarrow.parquet", needed), optional_package("pyarrow", needed).ArrowException
     with tempfile.TemporaryFile() as whole, file.open() as opened:
@@ -275,7 +275,7 @@ class _Zstandard(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer as far as there is data. Raises EOFError."""
+        """Fill the buffer as far as there is data. Raises EOFError."""
         while not self._ready:
             data = self._rest or self._raw.read(_PART // 8)
             if not data:

@@ -57,7 +57,7 @@ class _File:
             raise DamagedTokens(f"{self.path} has another header than before")
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Returns tokens [start, stop), which must be fewer than 2^28. Raises DamagedTokens."""
+        """Return tokens [start, stop), which must be fewer than 2^28. Raises DamagedTokens."""
         width, offset = self.layout.width, self.layout.offset
         data = os.pread(self._descriptor, width * (stop - start), offset + width * start)
         if len(data) < width * (stop - start):
@@ -86,7 +86,7 @@ class FileTokens:
         return self._stop - self._start
 
     def part(self, start: int, stop: int) -> "FileTokens":
-        """Returns tokens [start, stop) of this sequence without reading them."""
+        """Return tokens [start, stop) of this sequence without reading them."""
         return FileTokens(self._files, self._start + start, self._start + stop)
 
     def __getitem__(self, key: slice) -> Tokens:
@@ -117,20 +117,20 @@ class TokenFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Returns the paths of the files."""
+        """Return the paths of the files."""
         return tuple(layout.path for layout in self.layouts)
 
     @property
     def count(self) -> int:
-        """Returns the number of tokens of all files."""
+        """Return the number of tokens of all files."""
         return sum(layout.count for layout in self.layouts)
 
     def open(self) -> FileTokens:
-        """Opens the files and returns their tokens. Each process must open the files itself. Raises OSError."""
+        """Open the files and return their tokens. Each process must open the files itself. Raises OSError."""
         return FileTokens(_opened(self.layouts, self.tokenizer.vocab_size), 0, self.count)
 
     def moved(self, folder: Path) -> "TokenFiles":
-        """Moves the one file, and the JSON file beside it, to a folder of the same disk. Raises OSError."""
+        """Move the one file, and the JSON file beside it, to a folder of the same disk. Raises OSError."""
         (layout,) = self.layouts
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / layout.path.name
@@ -149,7 +149,7 @@ def _opened(layouts: Sequence[TokenLayout], vocab_size: int) -> list[_File]:
 
 
 def token_paths(path: Path) -> tuple[Path, ...] | None:
-    """Returns the token files that `--data.path` names, in the order of their names; None if it names text.
+    """Return the token files that `--data.path` names, in the order of their names; None if it names text.
 
     They are a file NAME.bin or NAME.npy, such files of a folder, or the files that match a pattern. Raises UserError
     for a pattern that matches no file or other files too, and for a folder with both training and validation files,
@@ -171,12 +171,12 @@ def token_paths(path: Path) -> tuple[Path, ...] | None:
 
 
 def is_pattern(path: Path) -> bool:
-    """Returns whether a path names the files that match it. Raises OSError."""
+    """Return whether a path names the files that match it. Raises OSError."""
     return glob.has_magic(str(path)) and not path.exists()
 
 
 def matches(pattern: Path) -> list[Path]:
-    """Returns the files that match a pattern, in the order of their names. Raises UserError if there are none."""
+    """Return the files that match a pattern, in the order of their names. Raises UserError if there are none."""
     files = sorted(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
     if not files:
         raise UserError(f"no file matches {pattern}")
@@ -203,7 +203,7 @@ def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
 
 
 class Progress:
-    """Says how far the encoding of a text to folder/NAME.bin has come, which a later process continues.
+    """Say how far the encoding of a text to folder/NAME.bin has come, which a later process continues.
 
     identity: of what is encoded, and how; the progress of anything else is deleted. pieces, tokens: those that are
     encoded and written. Raises OSError.
@@ -222,7 +222,7 @@ class Progress:
             self.path.unlink(missing_ok=True)  # what it describes will be overwritten
 
     def save(self, tokens: int, file: BinaryIO) -> None:
-        """Records, every few seconds, that the file has this many tokens, which are on the disk then."""
+        """Record, every few seconds, that the file has this many tokens, which are on the disk then."""
         if time.monotonic() - self._saved >= _SAVE_EVERY:
             file.flush()
             os.fsync(file.fileno())
@@ -243,7 +243,7 @@ def write_token_file(
     name: str = "tokens",
     progress: Progress | None = None,
 ) -> TokenFiles:
-    """Writes folder/NAME.bin and folder/NAME.json and returns them. tokens: the parts of the sequence, in order.
+    """Write folder/NAME.bin and folder/NAME.json and return them. tokens: the parts of the sequence, in order.
 
     progress: the first `progress.tokens` tokens are written already, and if the process is interrupted, what is
     written is kept. Nothing of these names exists before all tokens are written. Raises OSError, and what `tokens`
@@ -291,7 +291,7 @@ def write_token_file(
 
 
 def _read_description(path: Path) -> dict[str, Any]:
-    """Returns the contents of the JSON file beside a token file. Raises UserError."""
+    """Return the contents of the JSON file beside a token file. Raises UserError."""
     beside = path.with_suffix(".json")
     try:
         description: dict[str, Any] = read_json(beside, {"tokenizer": {"kind": str}, "sha256": str})
@@ -303,7 +303,7 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Returns the contents of the JSON file beside each file; an empty list if no file has one.
+    """Return the contents of the JSON file beside each file; an empty list if no file has one.
 
     Raises UserError if only some files have one, and if they name different tokenizers.
     """
@@ -317,7 +317,7 @@ def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
-    """Returns the tokenizer that files beside the token files name; None if there are none. Raises UserError.
+    """Return the tokenizer that files beside the token files name; None if there are none. Raises UserError.
 
     They are the JSON files, or meta.pkl of nanoGPT for files without a header.
     """
@@ -334,7 +334,7 @@ def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
 
 
 def _of_nanogpt(meta: Path) -> CharTokenizer:
-    """Returns the tokenizer of meta.pkl, which nanoGPT's prepare.py writes for characters. Raises UserError."""
+    """Return the tokenizer of meta.pkl, which nanoGPT's prepare.py writes for characters. Raises UserError."""
     try:
         characters = read_pickle(meta, {"itos": {EACH: str}})["itos"]
     except OSError as error:
@@ -348,7 +348,7 @@ def _of_nanogpt(meta: Path) -> CharTokenizer:
 
 
 def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) -> TokenFiles:
-    """Checks token files and returns them. unnamed: returns the tokenizer of files beside which no file names it.
+    """Check token files and return them. unnamed: returns the tokenizer of files beside which no file names it.
 
     A file with a JSON file is read once and compared with its SHA-256. A file without one gets a SHA-256 of its header
     and of four blocks of 2048 tokens, one of which is at its start and one at its end: a data set of 100 files with 100

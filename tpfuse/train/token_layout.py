@@ -54,7 +54,7 @@ class TokenLayout:
 
 
 def token_layout(path: Path) -> TokenLayout:
-    """Returns the layout of a token file, checked against the file's length. Raises UserError."""
+    """Return the layout of a token file, checked against the file's length. Raises UserError."""
     try:
         size = check_regular(path)
         with path.open("rb") as file:
@@ -87,7 +87,7 @@ def _of_header(path: Path, size: int, head: bytes, header: "np.ndarray[Any, Any]
 
 
 def _without_header(path: Path, size: int, head: bytes, header: "np.ndarray[Any, Any]") -> TokenLayout:
-    """Returns the layout of nanoGPT's files, unless a file of another kind is recognised."""
+    """Return the layout of nanoGPT's files, unless a file of another kind is recognised."""
     expected = f"expected magic {' or '.join(map(str, VERSIONS))}"
     found = f"magic {header[0]}" if len(header) else "an empty file" if not head else f"{size} bytes"
     padded = len(head) == HEADER_BYTES and not any(head[HEADER_BYTES // 4 :])

@@ -28,7 +28,7 @@ _CUTS = 8  # cuts that are tried
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns the dtype of a vocabulary's token ids in memory and in token files, uint16 or uint32."""
+    """Return the dtype of a vocabulary's token ids in memory and in token files, uint16 or uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -41,7 +41,7 @@ class TokenSequence(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back. `from_json` builds an equal tokenizer from the result of `as_json`.
+    """Convert text to token ids and back. `from_json` builds an equal tokenizer from the result of `as_json`.
 
     begins: the tokens with which a text begins (BOS), if the model expects any. end_of_text: the token that ends a
     text; None if there is none.
@@ -52,25 +52,25 @@ class Tokenizer(Protocol):
     end_of_text: int | None
 
     def encode(self, text: str) -> Tokens:
-        """Returns the token ids of `text` alone. Raises UserError for text that the vocabulary cannot express."""
+        """Return the token ids of `text` alone. Raises UserError for text that the vocabulary cannot express."""
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        """Returns the token ids of each text, as `encode` does."""
+        """Return the token ids of each text, as `encode` does."""
 
     def cut(self, text: str) -> int:
-        """Returns the last place where the tokens of `text` are those of its two parts; 0 if none is found.
+        """Return the last place where the tokens of `text` are those of its two parts; 0 if none is found.
 
         A long text can so be encoded part by part.
         """
 
     def decode(self, tokens: list[int]) -> str:
-        """Returns the text of `tokens`. Bytes that are not UTF-8 become the replacement character.
+        """Return the text of `tokens`. Bytes that are not UTF-8 become the replacement character.
 
         So do tokens that a model has and the tokenizer does not; the tokenizers library leaves them out.
         """
 
     def as_json(self) -> dict[str, Any]:
-        """Returns a dictionary for `from_json`."""
+        """Return a dictionary for `from_json`."""
 
 
 class ByteTokenizer:
@@ -109,7 +109,7 @@ class CharTokenizer:
 
     @classmethod
     def of_text(cls, texts: Iterable[str]) -> Self:
-        """Returns the tokenizer of the characters in all texts."""
+        """Return the tokenizer of the characters in all texts."""
         characters: set[str] = set()
         for text in texts:
             characters.update(text)
@@ -186,7 +186,7 @@ class FileTokenizer:
         return {"kind": "tokenizers", "json": self._text}
 
     def _check_known(self, texts: Sequence[str], known: frozenset[str]) -> None:
-        """Raises UserError if a text has a character that is not known."""
+        """Raise UserError if a text has a character that is not known."""
         normalizer, pre_tokenizer = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         for text in texts:
             normal = normalizer.normalize_str(text) if normalizer else text
@@ -200,7 +200,7 @@ class FileTokenizer:
 
 
 def _known_characters(model: Any, vocabulary: dict[str, int]) -> frozenset[str] | None:
-    """Returns the characters that a model takes if it leaves out others, as a BPE without unk_token; else None."""
+    """Return the characters that a model takes if it leaves out others, as a BPE without unk_token; else None."""
     if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
         return None
     known = frozenset("".join(vocabulary))
@@ -251,7 +251,7 @@ class SentencePieceTokenizer:
 
 
 def _proved_cut(tokenizer: Tokenizer, text: str) -> int:
-    """Returns the end of a line of `text` at which its neighbourhood has the tokens of its two parts; 0 for none.
+    """Return the end of a line of `text` at which its neighbourhood has the tokens of its two parts; 0 for none.
 
     Tokenizers of the kind of GPT-2 cut texts into words first, so that tokens depend on near characters alone. Those
     that put a space before each text, such as Llama's, have no such place.
@@ -271,7 +271,7 @@ def _proved_cut(tokenizer: Tokenizer, text: str) -> int:
 
 
 def from_json(description: dict[str, Any]) -> Tokenizer:
-    """Returns the tokenizer that `as_json` has described. Raises UserError for another description."""
+    """Return the tokenizer that `as_json` has described. Raises UserError for another description."""
     kind = description.get("kind")
     if kind == "bytes":
         return ByteTokenizer()
@@ -291,7 +291,7 @@ def from_json(description: dict[str, Any]) -> Tokenizer:
 
 
 def _of_library(text: str, source: object) -> FileTokenizer:
-    """Returns the library's tokenizer of a JSON text. Raises UserError for a text that the library does not accept."""
+    """Return the library's tokenizer of a JSON text. Raises UserError for a text that the library does not accept."""
     try:
         return FileTokenizer(text)
     except UserError:
@@ -302,7 +302,7 @@ def _of_library(text: str, source: object) -> FileTokenizer:
 
 
 def build_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
-    """Returns the tokenizer that `--data.tokenizer` names. Raises UserError.
+    """Return the tokenizer that `--data.tokenizer` names. Raises UserError.
 
     texts: what chars takes its characters from; no other tokenizer reads them.
     """
@@ -335,7 +335,7 @@ def build_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Returns the tokenizer's file in a Hugging Face folder. Raises UserError if there is none that can be used."""
+    """Return the tokenizer's file in a Hugging Face folder. Raises UserError if there is none that can be used."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
@@ -352,7 +352,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _of_file(text: str, name: str) -> Tokenizer:
-    """Returns the tokenizer of a run's tokenizer.json, or of a file of the library. Raises UserError."""
+    """Return the tokenizer of a run's tokenizer.json, or of a file of the library. Raises UserError."""
     try:
         description = parsed_json(text, {"kind": str})
     except Unreadable:
@@ -364,7 +364,7 @@ def _of_file(text: str, name: str) -> Tokenizer:
 
 
 def document_start(tokenizer: Tokenizer) -> int | None:
-    """Returns the token with which each document of a token file begins; None if no token tells documents apart.
+    """Return the token with which each document of a token file begins; None if no token tells documents apart.
 
     It is the first of `begins`. Without one, it is the token that ends the document before: in the inputs of a model it
     stands before the document's first token, as it does when a text is sampled.
@@ -373,7 +373,7 @@ def document_start(tokenizer: Tokenizer) -> int | None:
 
 
 def _gpt2() -> FileTokenizer:
-    """Returns GPT-2's tokenizer from the cache of the Hugging Face hub, or from the hub itself."""
+    """Return GPT-2's tokenizer from the cache of the Hugging Face hub, or from the hub itself."""
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it reports every retry
     try:
         try:

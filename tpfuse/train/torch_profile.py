@@ -33,13 +33,13 @@ class TorchProfile:
         return self
 
     def step(self) -> None:
-        """Marks the end of a step and the beginning of the next one."""
+        """Mark the end of a step and the beginning of the next one."""
         self._profiler.step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Writes the files, and lets an error of the steps go on. Raises OSError if they cannot be written."""
+        """Write the files, and let an error of the steps go on. Raises OSError if they cannot be written."""
         self._profiler.stop()  # a process whose profiler still runs crashes at its end
         try:
             self._trace.parent.mkdir(parents=True, exist_ok=True)

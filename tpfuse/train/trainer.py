@@ -128,7 +128,7 @@ class Trainer:
 
     @property
     def _scales(self) -> bool:
-        """Returns whether the loss is scaled, against underflow in float16."""
+        """Return whether the loss is scaled, against underflow in float16."""
         return self.compute_dtype is torch.float16
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -153,7 +153,7 @@ class Trainer:
         )
 
     def _runner(self, group: dist.ProcessGroup) -> Runner:
-        """Makes what runs the stages of this rank."""
+        """Make what runs the stages of this rank."""
         model = self.language_model
         stages = {stage.index: stage for stage in model.stages}
 
@@ -166,11 +166,11 @@ class Trainer:
 
     @property
     def _intervals(self) -> list[Interval]:
-        """Returns what this rank computed in the last step of a pipeline, in s; on GPUs the host does not know that."""
+        """Return what this rank computed in the last step of a pipeline, in s; on GPUs the host does not know that."""
         return self.runner.intervals if self.runner is not None and self.device.type == "cpu" else []
 
     def measured_timeline(self) -> Timeline | None:
-        """Returns what the ranks of this rank's pipeline computed in the last step, in s since the first one began.
+        """Return what the ranks of this rank's pipeline computed in the last step, in s since the first one began.
 
         None without a pipeline, before a first step, and on GPUs, where the host does not wait for computations.
         Collective. Ranks of several hosts are compared by the hosts' clocks.
@@ -190,24 +190,24 @@ class Trainer:
 
     @property
     def exchanged_by(self) -> str:
-        """Returns in words what exchanges gradients and parameters between data-parallel ranks, and why."""
+        """Return in words what exchanges gradients and parameters between data-parallel ranks, and why."""
         if isinstance(self.engine, FullySharded):
             return "fully_shard"
         return ", ".join(dict.fromkeys(self.engine.reasons))
 
     @property
     def share(self) -> range:
-        """Returns the numbers of this rank's sequences in each batch."""
+        """Return the numbers of this rank's sequences in each batch."""
         size = self.options.train.batch // self.dp
         return range(self.dp_rank * size, (self.dp_rank + 1) * size)
 
     @property
     def tokens_per_step(self) -> int:
-        """Returns the number of tokens of a batch."""
+        """Return the number of tokens of a batch."""
         return self.options.train.batch * self.config.n_positions
 
     def micro_batches(self, windows: Windows, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Returns (ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
+        """Return (ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
         size = micro_batch_size(self.options)
         cuts = range(self.share.start, self.share.stop, size)
         return [
@@ -219,7 +219,7 @@ class Trainer:
         ]
 
     def train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
-        """Trains on batch `self.step` and increments the step.
+        """Train on batch `self.step` and increment the step.
 
         Raises RunError, which names the step and the layer, before the update if the loss or the gradient is not finite
         on any rank.
@@ -278,7 +278,7 @@ class Trainer:
         return [MicroBatch(ids, targets, weight, at, sequences) for ids, targets, sequences in batches]
 
     def _agree(self, total: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
-        """Returns the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
+        """Return the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
         any rank must stop, and `StepResult.idle`.
         """
         measures = self.runner is not None and self.device.type == "cpu"  # the same on all ranks
@@ -296,7 +296,7 @@ class Trainer:
         return squared, loss, counted * self.dp / self.world, stopping > 0, idle
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
-        """Halves the loss scale and makes no update in float16. Raises RunError if that cannot help."""
+        """Halve the loss scale and make no update in float16. Raises RunError if that cannot help."""
         if self._scales and result.loss == result.loss and self.loss_scale > 1.0:
             self._rescale(0.5)
             self.steps_since_overflow = 0
@@ -318,14 +318,14 @@ class Trainer:
                 self.steps_since_overflow = 0
 
     def _rescale(self, factor: float) -> None:
-        """Scales the loss scale by `factor`, and the compression's remainders, which have the old scale, too."""
+        """Scale the loss scale by `factor`, and the compression's remainders, which have the old scale, too."""
         self.loss_scale *= factor
         if self.compression is not None:
             self.compression.scale_errors(factor)
 
     @torch.no_grad()
     def evaluate(self, windows: Windows, batches: int, first: int = 0) -> float:
-        """Returns the loss in nats per token over `batches` batches from number `first` on, without dropout.
+        """Return the loss in nats per token over `batches` batches from number `first` on, without dropout.
 
         Raises RunError if no target of them has a loss.
         """
@@ -344,7 +344,7 @@ class Trainer:
 
     @torch.no_grad()
     def _losses(self, batches: list[tuple[Tensor, Tensor, Tensor]], at: tuple[int, int] | None) -> Sequence[Tensor]:
-        """Returns the sums of the losses of micro-batches, which of a pipeline only the ranks of its last stage have.
+        """Return the sums of the losses of micro-batches, which of a pipeline only the ranks of its last stage have.
 
         at: (seed, step) of the dropout; None for none.
         """
@@ -354,13 +354,13 @@ class Trainer:
             return [self.language_model.loss(ids, targets, 1.0, at, sequences) for ids, targets, sequences in batches]
 
     def generate(self, ids: Tensor, tokens: int) -> Tensor:
-        """Returns the texts `ids`, [sequences, tokens] int64, each with at most `tokens` more. All ranks call this."""
+        """Return the texts `ids`, [sequences, tokens] int64, each with at most `tokens` more. All ranks call this."""
         logits = None if self.runner is None else self._logits
         return self.language_model.generate(ids, tokens, temperature=_TEMPERATURE, top_k=None, logits=logits)
 
     @torch.no_grad()
     def _logits(self, batch: MicroBatch) -> Tensor:
-        """Returns the logits [sequences, vocabulary] of the last position, on all ranks of the pipeline."""
+        """Return the logits [sequences, vocabulary] of the last position, on all ranks of the pipeline."""
         assert self.runner is not None
         logits = torch.zeros(len(batch.ids), self.config.vocab_size, dtype=self.dtype, device=self.device)
         for output in self.runner.forward([batch]):
@@ -368,7 +368,7 @@ class Trainer:
         return collectives.all_reduce(logits, self.pipeline_group)
 
     def shards(self) -> dict[str, list[Shard]]:
-        """Returns the shards of this rank for checkpoints.
+        """Return the shards of this rank for checkpoints.
 
         Masters and moments are under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, and the remainders of PowerSGD under
         `powersgd.` RANK.
@@ -389,11 +389,11 @@ class Trainer:
 
     @property
     def _powersgd(self) -> str:
-        """Returns the prefix of the names of this rank's remainders of PowerSGD."""
+        """Return the prefix of the names of this rank's remainders of PowerSGD."""
         return f"powersgd.{self.rank}."
 
     def _layout(self) -> dict[str, Any]:
-        """Returns how the ranks share the model, which is equal on all ranks. Collective.
+        """Return how the ranks share the model, which is equal on all ranks. Collective.
 
         Its entry powersgd names the other values that the matrices of PowerSGD depend on; None if it is not in use.
         """
@@ -410,9 +410,9 @@ class Trainer:
         return {**sizes, "powersgd": powersgd}
 
     def load(self, saved: Checkpoint) -> bool:
-        """Fills this rank's shards from a checkpoint. All ranks must call `restore` afterwards.
+        """Fill this rank's shards from a checkpoint. All ranks must call `restore` afterwards.
 
-        Returns False if PowerSGD starts without its remainders, because the checkpoint has none for this layout. Raises
+        Return False if PowerSGD starts without its remainders, because the checkpoint has none for this layout. Raises
         the errors of `Checkpoint.load`.
         """
         whole = self.layout["powersgd"] is None or saved.state.get("layout") == self.layout
@@ -428,7 +428,7 @@ class Trainer:
         return whole
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that is not a tensor.
+        """Return the state that is not a tensor.
 
         Batches and dropout masks are functions of (seed, step), so there is no other random state.
         """
@@ -443,7 +443,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores the other state after the shards have been loaded."""
+        """Restore the other state after the shards have been loaded."""
         self.optimizer.publish()
         self.step = int(state["step"])
         self.ahead = int(state["data"]["tokens"]) - self.step * self.tokens_per_step
@@ -455,5 +455,5 @@ class Trainer:
 
 
 def _labels(batches: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Returns the number of targets of these micro-batches that have a loss, int64 []."""
+    """Return the number of targets of these micro-batches that have a loss, int64 []."""
     return torch.stack([(~is_ignored(targets)).sum() for _, targets, _ in batches]).sum()

@@ -1,4 +1,4 @@
-"""Reads files that a user, a disk or a stranger may have changed, with bounds on everything that is read.
+"""Read files that a user, a disk or a stranger may have changed, with bounds on everything that is read.
 
     description = read_json(path, {"tokenizer": dict, "sha256": str})
 
@@ -33,13 +33,13 @@ class Unreadable(ValueError):
 
 
 def quoted(value: object) -> str:
-    """Returns a value from a file in the form that messages show, which may be shortened."""
+    """Return a value from a file in the form that messages show, which may be shortened."""
     text = repr(value)
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}… ({len(text)} characters)"
 
 
 def check_regular(path: Path) -> int:
-    """Returns the size of a file in bytes. The file is not opened, since a pipe would make the reader wait.
+    """Return the size of a file in bytes. The file is not opened, since a pipe would make the reader wait.
 
     Raises Unreadable if it is not a regular file, and OSError if it does not exist.
     """
@@ -50,13 +50,13 @@ def check_regular(path: Path) -> int:
 
 
 def check_fetched(head: bytes) -> None:
-    """Raises Unreadable if a file begins as those that Git keeps in the place of large files (git-lfs.com)."""
+    """Raise Unreadable if a file begins as those that Git keeps in the place of large files (git-lfs.com)."""
     if head.startswith(b"version https://git-lfs"):
         raise Unreadable("it is a pointer of Git LFS: get the file itself by git lfs pull")
 
 
 def read_bytes(path: Path, most: int | None = MOST) -> bytes:
-    """Returns the bytes of a regular file, at most `most` of them (None: any number). Raises Unreadable and OSError."""
+    """Return the bytes of a regular file, at most `most` of them (None: any number). Raises Unreadable and OSError."""
     size = check_regular(path)
     if most is not None and size > most:
         raise Unreadable(f"expected at most {most} bytes, found {size}")
@@ -67,7 +67,7 @@ def read_bytes(path: Path, most: int | None = MOST) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a UTF-8 file. Raises Unreadable and OSError."""
+    """Return the text of a UTF-8 file. Raises Unreadable and OSError."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -75,12 +75,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, schema: Any) -> Any:
-    """Returns a JSON document that has the schema. Raises Unreadable and OSError."""
+    """Return a JSON document that has the schema. Raises Unreadable and OSError."""
     return parsed_json(read_text(path), schema)
 
 
 def parsed_json(text: str | bytes, schema: Any) -> Any:
-    """Returns the JSON document in a text, which must have the schema. Raises Unreadable."""
+    """Return the JSON document in a text, which must have the schema. Raises Unreadable."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -90,7 +90,7 @@ def parsed_json(text: str | bytes, schema: Any) -> Any:
 
 
 def read_pickle(path: Path, schema: Any) -> Any:
-    """Returns the plain containers in a pickle, which must have the schema. Raises Unreadable and OSError."""
+    """Return the plain containers in a pickle, which must have the schema. Raises Unreadable and OSError."""
     data = read_bytes(path)
     try:
         for instruction, argument, _ in pickletools.genops(data):
@@ -107,7 +107,7 @@ def read_pickle(path: Path, schema: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns a TOML document. Raises Unreadable and OSError."""
+    """Return a TOML document. Raises Unreadable and OSError."""
     try:
         return tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -123,7 +123,7 @@ def _refusal(error: ValueError | RecursionError) -> str:
 
 
 def check(value: object, schema: Any, where: str = "the document") -> None:
-    """Raises Unreadable if a value does not have the schema."""
+    """Raise Unreadable if a value does not have the schema."""
     kind = type(schema) if isinstance(schema, (dict, list)) else schema
     number = kind is float and isinstance(value, int)
     if not (isinstance(value, kind) or number) or (isinstance(value, bool) and kind is not bool):

@@ -22,7 +22,7 @@ _ADDRESS = "127.0.0.1"
 
 
 def rows_of(run: Path) -> dict[str, Any]:
-    """Returns what the page draws: the run's name, its number of steps, the age of the last row in s, and all rows.
+    """Return what the page draws: the run's name, its number of steps, the age of the last row in s, and all rows.
 
     Its entry picture is the time in ns of the last change of the picture of the pipeline, as text; None without one.
     """
@@ -34,7 +34,7 @@ def rows_of(run: Path) -> dict[str, Any]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers requests for the page and for the rows. The run is an attribute of the server."""
+    """Answer requests for the page and for the rows. The run is an attribute of the server."""
 
     server: "_Server"
 
@@ -64,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Prints nothing for a request."""
+        """Print nothing for a request."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -76,7 +76,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def open_server(run: Path, port: int) -> _Server:
-    """Returns the server of a run, which answers after `serve_forever`. port: 0 for any. Raises UserError."""
+    """Return the server of a run, which answers after `serve_forever`. port: 0 for any. Raises UserError."""
     if not (run / "config.toml").is_file():
         raise UserError(f"{run} is no run: expected a folder that `tpfuse train` has written")
     try:
@@ -86,7 +86,7 @@ def open_server(run: Path, port: int) -> _Server:
 
 
 def watch(run: Path, port: int) -> None:
-    """Serves the page until Ctrl-C. Raises UserError for a folder that is no run, and for a port in use."""
+    """Serve the page until Ctrl-C. Raises UserError for a folder that is no run, and for a port in use."""
     with open_server(run, port) as server:
         say(f"http://{_ADDRESS}:{server.server_port}/ shows {run}; Ctrl-C ends this")
         try:
