@@ -66,7 +66,12 @@ def _missing(page: Path) -> Iterator[str]:
     for words in re.findall(r"(?:`|^)make ((?:[a-z-]+ ?)+)", text, re.M):
         yield from (f"make {word}" for word in words.split() if word not in targets)
     kinds = [kind for name, kind in vars(options).items() if name.endswith("Command")]
-    known = {f"--{flag}" for kind in kinds for flag, _ in _flags(kind)} | {"--help", "--version", "--completion"}
+    known = {f"--{flag}" for kind in kinds for flag, _ in _flags(kind)} | {
+        "--help",
+        "--help-all",
+        "--version",
+        "--completion",
+    }
     commands = re.findall(r"(?:`|^)tpfuse \w+ [^`\n#]*", text, re.M)
     for flag in re.findall(r"--[a-z][\w-]*\.[\w-]+", text) + re.findall(r"--[\w.-]+", " ".join(commands)):
         if flag.replace(".no-", ".") not in known:

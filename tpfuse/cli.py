@@ -7,12 +7,13 @@ errors need it.
 import contextlib
 import gc
 import io
-import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tpfuse._version import __version__
 from tpfuse.nearest import nearest
@@ -21,10 +22,9 @@ from tpfuse.train.messages import fail, is_first_rank, say, show_cursor
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
-    from tpfuse.train.options import TrainCommand
+    from tpfuse.train.options import PlanCommand, TrainCommand
     from tpfuse.train.setup import Run
 
-T = TypeVar("T")
 _PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
 
 
@@ -38,7 +38,7 @@ def _train(arguments: Sequence[str]) -> int:
     from tpfuse.train.checkpoint import checkpoint_folders
     from tpfuse.train.launch import RankInfo, start_ranks, torchrun_rank
     from tpfuse.train.loop import train_rank
-    from tpfuse.train.pipeline import rank_count
+    from tpfuse.train.pipeline_options import rank_count
     from tpfuse.train.setup import prepare_run, with_layout
 
     info = torchrun_rank()
@@ -92,96 +92,15 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
     return train_rank(info, outcome[0])
 
 
-def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, question: str) -> tuple[str, T]:
-    """Return (the first argument, the options after it). Raises UserError(question) if the first is an option."""
-    from tpfuse.train.config import parse_command
-
-    if not arguments or arguments[0].startswith("-"):
-        if "--help" in arguments or "-h" in arguments:
-            parse_command(kind, ["--help"], command)
-        raise UserError(question)
-    return arguments[0], parse_command(kind, arguments[1:], command)
-
-
-def _sample(arguments: Sequence[str]) -> int:
-    from tpfuse.train.options import SampleCommand
-
-    question = "expected the folder of a run or of a Hugging Face model: tpfuse sample FOLDER [options]"
-    run, options = _subject_and_options(SampleCommand, arguments, "sample FOLDER", question)
-    from tpfuse.train.sample import sample
-
-    print(sample(Path(run), options))
-    return 0
-
-
-def _export(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_command
-    from tpfuse.train.options import ExportCommand
-
-    options = parse_command(ExportCommand, arguments, "export")
-    from tpfuse.train.export import export
-
-    print(export(options.run, options.folder))
-    return 0
-
-
-def _evaluate(arguments: Sequence[str]) -> int:
-    from tpfuse.train.options import EvaluateCommand
-
-    question = "expected the folder of a run or of a Hugging Face model: tpfuse evaluate FOLDER [options]"
-    run, options = _subject_and_options(EvaluateCommand, arguments, "evaluate FOLDER", question)
-    from tpfuse.train.evaluate import evaluate
-
-    print(evaluate(Path(run), options.data, options.length))
-    return 0
-
-
-def _memory(arguments: Sequence[str]) -> int:
-    from tpfuse.train.options import MemoryCommand
-
-    question = "expected a preset, a TOML file or a Hugging Face folder: tpfuse memory MODEL [options]"
-    source, options = _subject_and_options(MemoryCommand, arguments, "memory MODEL", question)
-    from tpfuse.train.memory import memory
-
-    print(memory(source, options))
-    return 0
-
-
-def _plan(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_command
-    from tpfuse.train.options import PlanCommand
-
-    options = parse_command(PlanCommand, arguments, "plan")
+def _plan(options: "PlanCommand") -> str:
     gc.disable()  # a third of the search's time would pass in looking for garbage, of which it makes none
     try:
         from tpfuse.plan.command.run import plan
 
-        print(plan(options))
+        return plan(options)
     finally:
         gc.freeze()
         gc.enable()
-    return 0
-
-
-def _hang(arguments: Sequence[str]) -> int:
-    from tpfuse.train.options import HangCommand
-
-    run, _ = _subject_and_options(HangCommand, arguments, "hang RUN", "expected the folder of a run: tpfuse hang RUN")
-    from tpfuse.train.hang import hang
-
-    print(hang(Path(run)))
-    return 0
-
-
-def _watch(arguments: Sequence[str]) -> int:
-    from tpfuse.train.options import WatchCommand
-
-    question = "expected the folder of a run: tpfuse watch RUN [options]"
-    run, options = _subject_and_options(WatchCommand, arguments, "watch RUN", question)
-    from tpfuse.train.watch import watch
-
-    watch(Path(run), options.port)
-    return 0
 
 
 def _profile(arguments: Sequence[str]) -> int:
@@ -208,65 +127,90 @@ def _profile(arguments: Sequence[str]) -> int:
     return profile(options, arguments[cut + 1 :])
 
 
-def _prepare(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_prepare
-
-    options = parse_prepare(arguments)
-    from tpfuse.train.setup import prepare_tokens
-
-    file = prepare_tokens(options)
-    print(f"{file.paths[0]}: {file.count} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}")
-    return 0
-
-
-def _tune(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_command
-    from tpfuse.train.options import TuneCommand
-
-    operators = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-    options = parse_command(TuneCommand, arguments[len(operators) :], "tune [OPERATOR ...]")
-    from tpfuse.tools import tune
-
-    return tune.run(operators, options.out, options.minutes)
-
-
-def _verify(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_command
-    from tpfuse.train.options import VerifyCommand
-
-    options = parse_command(VerifyCommand, arguments, "verify")
-    from tpfuse.tools import verify
-
-    return verify.run(options.operators, options.json, options.compile)
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_command
-    from tpfuse.train.options import DoctorCommand
-
-    options = parse_command(DoctorCommand, arguments, "doctor")
+def _doctor(json: bool) -> int:
     try:
         from tpfuse.tools import doctor
     except ImportError as error:  # A package that is damaged or does not suit another one is a finding too.
         raise RunError(f"tpfuse cannot be imported, so every command will fail: {error}") from error
-    return doctor.run(options.json)
+    return doctor.run(json)
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (_train, "train a GPT on text, on one rank or many"),
-    "evaluate": (_evaluate, "measure the loss of a trained model on a whole text"),
-    "sample": (_sample, "generate text with a trained model"),
-    "export": (_export, "write a trained model for Hugging Face's transformers"),
-    "memory": (_memory, "count the memory that each rank of a run will hold"),
-    "plan": (_plan, "predict which layout trains a model fastest, before a GPU is paid for"),
-    "profile": (_profile, "say where the time of each rank goes, and who waits for whom"),
-    "watch": (_watch, "show the metrics of a run in a browser"),
-    "hang": (_hang, "say which rank the others of a run waited for, from its flight records"),
-    "prepare": (_prepare, "turn text into a token file"),
-    "doctor": (_doctor, "find out what of this machine makes tpfuse fail or slow"),
-    "verify": (_verify, "compare every kernel with its reference on this machine"),
-    "tune": (_tune, "measure tile sizes of the kernels on this GPU"),
-}
+@dataclass(frozen=True)
+class Command:
+    """A command, whose options are the class NAMECommand in `tpfuse.train.options`."""
+
+    text: str
+    # The function that runs the command, as MODULE:NAME. It returns what is to be printed, or an exit status.
+    function: str
+    # The first argument, which is no option; "" if there is none.
+    subject: str = ""
+    # What a user hears who gives no subject.
+    expected: str = ""
+    # Whether the function takes the values of the options one by one instead of the object that holds them.
+    unpacked: bool = False
+    # Whether the function parses the arguments itself.
+    parses: bool = False
+
+
+_MODEL = "the folder of a run or of a Hugging Face model"
+COMMANDS = {
+    "train": Command("train a GPT on text, on one rank or many", "tpfuse.cli:_train", parses=True),
+    "evaluate": Command(
+        "measure the loss of a trained model on a whole text", "tpfuse.train.evaluate:evaluate", "FOLDER", _MODEL,
+        unpacked=True,
+    ),
+    "sample": Command("generate text with a trained model", "tpfuse.train.sample:sample", "FOLDER", _MODEL),
+    "export": Command(
+        "write a trained model for Hugging Face's transformers", "tpfuse.train.export:export", unpacked=True
+    ),
+    "memory": Command(
+        "count the memory that each rank of a run will hold", "tpfuse.train.memory:memory", "MODEL",
+        "a preset, a TOML file or a Hugging Face folder",
+    ),
+    "plan": Command("predict which layout trains a model fastest, before a GPU is paid for", "tpfuse.cli:_plan"),
+    "profile": Command(
+        "say where the time of each rank goes, and who waits for whom", "tpfuse.cli:_profile", parses=True
+    ),
+    "watch": Command(
+        "show the metrics of a run in a browser", "tpfuse.train.watch:watch", "RUN", "the folder of a run",
+        unpacked=True,
+    ),
+    "hang": Command(
+        "say which rank the others of a run waited for, from its flight records", "tpfuse.train.hang:hang", "RUN",
+        "the folder of a run", unpacked=True,
+    ),
+    "prepare": Command("turn text into a token file", "tpfuse.train.setup:prepare"),
+    "doctor": Command("find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True),
+    "verify": Command(
+        "compare every kernel with its reference on this machine", "tpfuse.tools.verify:run", unpacked=True
+    ),
+    "tune": Command("measure tile sizes of the kernels on this GPU", "tpfuse.tools.tune:run", unpacked=True),
+}  # fmt: skip
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    command = COMMANDS[name]
+    module, _, attribute = command.function.partition(":")
+    if command.parses:
+        status: int = globals()[attribute](arguments)
+        return status
+    from tpfuse.train import config, options
+
+    kind = getattr(options, f"{name.capitalize()}Command")
+    title = f"{name} {command.subject}".rstrip()
+    values: list[Any] = []
+    if command.subject and not config.HELP & set(arguments):
+        if not arguments or arguments[0].startswith("-"):
+            more = " [options]" * bool(fields(kind))
+            raise UserError(f"expected {command.expected}: tpfuse {title}{more}")
+        values = [arguments[0] if command.subject == "MODEL" else Path(arguments[0])]
+        arguments = arguments[1:]
+    parsed = config.parse_prepare(arguments) if name == "prepare" else config.parse_command(kind, arguments, title)
+    values += [getattr(parsed, item.name) for item in fields(kind)] if command.unpacked else [parsed]
+    result = getattr(import_module(module), attribute)(*values)
+    if isinstance(result, str):
+        print(result)
+    return result if isinstance(result, int) else 0
 
 
 _OTHERS = (
@@ -278,13 +222,8 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<10}{command.text}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: tpfuse COMMAND [options]", "", *lines, "", *_OTHERS])
-
-
-def _version(arguments: Sequence[str]) -> int:
-    print(f"tpfuse {__version__}")
-    return 0
 
 
 def _completion(arguments: Sequence[str]) -> int:
@@ -310,13 +249,15 @@ def run(arguments: Sequence[str]) -> int:
         print(_usage())
         return 0 if arguments else 2
     name = arguments[0]
-    functions = {name: function for name, (function, _) in COMMANDS.items()}
-    functions |= {"--version": _version, "--completion": _completion}
-    if name not in functions:
-        fail(name, f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
-        return 2
     try:
-        return functions[name](arguments[1:])
+        if name == "--version":
+            print(f"tpfuse {__version__}")
+            return 0
+        if name == "--completion":
+            return _completion(arguments[1:])
+        if name not in COMMANDS:
+            raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
+        return _run(name, arguments[1:])
     except (UserError, CheckpointMismatch, CheckpointError, RunError) as error:
         fail(name, str(error), error.missing if isinstance(error, PeerLost) else ())
         return error.status

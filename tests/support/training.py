@@ -26,7 +26,7 @@ from tpfuse.train.checkpoint import differing, newest_good, save
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.options import DataOptions, OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
-from tpfuse.train.pipeline import rank_count
+from tpfuse.train.pipeline_options import rank_count
 from tpfuse.train.setup import ulysses_ranks
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero import offload

@@ -32,7 +32,7 @@ from tpfuse.cli import COMMANDS, run
 from tpfuse.testing.patience import patient
 from tpfuse.train import durable, hardware, loop, metrics, options
 from tpfuse.train.checkpoint import newest_good
-from tpfuse.train.config import parse_train
+from tpfuse.train.config import _flags, parse_train
 from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
 from tpfuse.train.sample import BETWEEN
@@ -182,7 +182,7 @@ def test_a_longer_run_keeps_the_end_of_its_schedule(copied: Path, commands: Comm
     said = commands.resume("--train.steps", "13", "--optim.warmup", "2")
     assert "--train.steps 13 (was 12): the learning rate reaches 0.0002 at step 12 as before, and stays there" in said
     assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] == 2e-4
-    assert "learning rate" not in commands.resume("--train.steps", "14", "--optim.decay-steps", "0")
+    assert "learning rate" not in commands.resume("--train.steps", "14", "--optim.decay-steps", "None")
     assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] > 2e-4, "the schedule ends at step 14 now"
 
 
@@ -635,23 +635,33 @@ def test_the_completion_script_completes_commands_and_options(
 
     assert completed("tpfuse", "tr") == ["train"]
     assert completed("tpfuse", "train", "--train.ste") == ["--train.steps"]
-    assert completed("tpfuse", "memory", "gpt2-124m", "--stage", "") == ["all", "0", "1", "2", "3"]
+    assert completed("tpfuse", "memory", "gpt2-124m", "--recompute", "") == ["None", "none", "selective", "full"]
     assert run(["--completion", "csh"]) == 2
     assert "'csh' is not a shell: expected one of bash, zsh, fish" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_a_terminal(
+def test_help_fits_a_terminal_and_shows_the_first_options(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        run([command, "--help"])
-    text = capsys.readouterr().out
-    assert "None" not in text and "(default: )" not in text
-    assert max(map(len, text.splitlines()[1:])) <= 80, "but for the usage, which tyro writes on one line"
+    kind = getattr(options, f"{command.capitalize()}Command")
+    every, shown = [f"--{flag}" for flag, _ in _flags(kind)], options.FIRST.get(kind)
+    assert (shown is not None) == (len(every) > 15)
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            run([command, word])
+        text = capsys.readouterr().out
+        assert "None" not in text and "(default: )" not in text
+        assert max(map(len, text.splitlines()[1:])) <= 80, "but for the usage, which tyro writes on one line"
+        words = set(text.replace(",", " ").split())
+        if word == "--help-all" or shown is None:
+            assert command in ("export", "tune") or set(every) <= words, "those two have positional ones"
+        else:
+            assert {f"--{flag}" for flag in shown} == set(every) & words
+            assert f"tpfuse {command} --help-all lists all {len(every)} options." in text
     if command == "train":  # this text has two lines in the source
-        assert "interpreted) or torch. (default: auto)" in " ".join(text.replace("│", "").split())
+        assert "random. Among the options" in " ".join(text.replace("│", "").split())
 
 
 def test_help_texts_are_sentences() -> None:

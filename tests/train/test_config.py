@@ -32,20 +32,18 @@ def test_resolved_options_give_the_same_run_again(tmp_path: Path) -> None:
     file.write_text(tomli_w.dumps(resolved(options)))
     again = parse_train(["--config", str(file)])
     assert resolved(again) == resolved(options)
+    assert resolved(parse_train(["--kernels", "torch"]))["kernels"] == "torch"
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_complete_and_can_be_built(name: str) -> None:
+    folder = Path(next(iter(tpfuse.models.__path__)))
+    assert {path.stem for path in folder.glob("*.toml")} == set(PRESETS)
     options = overlaid(TrainCommand(), load_preset(name), name)
     model = options.model
     GPTConfig(256, model.n_positions, model.n_embd, model.n_layer, model.n_head).check()
     assert set(load_preset(name)["model"]) == {"n_layer", "n_head", "n_embd", "n_positions", "bias", "dropout"}
     assert options.train.batch % (options.train.micro_batch or 1) == 0
-
-
-def test_every_preset_file_has_its_name() -> None:
-    folder = Path(next(iter(tpfuse.models.__path__)))
-    assert {path.stem for path in folder.glob("*.toml")} == set(PRESETS)
 
 
 def test_resuming_needs_the_folder() -> None:
@@ -85,13 +83,23 @@ def test_resume_takes_the_configuration_of_the_run(tmp_path: Path) -> None:
     assert (again.optim.decay_steps, again.data.order) == (77, "shuffled")
 
 
-def test_a_run_of_an_earlier_version_keeps_its_order(tmp_path: Path) -> None:
-    """Its config.toml names no order."""
-    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+def test_a_run_of_an_earlier_version_keeps_its_order_and_its_defaults(tmp_path: Path) -> None:
+    """Its config.toml names no order, and has other values for options that are not given."""
+    (tmp_path / "config.toml").write_text(
+        "[train]\nsteps = 7\nmicro_batch = 0\n[optim]\ndecay_steps = 0\ndecay = 0\n"
+        "[parallel]\ncp_ulysses = 0\npp_stages_per_rank = 0\npp_layers = ''\nmeasure_seconds = -1.0\n"
+    )
     resume = ["--resume", "--out", str(tmp_path)]
-    assert parse_train(resume).data.order == "random"
+    options, usual = parse_train(resume), TrainCommand()
+    assert (options.data.order, options.train.micro_batch, options.optim.decay_steps) == ("random", None, 7)
+    assert (options.parallel, options.optim.decay) == (usual.parallel, None)
+    old = {"train": {"steps": 7, "micro_batch": 0}, "optim": {"decay": 0, "decay_steps": 0}}
+    assert not {"train.micro-batch", "optim.decay", "optim.decay-steps"} & set(changes(old, options))
     assert parse_train([*resume, "--data.order", "shuffled"]).data.order == "shuffled"
     assert parse_train([]).data.order == "shuffled"
+    (tmp_path / "config.toml").write_text("[train]\nmicro_batch = false\n")
+    with pytest.raises(UserError, match="micro_batch = False: expected int"):
+        parse_train(resume)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +148,3 @@ def test_lengths_of_the_schedule_are_steps_or_tokens(tmp_path: Path) -> None:
     file.write_text(tomli_w.dumps(resolved(options)))
     assert parse_train(["--config", str(file)]).optim == options.optim
     assert parse_train(["--config", str(file), "--optim.warmup", "3"]).optim.warmup == 3
-
-
-def test_the_option_kernels_is_kept_in_the_configuration() -> None:
-    assert resolved(parse_train(["--kernels", "torch"]))["kernels"] == "torch"

@@ -78,7 +78,7 @@ def test_options_of_older_checkpoints_have_their_defaults() -> None:
     [
         ("--train.steps 200", ["at step 100 as before"]),
         ("--train.steps 200 --optim.decay-steps 200", ["resuming with --optim.decay-steps 200 (was 100)"]),
-        ("--optim.schedule constant", ["--optim.schedule constant (was cosine), --optim.decay-steps 0 (was 100)"]),
+        ("--optim.schedule constant", ["--optim.schedule constant (was cosine), --optim.decay-steps None (was 100)"]),
         ("--train.steps 200 --optim.schedule constant", ["--optim.schedule constant (was cosine)"]),
     ],
 )

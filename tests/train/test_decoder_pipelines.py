@@ -25,7 +25,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import own_stages, pipeline_costs, pipeline_stages
+from tpfuse.train.pipeline_options import own_stages, pipeline_costs, pipeline_stages
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.zero.gradient_buckets import GradientBuckets
 

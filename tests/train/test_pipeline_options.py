@@ -8,7 +8,7 @@ from tests.support.training import CONFIG
 from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages, predicted_timeline
+from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order, pipeline_stages, predicted_timeline
 from tpfuse.train.setup import with_layout
 
 
@@ -58,7 +58,7 @@ def test_the_other_ranks_are_data_parallel(words: str, world: int | None, dp: in
         ("--parallel.pp 3", 4, "tp 1 x dp 1 x pp 3 needs 3 ranks, and there are 4"),
         ("--parallel.pp 2 --parallel.dp 1", 4, "tp 1 x dp 1 x pp 2 needs 2 ranks, and there are 4"),
         ("--parallel.pp 4 --parallel.cp 2", 4, "tp 1 x cp 2 x dp 1 x pp 4 needs 8 ranks, and there are 4"),
-        ("--parallel.pp 0", 4, "--parallel.pp 0 --parallel.dp 0: expected tp, cp and pp of at least 1"),
+        ("--parallel.pp 0", 4, "--parallel.pp 0: expected at least 1"),
     ],
 )
 def test_a_world_of_another_size_is_refused(words: str, world: int, error: str) -> None:

@@ -25,7 +25,7 @@ from tpfuse.train.config import parse_train
 from tpfuse.train.launch import RankInfo
 from tpfuse.train.loop import TrainingLoop
 from tpfuse.train.metrics import read_metrics
-from tpfuse.train.pipeline import pipeline_order
+from tpfuse.train.pipeline_options import pipeline_order
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture, shade
 from tpfuse.train.predicted import prediction
 from tpfuse.train.setup import Run, prepare_run, with_layout

@@ -63,7 +63,7 @@ def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: 
     if options.kernel and options.with_ != "ncu":
         raise UserError(f"--kernel is for --with ncu: --with {options.with_} records all kernels")
     if options.with_ == "ncu" and not words:
-        return ncu.commands(options.kernel, (), out, tool=tool)
+        return ncu.commands(options.kernel or "", (), out, tool=tool)
     command = _command(words)
     trained = _is_training(command)
     if options.with_ in ("trace", "torch"):
@@ -72,7 +72,7 @@ def commands_of(options: ProfileCommand, words: Sequence[str], out: Path, tool: 
         command = _trained(command, options, ["--profile.nvtx"], out)
     if options.with_ == "nsys":
         return [nsys.command(command, out, trained, tool=tool)]
-    return ncu.commands(options.kernel, command, out, marked=trained, tool=tool)
+    return ncu.commands(options.kernel or "", command, out, marked=trained, tool=tool)
 
 
 def _tool(options: ProfileCommand) -> str:

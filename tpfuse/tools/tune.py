@@ -175,7 +175,7 @@ def measure_on_device(call: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")) / 1e3
 
 
-def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch.dtype = torch.bfloat16) -> int:
+def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype: torch.dtype = torch.bfloat16) -> int:
     """Run the command.
 
     Raise UserError if there is no GPU, if an operator has no search space, or if `out` cannot be written.

@@ -9,11 +9,13 @@ is an error, which names the nearest known one.
 import contextlib
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
@@ -22,10 +24,11 @@ import tpfuse.models
 from tpfuse.nearest import nearest
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
-from tpfuse.train.options import DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
+from tpfuse.train.options import FIRST, DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.untrusted import Unreadable, quoted
 
 T = TypeVar("T")
+HELP = {"-h", "--help", "--help-all"}
 PRESETS: tuple[str, ...] = get_args(Preset)
 BEFORE = TrainCommand(data=DataOptions(order="random"))
 """The options of runs that were begun before these options could be given."""
@@ -49,21 +52,18 @@ def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, hint
 
 
-def _check_flags(kind: type, arguments: Sequence[str], command: str) -> None:
-    known = ["--help"]
+def _unknown(kind: type, word: str, arguments: Sequence[str], command: str) -> str:
+    """Return what is wrong with a word of the command line that is neither an option nor its value."""
+    if not word.startswith("-"):
+        before = [each for each in arguments[: arguments.index(word)] if each.startswith("--")][-1:]
+        after = f" after {before[0]}, which takes one value: put a pattern in quotes" if before else ""
+        return f"unexpected {quoted(word)}{after}"
+    flag = word.partition("=")[0].replace("_", "-")
+    known = ["--help", "--help-all"]
     for name, hint in _flags(kind):
-        known.append(f"--{name}")
-        if hint is bool:
-            head, _, tail = name.rpartition(".")
-            known.append(f"--{head}.no-{tail}" if head else f"--no-{tail}")
-    for index, argument in enumerate(arguments):
-        flag = argument.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in known:
-            raise UserError(f"unknown option {flag} of tpfuse {command}{nearest(flag, known)}")
-        values = list(itertools.takewhile(lambda value: not value.startswith("-"), arguments[index + 1 :]))
-        if argument in ("--data.path", "--data.val-path") and len(values) > 1:
-            given = " and ".join(values) if len(values) == 2 else f"{values[0]} and {len(values) - 1} more"
-            raise UserError(f"{flag} takes one file, folder or pattern in quotes: found {given}")
+        head, dot, tail = name.rpartition(".")
+        known += [f"--{name}", *([f"--{head}{dot}no-{tail}"] if hint is bool else [])]
+    return f"unknown option {flag} of tpfuse {command}{nearest(flag, known)}"
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
@@ -78,31 +78,51 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def parse_command(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
-    """Parse flags, which override `default`. Raises UserError with one line. Prints help and exits for --help."""
-    _check_flags(kind, arguments, command)
-    if "--help" in arguments or "-h" in arguments:
-        _join_help_texts(kind)
+    """Parse flags, which override `default`. Raises UserError with one line. Prints help and exits if asked to."""
+    if HELP & set(arguments):
+        _print_help(kind, default, command, everything="--help-all" in arguments)
     printed = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(printed):
-            parsed: T = tyro.cli(kind, args=list(arguments), prog=f"tpfuse {command}", **options)
-            return parsed
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
+            words = list(arguments)
+            parsed, unknown = tyro.cli(kind, args=words, prog=f"tpfuse {command}", return_unknown_args=True, **options)
+    except SystemExit:
         raise UserError(f"{_one_line(printed.getvalue())} (tpfuse {command} --help lists the options)") from None
+    if unknown:
+        raise UserError(_unknown(kind, unknown[0], arguments, command))
+    result: T = parsed
+    return result
 
 
-def _join_help_texts(kind: type) -> None:
-    """Give tyro the docstring of each option as one line, since tyro would keep the line breaks of the source."""
+def _print_help(kind: type, default: object, command: str, everything: bool) -> NoReturn:
+    """Print the help of a command: the options in `FIRST`, or all."""
+    names = None if everything else FIRST.get(kind)
+    with contextlib.suppress(SystemExit):
+        tyro.cli(_shown(kind, default, names), args=["--help"], prog=f"tpfuse {command}")
+    if names is not None:
+        print(f"tpfuse {command} --help-all lists all {len(list(_flags(kind)))} options.")
+    sys.exit(0)
+
+
+def _shown(kind: type, default: object, names: Collection[str] | None, prefix: str = "") -> type:
+    """Return a class for tyro's help, with the options in `names` alone, or all for None.
+
+    Each option has its docstring as one line, since tyro would keep the line breaks of the source.
+    """
     texts = {entry.arg_name: entry.description or "" for entry in docstring_parser.parse_from_object(kind).params}
-    hints = get_type_hints(kind)
+    hints, shown = get_type_hints(kind, include_extras=True), []
     for item in fields(kind):
-        if is_dataclass(hints[item.name]):
-            _join_help_texts(hints[item.name])
-        else:
-            item.metadata = MappingProxyType({"help": " ".join(texts[item.name].split())})
+        hint, name = hints[item.name], prefix + _key(item.name).replace("_", "-")
+        if is_dataclass(hint):
+            part = _shown(hint, getattr(default, item.name, None), names, f"{name}.")  # type: ignore[arg-type]
+            if fields(part):
+                shown.append((item.name, part, field(default_factory=part)))
+        elif names is None or name in names:
+            value = getattr(default, item.name, item.default)
+            help_text = {"help": " ".join(texts[item.name].split())}
+            shown.append((item.name, hint, field(default=value, metadata=help_text)))
+    return make_dataclass(kind.__name__, shown, namespace={"__doc__": kind.__doc__}, kw_only=True)
 
 
 def _one_line(message: str) -> str:
@@ -110,6 +130,7 @@ def _one_line(message: str) -> str:
     lines = [line.strip("│╭╮╰╯─ ") for line in message.splitlines()]
     body = itertools.takewhile(lambda line: not line.startswith("Argument helptext"), (x for x in lines[1:] if x))
     text = " ".join(line for line in body if not line.startswith("For full helptext"))
+    text = re.sub(r"no type matching .* Got errors: .*- <class '\w+'>: ", "", text)  # None is not the value meant
     return text or "the options cannot be read"
 
 
@@ -129,22 +150,34 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
         if value in get_args(hint):
             return value
         raise UserError(f"{where} = {quoted(value)}: expected one of {', '.join(map(str, get_args(hint)))}")
-    if Path in get_args(hint) or hint is Path:
+    kinds = tuple(kind for kind in get_args(hint) or (hint,) if kind is not NoneType)
+    if Path in kinds:
         if isinstance(value, str):
             return Path(value)
         raise UserError(f"{where} = {quoted(value)}: expected a path in quotes")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if kinds == (float,) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise UserError(f"{where} = {quoted(value)}: expected {getattr(hint, '__name__', hint)}")
+    if not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool)):
+        raise UserError(f"{where} = {quoted(value)}: expected {' | '.join(kind.__name__ for kind in kinds)}")
     return value
+
+
+_NOT_GIVEN = {
+    "train.micro_batch": 0, "optim.decay_steps": 0, "optim.decay": 0, "parallel.dp": 0, "parallel.cp_ulysses": 0,
+    "parallel.pp_stages_per_rank": 0, "parallel.pp_layers": "", "parallel.measure_seconds": -1,
+}  # fmt: skip
+
+
+def stored(name: str, value: Any) -> Any:
+    """Return the value of an option in the file of a run; None for what older versions wrote for the default."""
+    return None if not isinstance(value, bool) and value == _NOT_GIVEN.get(name) else value
 
 
 def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """Return `options` with the values of a TOML table. Raises UserError for unknown keys and wrong types."""
     hints = get_type_hints(type(options))
     names = {_key(item.name): item.name for item in fields(options)}  # type: ignore[arg-type]
-    changes = {}
+    changes: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         where = f"{source}: {prefix}{key}"
@@ -157,7 +190,8 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
                 raise UserError(f"{where} = {quoted(value)}: expected a table")
             changes[name] = overlaid(current, value, source, f"{prefix}{key}.")
         else:
-            changes[name] = _converted(value, hints[name], where)
+            given = stored(f"{prefix}{name}", value)
+            changes[name] = None if given is None else _converted(given, hints[name], where)
     return replace(options, **changes)  # type: ignore[type-var]
 
 
@@ -171,7 +205,6 @@ def load_preset(name: str) -> dict[str, Any]:
 
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
     """Return the options of `tpfuse train`. Raises UserError."""
-    _check_flags(TrainCommand, arguments, "train")
     sources: list[tuple[str, dict[str, Any]]] = []
     out = flag_value(arguments, "--out")
     if "--resume" in arguments:
@@ -264,10 +297,9 @@ def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple
 
 def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
     """Return the options of `tpfuse prepare`. Raises UserError."""
-    _check_flags(PrepareCommand, arguments, "prepare")
     file = flag_value(arguments, "--config")
     out = flag_value(arguments, "--out")
-    if out is None and not {"-h", "--help"} & set(arguments):
+    if out is None and not HELP & set(arguments):
         raise UserError("--out FOLDER is needed: tokens.bin and tokens.json are written there")
     if file is None or out is None:
         return parse_command(PrepareCommand, arguments, "prepare")

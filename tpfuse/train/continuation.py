@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tpfuse.train.config import BEFORE, renewed, resolved
+from tpfuse.train.config import BEFORE, renewed, resolved, stored
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import Effect, TrainCommand
 from tpfuse.train.schedule import units
@@ -46,7 +46,7 @@ def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
     before = _with_end(renewed(before))
     found: dict[str, Change] = {}
     for place, effect in effects().items():
-        old = _value(before, place, _value(default, place))
+        old = stored(".".join(place), _value(before, place, _value(default, place)))
         new = _value(now, place, _value(default, place))
         if old != new:
             found[".".join(place).replace("_", "-")] = Change(effect, old, new)
@@ -60,10 +60,10 @@ def _value(options: Options, place: tuple[str, ...], otherwise: object = None) -
 
 
 def _with_end(options: Options) -> Options:
-    """Return the options with the step at which the schedule ends, instead of 0; a constant one has no end."""
+    """Return the options with the step at which the schedule ends, if it is not given; a constant one has no end."""
     optim = options["optim"]
     ends = optim.get("schedule") != "constant"
-    end = (optim.get("decay_steps") or options["train"]["steps"]) if ends else 0
+    end = (optim.get("decay_steps") or options["train"]["steps"]) if ends else None
     return {**options, "optim": {**optim, "decay_steps": end}}
 
 
@@ -93,7 +93,7 @@ def check_schedule(state: dict[str, Any], options: TrainCommand) -> None:
         return
     names = {unit: ", ".join(f"--optim.{n}" for n in in_tokens if in_tokens[n] is unit) for unit in (False, True)}
     lengths = {"warmup": options.optim.warmup, "decay-steps": options.optim.decay_steps or options.train.steps}
-    lengths["decay"] = options.optim.decay
+    lengths["decay"] = options.optim.decay or 0
     same = " ".join(f"--optim.{n} {int(lengths[n]) * tokens // step}tokens" for n in in_tokens if not in_tokens[n])
     raise UserError(
         f"--resume with --train.batch {options.train.batch} would change the learning rate: {names[True]} counts"

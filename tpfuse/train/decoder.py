@@ -33,7 +33,7 @@ from tpfuse.parallel.pipeline.parts import as_modules
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.errors import instead_of
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import own_stages
+from tpfuse.train.pipeline_options import own_stages
 from tpfuse.train.shape_mesh import shape_mesh
 
 _USUAL_LENGTH = 1024  # tokens of a training sequence, unless the model's context is shorter or the user says otherwise

@@ -38,19 +38,19 @@ def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device,
     return total / (len(tokens) - 1)
 
 
-def evaluate(run: Path, data: EvaluateDataOptions, length: int = 0) -> str:
+def evaluate(run: Path, data: EvaluateDataOptions, length: int | None = None) -> str:
     """Return the result in one line. run: the folder of a run, or of a Hugging Face model.
 
     data: the text; without a path, the run's validation tokens. The loss on several sources is the mean of their
-    losses, with their weights. length: the tokens of a window; 0 for those of a training sequence. Raises UserError.
+    losses, with their weights. length: the tokens of a window; None for those of a training sequence. Raises UserError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if data.path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():
         raise UserError(f"{run} is no run, which would name its validation text: give --data.path")
     model, tokenizer = load_model(run, device)
     context = longest(model.config)
-    if not 0 <= length <= context:
-        raise UserError(f"--length {length}: expected 1 to {context}, the model's context, or 0")
+    if length is not None and not 1 <= length <= context:
+        raise UserError(f"--length {length}: expected 1 to {context}, the model's context")
     length = length or model.config.n_positions
     options = parse_train(["--resume", "--out", str(run)]) if (run / "config.toml").is_file() else TrainCommand()
     if options.data.documents == "mask":

@@ -20,7 +20,7 @@ from tpfuse.train.batches import MicroBatch
 from tpfuse.train.compiled import compiled
 from tpfuse.train.decoder import DecoderConfig, DecoderModel
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import own_stages
+from tpfuse.train.pipeline_options import own_stages
 from tpfuse.train.untrusted import check
 
 ModelConfig = GPTConfig | DecoderConfig

@@ -49,7 +49,7 @@ from tpfuse.train.launch import RankInfo, device_of, join
 from tpfuse.train.memory import memory_of
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
-from tpfuse.train.pipeline import (
+from tpfuse.train.pipeline_options import (
     described_layout,
     micro_batch_size,
     pipeline_costs,
@@ -125,7 +125,9 @@ def _mesh(info: RankInfo, run: Run, device: torch.device) -> DeviceMesh | None:
         return None
     parallel = run.options.parallel
     ulysses = ulysses_ranks(parallel, run.config.n_head // parallel.tp)
-    return build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses, pp=parallel.pp)
+    return build_mesh(
+        device.type, dp=parallel.data_ranks, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses, pp=parallel.pp
+    )
 
 
 def _when(loop: "TrainingLoop | None") -> str:
@@ -427,7 +429,7 @@ class TrainingLoop:
         A resumed run uses the implementations that it used before.
         """
         seconds = self.options.parallel.measure_seconds
-        if seconds < 0:
+        if seconds is None:
             seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
         if self.info.world == 1 or not (seconds or self.decisions):
             return self.trainer.train_step(self.windows, self.stop)

@@ -19,7 +19,7 @@ from tpfuse.train.data import check_named, listed
 from tpfuse.train.errors import UserError, instead_of
 from tpfuse.train.language_model import ModelConfig, outlined, parameter_count
 from tpfuse.train.options import MemoryCommand, TrainCommand
-from tpfuse.train.pipeline import micro_batch_size, rank_count
+from tpfuse.train.pipeline_options import micro_batch_size, rank_count
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.setup import model_config, with_layout
 from tpfuse.train.shape_mesh import shape_mesh
@@ -35,7 +35,7 @@ def memory(name: str, command: MemoryCommand) -> str:
     """Return the table of `tpfuse memory NAME`. Raise UserError."""
     options = _with_command(parse_train(model_arguments(name)), command)
     config = model_config(options, vocabulary(options, command.vocab_size))
-    stages = (0, 1, 2, 3) if command.stage == "all" else (int(command.stage),)
+    stages = (0, 1, 2, 3) if command.stage is None else (int(command.stage),)
     with shape_mesh(options.parallel.tp) as mesh:
         found = {stage: memory_of(options, config, mesh, stage) for stage in stages}
     return _table(name, options, config, found)
@@ -67,22 +67,22 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
     given = {"ranks": command.ranks, "tp": command.tp, "cp": command.cp, "pp": command.pp}
     given["micro-batch"] = command.micro_batch
     for flag, value in (given | {"vocab-size": command.vocab_size}).items():
-        if value < 0:
-            raise UserError(f"--{flag} {value}: expected at least 0")
+        if value is not None and value < 1:
+            raise UserError(f"--{flag} {value}: expected at least 1")
     parallel, train = options.parallel, options.train
     parallel = replace(
         parallel, tp=command.tp or parallel.tp, cp=command.cp or parallel.cp, pp=command.pp or parallel.pp
     )
-    ranks = command.ranks or parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
-    if command.recompute != "config":
+    ranks = command.ranks or parallel.tp * parallel.cp * parallel.pp * (parallel.data_ranks or 1)
+    if command.recompute is not None:
         train = replace(train, recompute=command.recompute)
     if command.micro_batch:
         train = replace(train, micro_batch=command.micro_batch)
-    return with_layout(replace(options, parallel=replace(parallel, dp=0), train=train), ranks)
+    return with_layout(replace(options, parallel=replace(parallel, dp=None), train=train), ranks)
 
 
-def vocabulary(options: TrainCommand, given: int) -> int:
-    """Return the vocabulary of a GPT, in tokens: `given`, or, if that is 0, the vocabulary of its tokenizer.
+def vocabulary(options: TrainCommand, given: int | None) -> int:
+    """Return the vocabulary of a GPT, in tokens: `given`, or else the vocabulary of its tokenizer.
 
     It is 0 for a model of transformers, whose config.json names it. Raise UserError.
     """
@@ -90,7 +90,7 @@ def vocabulary(options: TrainCommand, given: int) -> int:
     if given and options.model.from_ is not None:
         raise UserError(f"--vocab-size {given} is for the GPT: config.json names that of model.from")
     if given or options.model.from_ is not None:
-        return given
+        return given or 0
     named = (None if path is None else token_paths(path) for path in listed(data.path)[0])
     paths = next((each for each in named if each is not None), None)
     if paths is not None:
@@ -111,13 +111,12 @@ def memory_of(
     options: with the layout filled in. mesh: the tensor-parallel mesh.
     """
     parallel, train = options.parallel, options.train
-    if parallel.replicas < 1 or parallel.dp * parallel.cp % parallel.replicas:
-        raise UserError(
-            f"parallel.replicas {parallel.replicas} does not divide {parallel.dp * parallel.cp} data-parallel ranks"
-        )
-    if train.batch % parallel.dp:
-        raise UserError(f"train.batch {train.batch} cannot be divided among {parallel.dp} data-parallel ranks")
-    share, sequences = train.batch // parallel.dp, micro_batch_size(options)
+    if parallel.replicas < 1 or parallel.data_ranks * parallel.cp % parallel.replicas:
+        ranks = parallel.data_ranks * parallel.cp
+        raise UserError(f"parallel.replicas {parallel.replicas} does not divide {ranks} data-parallel ranks")
+    if train.batch % parallel.data_ranks:
+        raise UserError(f"train.batch {train.batch} cannot be divided among {parallel.data_ranks} data-parallel ranks")
+    share, sequences = train.batch // parallel.data_ranks, micro_batch_size(options)
     if not share or share % sequences:
         raise UserError(f"micro-batches of {sequences} do not divide the {share} sequences of each rank")
     sizes, program = sizes_of("the model", config), program_of(options, config.n_head)
@@ -156,7 +155,7 @@ def _table(name: str, options: TrainCommand, config: ModelConfig, found: dict[in
     return "\n".join(
         [
             f"{name}: {parameter_count(config):,} parameters, {options.train.dtype}; ranks {rank_count(parallel)}:"
-            f" tp {parallel.tp} x cp {parallel.cp} x dp {parallel.dp}"
+            f" tp {parallel.tp} x cp {parallel.cp} x dp {parallel.data_ranks}"
             + (f" x pp {parallel.pp}" if parallel.pp > 1 else ""),
             f"micro-batches of {layout.micro_batch} x {config.n_positions} tokens, {layout.micro_batches} in each step;"
             f" recompute {options.train.recompute}",

@@ -25,16 +25,19 @@ Order = Literal["shuffled", "random"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 
 
+T = TypeVar("T")
+
+
 def _hint(default: str) -> str:
-    """Return what the help text says of a default path."""
+    """Return what the help says after the text of an optional option, whose text names the default in words."""
     return "" if default == "None" else f"(default: {default})"
 
 
 OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=_hint)]
-"""An optional path. The help text of such an option says in words what None means."""
-
-
-T = TypeVar("T")
+OptionalInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_hint)]
+OptionalFloat = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_hint)]
+OptionalText = Annotated[str | None, arg(metavar="TEXT", help_behavior_hint=_hint)]
+OptionalLength = Annotated[int | str | None, arg(metavar="STEPS", help_behavior_hint=_hint)]
 
 
 class Effect(Enum):
@@ -52,224 +55,207 @@ Keeps = Annotated[T, Effect.NOTHING]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """These options set the model: the shape of the GPT, or a model of transformers. A preset sets the whole shape and
-    some other options; flags override it."""
+    """The model: a GPT, or a model of transformers. A preset sets its whole shape, which single flags override."""
 
     preset: Keeps[Preset] = "tiny"
-    """Start from this named configuration. Flags and --config override single values of it."""
+    """Named configuration to start from: the shape of the GPT, batch, steps and learning rate."""
     n_layer: Alters[int] = 4
-    """Build the model from this number of transformer blocks."""
+    """Number of transformer blocks."""
     n_head: Alters[int] = 4
-    """Give each attention layer this number of heads. It must be a multiple of parallel.tp."""
+    """Number of attention heads, a multiple of parallel.tp."""
     n_embd: Alters[int] = 128
-    """Give each token this number of features. It must be a multiple of n_head."""
+    """Width: features of each token, a multiple of n_head."""
     n_positions: Alters[int] = 128
-    """Train on sequences of this number of tokens, which is the longest context of the GPT. Default with --model.from:
-    1024, or the longest context of that model if it is shorter."""
+    """Sequence length in tokens, the longest context of the GPT. Default with --model.from: at most 1024."""
     bias: Alters[bool] = True
-    """Give linear layers and norms biases."""
+    """Biases in linear layers and norms."""
     dropout: Alters[float] = 0.0
-    """Drop values with this probability in training: after the embedding, in attention and on the residual paths."""
+    """Dropout probability after the embedding, in attention and on the residual paths."""
     layer_norm_epsilon: Alters[float] = 1e-5
-    """Add this number to the variance in each layer norm."""
+    """Number that each layer norm adds to the variance."""
     from_: Keeps[Annotated[Path | None, arg(name="from", metavar="PATH", help_behavior_hint=_hint)]] = None
-    """Train the model of transformers in this Hugging Face folder (config.json) instead of the GPT, with its tokenizer,
-    from its weights (safetensors), or from random ones if it has none. Of the options above only --model.n-positions
-    may be given then."""
+    """Hugging Face folder of a model of transformers to train instead of the GPT: config.json, tokenizer, and weights
+    in safetensors, without which they are random. Among the options of the model it takes only --model.n-positions."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """These options name the text and its tokenizer."""
+    """The text and its tokenizer."""
 
     path: Keeps[OptionalPath] = None
-    """Read the text from this file, folder of files, or pattern in quotes such as 'fineweb_train_*.bin': text, jsonl,
-    parquet, json or csv, compressed or not, or files of tokens (.bin, .npy); or from the sources of a FILE.toml with
-    lines such as "web/*.jsonl" = 0.7, the weight. Default: the Python standard library."""
+    """Text: a file, a folder or a quoted pattern such as 'web/*.jsonl' of text, jsonl, parquet, json or csv, compressed
+    or not; or tokens in .bin or .npy; or a FILE.toml of sources and weights. Default: the Python standard library."""
     val_path: Keeps[OptionalPath] = None
-    """Read the validation text from here, given as for --data.path. Default: the end of the training tokens."""
+    """Validation text, given as for --data.path. Default: the end of the training tokens."""
     field: Keeps[str] = "text"
-    """Take the text of jsonl, parquet, json and csv from this field of their records."""
+    """Field of the records of jsonl, parquet, json and csv that holds the text."""
     tokenizer: Keeps[str] = "bytes"
-    """Encode the text with this tokenizer: bytes, chars, gpt2, a FILE.json (of the tokenizers library, or
-    tokenizer.json of a run), a FILE.model (of the sentencepiece library), or the folder of one of them. The JSON file
-    beside a token file overrides it."""
+    """Tokenizer: bytes, chars, gpt2, a FILE.json (tokenizers library or a run), a FILE.model (sentencepiece), or the
+    folder of one. The JSON file beside a token file overrides it."""
     documents: Alters[Documents] = "attend"
-    """Let tokens attend to all tokens before them in their sequence (attend), or only to those of their own document,
-    in which positions begin at 0 (mask). A document begins at the token that the tokenizer has for that, such as
-    <|endoftext|>."""
+    """Attention across documents: attend (to all earlier tokens of the sequence), or mask (within each document alone).
+    A document begins at the tokenizer's token for that, such as <|endoftext|>."""
     val_fraction: Alters[float] = 0.1
-    """Keep this fraction of the tokens, at their end, for validation if --data.val-path is not given."""
+    """Fraction of the tokens, at their end, that validates without --data.val-path."""
     order: Alters[Order] = "shuffled"
-    """Train on windows of the text in this order: shuffled (each token once in an epoch, in an order that changes with
-    the epoch) or random (each window begins anywhere). Both follow from the seed and the step alone."""
+    """Order of the windows of the text: shuffled (each token once in an epoch) or random (each begins anywhere)."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """These options set the length of the training loop, its precision, its evaluations and its checkpoints."""
+    """The training loop: its length, precision, evaluations and checkpoints."""
 
     steps: Keeps[int] = 1000
-    """Train for this number of optimizer steps."""
+    """Number of optimizer steps."""
     batch: Alters[int] = 32
-    """Train on this number of sequences in each optimizer step, counted over all ranks."""
-    micro_batch: Rounds[int] = 0
-    """Process this number of sequences in each forward pass of a rank, and accumulate gradients over the micro-batches
-    of a step. 0: all sequences of the rank at once; in a pipeline at least 4 x pp micro-batches, if the batch has so
-    many."""
+    """Global batch size: sequences in each optimizer step, over all ranks."""
+    micro_batch: Rounds[OptionalInt] = None
+    """Micro-batch size: sequences in each forward pass of a rank; the step accumulates gradients over them (gradient
+    accumulation). Default: all sequences of the rank, or in a pipeline at least 4 x pp micro-batches if possible."""
     seed: Alters[int] = 1337
-    """Draw the initial weights, the batches and dropout from this seed."""
+    """Seed of the initial weights, the batches and dropout."""
     dtype: Alters[Dtype] = "float32"
-    """Keep parameters and activations in this dtype. With bfloat16 and float16 the optimizer also keeps float32 master
-    weights."""
+    """Dtype of parameters and activations. The optimizer adds float32 master weights to bfloat16 and float16."""
     autocast: Alters[Autocast] = "none"
-    """Compute matrix products and attention in this 16-bit dtype (torch.autocast), while parameters, norms, residual
-    paths and losses stay in float32. none: compute everything in --train.dtype."""
+    """Mixed precision (torch.autocast): dtype of matrix products and attention; none: that of --train.dtype."""
     deterministic: Rounds[bool] = False
-    """Make a repeated run give the same bits on GPUs too, as it does on CPU. Attention then runs by Triton, because the
-    gradients of cuDNN's attention differ from run to run."""
+    """Bitwise reproducible runs on GPUs too, as on CPUs. Attention then runs by Triton instead of cuDNN."""
     compile: Rounds[bool] = False
-    """Run training steps, but not evaluations, by torch.compile. Compiling takes about a minute at the start."""
+    """Compilation of training steps by torch.compile, which takes about a minute at the start."""
     recompute: Rounds[Recompute] = "none"
-    """Save memory by computing activations again in the backward pass: none of them, selective (attention and the
-    MLP's activation), or full (everything but the input of each block)."""
+    """Activation checkpointing: none, selective (attention and the MLP's activation are computed again in the backward
+    pass) or full (everything but the input of each block)."""
     eval_every: Keeps[int] = 250
-    """Evaluate at the start, at the end, and each time this number of steps has passed. 0: never evaluate."""
+    """Steps between evaluations, which also begin and end a run. 0: never evaluate."""
     eval_batches: Keeps[int] = 20
-    """Use this number of batches in each evaluation."""
+    """Number of batches in each evaluation."""
     save_every: Keeps[int] = 500
-    """Save a checkpoint at the end, and each time this number of steps has passed. 0: only at the end."""
+    """Steps between checkpoints. 0: only one at the end."""
     keep: Keeps[int] = 2
-    """Keep this number of newest checkpoints and delete older ones. 0: keep all."""
+    """Number of newest checkpoints to keep. 0: all."""
     log_every: Keeps[int] = 10
-    """Report loss and speed each time this number of steps has passed."""
+    """Steps between reports of loss and speed."""
     expandable_segments: Keeps[bool] = True
-    """Let torch's CUDA allocator grow its segments, which loses less memory to fragmentation."""
+    """Growing segments in torch's CUDA allocator, which lose less memory to fragmentation."""
 
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """These options set AdamW, whose weight decay applies to matrices only, and the schedule of the learning rate.
-    Lengths of the schedule are numbers of steps, or numbers of tokens when written as in 375e6tokens."""
+    """AdamW, which decays matrices only, and its learning rate. Lengths are steps, or tokens as in 375e6tokens."""
 
     schedule: Alters[LearningRateSchedule] = "cosine"
-    """Change the learning rate in this way after its linear warm-up: cosine and linear fall to min_lr at decay_steps,
-    wsd (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
+    """Learning rate schedule after a linear warm-up: cosine and linear fall to min_lr at decay_steps, wsd
+    (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
     lr: Alters[float] = 1e-3
-    """Use this learning rate at the end of the warm-up, where it is highest."""
+    """Learning rate at the end of the warm-up, the highest."""
     min_lr: Alters[float] = 1e-4
-    """Use this learning rate from decay_steps on. Schedule constant does not use it."""
+    """Learning rate from decay_steps on. Schedule constant ignores it."""
     warmup: Alters[int | str] = 100
-    """Raise the learning rate linearly to lr over this number of steps or tokens."""
-    decay_steps: Alters[int | str] = 0
-    """Reach min_lr at this step, or after this number of tokens. 0: at train.steps. A resumed run keeps the end of its
-    schedule, unless this option is given again."""
-    decay: Alters[int | str] = 0
-    """Let schedule wsd fall over this number of steps or tokens at its end. 0: over a tenth of decay_steps."""
+    """Length of the warm-up, in which the learning rate rises linearly."""
+    decay_steps: Alters[OptionalLength] = None
+    """Length after which the learning rate is min_lr. A resumed run keeps its own. Default: train.steps."""
+    decay: Alters[OptionalLength] = None
+    """Length of the fall of schedule wsd at its end. Default: a tenth of decay_steps."""
     weight_decay: Alters[float] = 0.1
-    """Decay matrices by this coefficient times the learning rate in each step. Vectors do not decay."""
+    """Weight decay of matrices, as a coefficient of the learning rate. Vectors do not decay."""
     beta1: Alters[float] = 0.9
-    """Average gradients with this decay rate per step in AdamW's first moment."""
+    """AdamW's beta1: decay rate of the first moment."""
     beta2: Alters[float] = 0.99
-    """Average squared gradients with this decay rate per step in AdamW's second moment."""
+    """AdamW's beta2: decay rate of the second moment."""
     clip: Alters[float] = 1.0
-    """Scale gradients down to this global norm if theirs is larger. 0: do not clip."""
+    """Gradient clipping: the highest global norm of the gradient. 0: do not clip."""
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """These options set how ranks share the work, and how they communicate."""
+    """How ranks share the work, and how they communicate."""
 
     tp: Rounds[int] = 1
-    """Shard the matrices of each layer over this number of tensor-parallel ranks."""
-    dp: Rounds[int] = 0
-    """Divide the sequences of each batch among this number of data-parallel ranks. 0: the number of GPUs, or of ranks
-    that torchrun started, divided by tp x cp x pp; on CPU 1."""
+    """Tensor parallelism with sequence parallelism: ranks that share the matrices of each layer."""
+    dp: Rounds[OptionalInt] = None
+    """Data parallelism: ranks that share the sequences of a batch. Default: all ranks divided by tp x cp x pp."""
     cp: Rounds[int] = 1
-    """Divide the tokens of each sequence among this number of context-parallel ranks."""
+    """Context parallelism (ring attention): ranks that share the tokens of each sequence."""
     cp_schedule: Rounds[Schedule] = "auto"
-    """Let context-parallel ranks attend to each other's tokens in this way: ring (keys and values move from rank to
-    rank), all_gather (every rank fetches all keys and values), ulysses (ranks exchange heads for tokens; cp must divide
-    the heads of a rank), ulysses_ring (both), or auto, which chooses one of them."""
+    """Context-parallel attention: ring (keys and values travel), all_gather (of all keys and values), ulysses (heads
+    for tokens; cp must divide the heads of a rank), ulysses_ring (both), or auto."""
     cp_balance: Rounds[Balance] = "zigzag"
-    """Give each context-parallel rank these tokens of a sequence: zigzag (a chunk from the front and one from the end,
-    which gives all ranks equal work in causal attention), contiguous (one chunk) or striped (every cp-th token)."""
-    cp_ulysses: Rounds[int] = 0
-    """Let groups of this number of ranks exchange heads under schedule ulysses_ring. 0: the largest divisor of cp,
-    below cp, that divides the heads of a rank."""
+    """Tokens of a context-parallel rank: zigzag (a chunk from the front and one from the end, equal work in causal
+    attention), contiguous (one chunk) or striped (every cp-th token)."""
+    cp_ulysses: Rounds[OptionalInt] = None
+    """Ulysses group size under ulysses_ring. Default: the largest divisor of cp below cp that divides the heads."""
     pp: Rounds[int] = 1
-    """Cut the layers into pipeline stages on this number of ranks. The micro-batches of --train.micro-batch pass from
-    rank to rank."""
+    """Pipeline parallelism: ranks that share the layers. The micro-batches pass from rank to rank."""
     pp_schedule: Rounds[PipelineSchedule] = "1f1b"
-    """Let pipeline ranks compute in this order: gpipe (all forward passes first), 1f1b (one forward, one backward),
-    interleaved_1f1b (several stages on each rank), zero_bubble (weight gradients fill idle time), or zbv (zero_bubble
-    with two stages on each rank, of which the first rank has the first and the last)."""
-    pp_stages_per_rank: Rounds[int] = 0
-    """Give each pipeline rank this number of stages. 0: 2 for interleaved_1f1b and zbv, 1 for the others."""
-    pp_layers: Rounds[str] = ""
-    """Give the stages these numbers of layers, in the order of the model, as in 3,5,4,4. Default: cut the layers so
-    that all pipeline ranks have about equally many operations, counted with embedding and head."""
+    """Pipeline schedule: gpipe (all forward passes first), 1f1b (one forward, one backward), interleaved_1f1b (several
+    stages on each rank), zero_bubble (weight gradients fill idle time), or zbv (zero_bubble in a V of two stages)."""
+    pp_stages_per_rank: Rounds[OptionalInt] = None
+    """Pipeline stages of each rank. Default: 2 for interleaved_1f1b and zbv, 1 for the others."""
+    pp_layers: Rounds[OptionalText] = None
+    """Layers of each pipeline stage, as in 3,5,4,4. Default: about equal work on all ranks, embedding and head too."""
     replicas: Rounds[int] = 1
-    """Let ZeRO stage 3 shard the parameters within each of this number of groups of ranks. It must divide dp x cp. With
-    as many groups as nodes, ranks gather parameters within their node only."""
+    """HSDP: replica groups of ZeRO stage 3 (FSDP), each of which shards the parameters. The number of nodes keeps
+    gathers within nodes. It must divide dp x cp."""
     impl: Rounds[Implementation] = "auto"
-    """Let tensor-parallel GEMMs and ZeRO communicate by this implementation: fused (Triton kernels), direct (shared
-    memory of CPU ranks), collective (NCCL, Gloo), or auto, which chooses one of them."""
-    measure_seconds: Rounds[float] = -1.0
-    """For impl auto, spend at most this number of seconds in the first step on measuring which implementation of each
-    product is the fastest on this machine. 0: measure nothing. -1: 20 on GPUs, 0 on CPU, where direct is the
-    fastest."""
+    """Implementation of tensor-parallel GEMMs and ZeRO: fused (Triton kernels), direct (shared memory of CPU ranks),
+    collective (NCCL, Gloo), or auto, which chooses one."""
+    measure_seconds: Rounds[OptionalFloat] = None
+    """Seconds in the first step for measuring which implementation is the fastest under impl auto. 0: measure nothing.
+    Default: 20 on GPUs, 0 on CPUs, where direct is the fastest."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Return dp, which is filled in before a run starts (`tpfuse.train.setup.with_layout`)."""
+        assert self.dp is not None
+        return self.dp
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """These options set which state of the model data-parallel ranks shard among themselves (ZeRO, arXiv:1910.02054).
-    Context-parallel ranks count as data-parallel ranks here."""
+    """The state that data-parallel and context-parallel ranks shard among themselves (ZeRO, arXiv:1910.02054)."""
 
     stage: Rounds[int] = 0
-    """Stage of ZeRO. 0: shard nothing; 1: the optimizer's state; 2: also the gradients; 3: also the parameters."""
+    """ZeRO stage: 0 (shard nothing), 1 (optimizer state), 2 (and gradients) or 3 (and parameters: FSDP)."""
     gradient_dtype: Alters[GradientDtype] = "float32"
-    """Dtype in which gradients are accumulated and kept: float32, or parameter for the parameters' dtype. Stage 3
-    accepts only float32."""
+    """Dtype in which gradients accumulate: float32, or parameter for the parameters' dtype. Stage 3: float32 only."""
     reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
-    """Dtype in which gradients are sent to other ranks: float32, parameter for the parameters' dtype, or gradient for
-    the dtype in which they are kept."""
+    """Dtype in which gradients are reduced over ranks: float32, parameter, or gradient for that of gradient_dtype."""
     offload: Rounds[str] = "none"
-    """Place of the optimizer's state: none (the device), host (the host's memory), or a folder on a local disk."""
+    """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk."""
     compression: Alters[str] = "none"
-    """Compression of the gradients that nodes send to each other: none, bf16, or powersgd-RANK (products of two
-    matrices of this rank), as in powersgd-4. Within a node, gradients are never compressed."""
+    """Gradient compression between nodes: none, bf16, or powersgd-RANK (products of two matrices of this rank), as in
+    powersgd-4. Within a node gradients are never compressed."""
 
 
 @dataclass(frozen=True)
 class CommOptions:
-    """These options set how ranks wait for each other."""
+    """How ranks wait for each other."""
 
     timeout: Keeps[float] = 60.0
-    """Wait at most this number of seconds for another rank. Then all ranks end with an error that names it."""
+    """Longest wait for another rank, in seconds. Then all ranks end with an error that names it."""
 
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """These options switch on checks that help to find a fault but cost time."""
+    """Checks that help to find a fault but cost time."""
 
     fingerprint: Keeps[bool] = False
-    """Compare the name, shape and dtype of each operation between ranks before it begins. If they differ, all ranks
-    end and show both sides."""
+    """Comparison of each operation's name, shape and dtype between ranks before it begins, so that a rank that differs
+    stops in that operation."""
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """These options record what the ranks do in some steps. `tpfuse profile` sets them and explains the result."""
+    """A record of what the ranks do in some steps. `tpfuse profile` sets these options and explains the result."""
 
     steps: Keeps[str] = "3:5"
-    """Record these steps: one number, or the first and the last as in 3:5. The first step of a run is step 1."""
+    """Steps to record: one number, or the first and the last as in 3:5. The first step of a run is step 1."""
     trace: Keeps[OptionalPath] = None
-    """Write the spans of every rank to this folder: layers, operators, communication, and waits for other ranks."""
+    """Folder for the spans of every rank: layers, operators, communication, and waits for other ranks."""
     torch: Keeps[OptionalPath] = None
-    """Write the trace of torch.profiler and a snapshot of the memory of every rank to this folder."""
+    """Folder for the trace of torch.profiler and a snapshot of the memory of every rank."""
     nvtx: Keeps[bool] = False
-    """Mark steps, layers and operators for Nsight Systems, as NVTX ranges of the domain tpfuse, in all steps."""
+    """NVTX ranges of steps, layers and operators for Nsight Systems, in all steps."""
 
 
 @dataclass(frozen=True)
@@ -286,31 +272,28 @@ class TrainCommand:
     debug: DebugOptions = field(default_factory=DebugOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     kernels: Rounds[Kernels] = "auto"
-    """Compute with these kernels: auto (Triton on GPUs, torch on CPU), triton (slow on CPU, where it is interpreted) or
-    torch."""
+    """Kernels: auto (Triton on GPUs, torch on CPUs), triton (interpreted on CPUs, which is slow) or torch."""
     out: Keeps[OptionalPath] = None
-    """Write all files of the run to this folder. Without --resume it must be new or empty. Default: runs/DATE-TIME."""
+    """Run folder, which must be new or empty unless --resume is given. Default: runs/DATE-TIME."""
     init_from: Keeps[OptionalPath] = None
-    """Start at step 0 from the weights in this folder of another run, or of a Hugging Face GPT-2 (config.json,
-    model.safetensors), and take the model's shape and the tokenizer from there too. A smaller --model.n-positions cuts
-    the position table. Default: random weights."""
+    """Folder of another run, or of a Hugging Face GPT-2, whose weights, shape and tokenizer step 0 starts from. A
+    smaller --model.n-positions cuts the position table. Default: random weights."""
     resume: Keeps[bool] = False
-    """Continue from the newest good checkpoint in the run folder --out, with the configuration of that run. Flags
-    override it."""
+    """Continue from the newest good checkpoint in --out, with the options of that run, which flags override."""
     config: Keeps[OptionalPath] = None
-    """Read options from this TOML file, such as n_layer in a table [model]. The config.toml of a run is such a file."""
+    """TOML file of options, such as n_layer in a table [model], or the config.toml of a run."""
 
 
 @dataclass(frozen=True)
 class PrepareDataOptions:
-    """These options name the text and its tokenizer."""
+    """The text and its tokenizer."""
 
     path: OptionalPath = None
-    """Read the text from here, given as for `tpfuse train`. Default: the Python standard library."""
+    """Text, given as for `tpfuse train`. Default: the Python standard library."""
     field: str = "text"
-    """Take the text of jsonl, parquet, json and csv from this field of their records."""
+    """Field of the records of jsonl, parquet, json and csv that holds the text."""
     tokenizer: str = "bytes"
-    """Encode the text with this tokenizer, given as for `tpfuse train`."""
+    """Tokenizer, given as for `tpfuse train`."""
 
 
 @dataclass(frozen=True)
@@ -318,20 +301,20 @@ class PrepareCommand:
     """Turn text into a token file, which `tpfuse train` reads from the disk."""
 
     out: Path
-    """Write tokens.bin and tokens.json to this folder."""
+    """Folder for tokens.bin and tokens.json."""
     data: PrepareDataOptions = field(default_factory=PrepareDataOptions)
     config: OptionalPath = None
-    """Read these options from a table [data] in this TOML file."""
+    """TOML file with these options in a table [data]."""
 
 
 @dataclass(frozen=True)
 class EvaluateDataOptions:
-    """These options name the text to evaluate on."""
+    """The text to evaluate on."""
 
     path: OptionalPath = None
-    """Evaluate on this text or these token files, given as for `tpfuse train`. Default: the run's validation tokens."""
+    """Text or token files, given as for `tpfuse train`. Default: the run's validation tokens."""
     field: str = "text"
-    """Take the text of jsonl, parquet, json and csv from this field of their records."""
+    """Field of the records of jsonl, parquet, json and csv that holds the text."""
 
 
 @dataclass(frozen=True)
@@ -342,8 +325,8 @@ class EvaluateCommand:
     """
 
     data: EvaluateDataOptions = field(default_factory=EvaluateDataOptions)
-    length: int = 0
-    """Predict the text in windows of this number of tokens. 0: as long as the sequences of training."""
+    length: OptionalInt = None
+    """Window length in tokens. Default: the sequence length of training."""
 
 
 @dataclass(frozen=True)
@@ -354,22 +337,21 @@ class SampleCommand:
     """
 
     prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
-    """Continue this text."""
+    """Text to continue."""
     prompt_file: OptionalPath = None
-    """Continue the text in this UTF-8 file. Default: the text of --prompt."""
+    """UTF-8 file of the text to continue. Default: the text of --prompt."""
     samples: int = 1
-    """Generate this number of texts, each drawn independently."""
+    """Number of texts, drawn independently."""
     tokens: int = 256
-    """Generate at most this number of tokens for each text."""
+    """Most tokens to generate for each text."""
     temperature: float = 0.8
-    """Divide the logits by this number before drawing a token. 0: take the most probable token."""
-    top_k: int = 0
-    """Draw each token from this number of most probable tokens. 0: from all tokens."""
+    """Sampling temperature. 0: take the most probable token."""
+    top_k: OptionalInt = None
+    """Number of most probable tokens to draw from. Default: all tokens."""
     top_p: float = 1.0
-    """Draw each token from the smallest set of most probable tokens whose probabilities sum to at least this. 1: from
-    all tokens."""
+    """Nucleus sampling: draw from the smallest set of most probable tokens with at least this probability."""
     seed: int = 0
-    """Draw tokens from this seed."""
+    """Seed of the draws."""
 
 
 @dataclass(frozen=True)
@@ -380,9 +362,9 @@ class ExportCommand:
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Read the checkpoint from this folder, which `tpfuse train` has written."""
+    """Folder of a run of `tpfuse train`."""
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
-    """Write the model to this folder, which must be new or empty."""
+    """Folder for the model, which must be new or empty."""
 
 
 @dataclass(frozen=True)
@@ -392,23 +374,22 @@ class MemoryCommand:
     MODEL is a preset, a TOML file of `tpfuse train`, or a Hugging Face folder.
     """
 
-    ranks: int = 0
-    """Count for this number of ranks in total. 0: tp x cp x dp x pp of the configuration."""
-    tp: int = 0
-    """Count for this number of tensor-parallel ranks. 0: the number in the configuration."""
-    cp: int = 0
-    """Count for this number of context-parallel ranks. 0: the number in the configuration."""
-    pp: int = 0
-    """Count for this number of pipeline ranks. 0: the number in the configuration."""
-    stage: Literal["all", "0", "1", "2", "3"] = "all"
-    """Count for this stage of ZeRO. all: show one column for each stage."""
-    micro_batch: int = 0
-    """Count for this number of sequences in each forward pass of a rank. 0: the number in the configuration."""
-    recompute: Literal["config", "none", "selective", "full"] = "config"
-    """Count the activations that are kept when the backward pass computes these again: none, selective (attention and
-    the MLP's activation) or full (everything but the input of each block). config: as the configuration says."""
-    vocab_size: int = 0
-    """Count for a vocabulary of this number of tokens. 0: the vocabulary of the configuration's tokenizer."""
+    ranks: OptionalInt = None
+    """Number of ranks in total. Default: tp x cp x dp x pp of the configuration."""
+    tp: OptionalInt = None
+    """Tensor-parallel ranks. Default: those of the configuration."""
+    cp: OptionalInt = None
+    """Context-parallel ranks. Default: those of the configuration."""
+    pp: OptionalInt = None
+    """Pipeline ranks. Default: those of the configuration."""
+    stage: Annotated[Literal["0", "1", "2", "3"] | None, arg(metavar="{0,1,2,3}", help_behavior_hint=_hint)] = None
+    """ZeRO stage. Default: one column for each stage."""
+    micro_batch: OptionalInt = None
+    """Sequences in each forward pass of a rank. Default: those of the configuration."""
+    recompute: Annotated[Recompute | None, arg(metavar="{none,selective,full}", help_behavior_hint=_hint)] = None
+    """Activation checkpointing, as for `tpfuse train`. Default: as the configuration says."""
+    vocab_size: OptionalInt = None
+    """Vocabulary in tokens. Default: that of the configuration's tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -418,39 +399,35 @@ class PlanCommand:
     Without --calibrate nothing is measured on this machine, and no GPU is needed.
     """
 
-    model: str = ""
-    """Plan for this model: a preset, a TOML file of `tpfuse train`, or a config.json of Hugging Face or its folder."""
-    layers: int = 0
-    """Without --model, plan for a GPT with this number of transformer blocks."""
-    width: int = 0
-    """Without --model, plan for a GPT with this number of features of each token."""
-    heads: int = 0
-    """Without --model, plan for a GPT with this number of attention heads in each layer."""
-    vocab_size: int = 0
-    """Plan for a vocabulary of this number of tokens. 0: the vocabulary of the model's tokenizer; without --model that
-    of GPT-2."""
-    tokens: int = 0
-    """Plan for training sequences of this number of tokens. 0: as the preset or the TOML file says; for other models
-    1024, or the model's context if that is shorter."""
-    batch: int = 0
-    """Plan for steps of this number of sequences over all ranks. 0: as the preset or the TOML file says; for other
-    models the smallest multiple of --gpus with at least 2**20 tokens."""
+    model: OptionalText = None
+    """Model: a preset, a TOML file of `tpfuse train`, or a config.json of Hugging Face or its folder."""
+    layers: OptionalInt = None
+    """Transformer blocks of a GPT to plan for without --model."""
+    width: OptionalInt = None
+    """Width of that GPT: features of each token."""
+    heads: OptionalInt = None
+    """Attention heads of that GPT in each layer."""
+    vocab_size: OptionalInt = None
+    """Vocabulary in tokens. Default: that of the model's tokenizer; without --model that of GPT-2."""
+    tokens: OptionalInt = None
+    """Sequence length in tokens. Default: as the preset or the TOML file says; for other models at most 1024."""
+    batch: OptionalInt = None
+    """Global batch size in sequences. Default: as the preset or the TOML file says; for other models the smallest
+    multiple of --gpus with at least 2**20 tokens."""
     gpus: int = 8
-    """Plan for this number of GPUs in total."""
+    """Number of GPUs in total."""
     gpu: str = "h100"
-    """Plan for GPUs of this kind, such as h100 or a100, or for those that a FILE.toml describes, with their links."""
-    nodes: int = 0
-    """Divide the GPUs among this number of nodes. 0: nodes of 8 GPUs."""
+    """GPU: a name such as h100 or a100, or a FILE.toml that describes one and its links."""
+    nodes: OptionalInt = None
+    """Number of nodes. Default: nodes of 8 GPUs."""
     network: str = "400Gb"
-    """Connect the nodes by a network of this bandwidth for each GPU, in bits per second."""
-    json: str = ""
-    """Write all layouts that fit, with their times and memory, to this JSON file. -: print them instead of the
-    report."""
+    """Bandwidth of the network between nodes for each GPU, in bits per second."""
+    json: OptionalText = None
+    """JSON file for all layouts that fit, with their times and memory. -: print them instead of the report."""
     toml: OptionalPath = None
-    """Write the options of the best layout to this file, for `tpfuse train --config`."""
+    """TOML file for the options of the best layout, which `tpfuse train --config` reads."""
     calibrate: OptionalPath = None
-    """Plan nothing, but measure the GPUs of this machine and write this TOML file, for --gpu. This takes about half a
-    minute."""
+    """TOML file, for --gpu, into which this machine's GPUs are measured for half a minute, instead of planning."""
 
 
 @dataclass(frozen=True)
@@ -461,7 +438,7 @@ class WatchCommand:
     """
 
     port: int = 8800
-    """Serve the page at this port of 127.0.0.1. 0: at any free port."""
+    """Port of 127.0.0.1 that serves the page. 0: any free port."""
 
 
 @dataclass(frozen=True)
@@ -486,15 +463,15 @@ class ProfileCommand:
     """
 
     with_: Annotated[Literal["trace", "nsys", "ncu", "torch"], arg(name="with")] = "trace"
-    """Record by this profiler: trace (tpfuse's own, also on CPU), nsys (Nsight Systems), ncu (Nsight Compute) or torch
+    """Profiler: trace (tpfuse's own, also on CPUs), nsys (Nsight Systems), ncu (Nsight Compute) or torch
     (torch.profiler, with a snapshot of the memory)."""
     steps: str = "3:5"
-    """Record these steps: one number, or the first and the last as in 10:12. The run ends after them."""
-    kernel: str = ""
-    """With ncu, measure the kernels whose names this regular expression matches. Kernels that wait for other ranks need
-    no command: tpfuse launches them as one rank alone."""
+    """Steps to record: one number, or the first and the last as in 10:12. The run ends after them."""
+    kernel: OptionalText = None
+    """Regular expression of the kernels that ncu measures. Those that wait for other ranks need no command: tpfuse
+    launches them as one rank alone."""
     out: OptionalPath = None
-    """Write all files to this folder, which must be new or empty. Default: profiles/DATE-TIME."""
+    """Folder for all files, which must be new or empty. Default: profiles/DATE-TIME."""
     print: bool = False
     """Print the commands that would run, and run nothing."""
 
@@ -504,7 +481,7 @@ class ProfileSummaryCommand:
     """Explain the traces in a folder: those of `tpfuse profile`, or of tpfuse.profile.record in another program."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
-    """Read the traces from this folder, and write the summary and the picture there."""
+    """Folder of the traces, for the summary and the picture too."""
 
 
 @dataclass(frozen=True)
@@ -512,24 +489,25 @@ class ProfileCompareCommand:
     """Compare two profiles. The exit status is 1 if an operator, or the whole step, became slower."""
 
     before: Annotated[Positional[Path], arg(metavar="A")]
-    """Read the first profile from this folder, which `tpfuse profile` has written."""
+    """Folder of the first profile, which `tpfuse profile` has written."""
     after: Annotated[Positional[Path], arg(metavar="B")]
-    """Read the second profile from this folder."""
+    """Folder of the second profile."""
     slower: float = 0.1
-    """Report what takes longer than in A by more than this share."""
+    """Share of a time above which B counts as slower than A."""
 
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """Measure tile sizes of the kernels on this GPU and write them into a table.
+    """Measure tile sizes of the kernels on this GPU and write them into a table."""
 
-    OPERATOR is the name of a kernel, such as gemm. Default: all kernels.
-    """
-
+    operators: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[OPERATOR ...]", help_behavior_hint="(default: all)")
+    ] = ()
+    """Kernels to measure, such as gemm."""
     out: OptionalPath = None
-    """Write the whole table to this file. Default: kernels/configurations.toml."""
-    minutes: float = 0.0
-    """Start no further measurement after this number of minutes. 0: no limit."""
+    """File for the whole table. Default: kernels/configurations.toml."""
+    minutes: OptionalFloat = None
+    """Minutes after which no further measurement starts. Default: no limit."""
 
 
 @dataclass(frozen=True)
@@ -551,10 +529,19 @@ class VerifyCommand:
     """
 
     operators: Annotated[tuple[str, ...], arg(metavar="OPERATOR ...", help_behavior_hint="(default: all)")] = ()
-    """Verify these operators, such as gemm. The name training stands for two training steps of the small GPT on
-    two ranks with each implementation of tensor parallelism."""
+    """Operators to verify, such as gemm. The name training stands for two training steps of the small GPT on two ranks
+    with each implementation of tensor parallelism."""
     json: bool = False
     """Print one JSON document instead of tables."""
     compile: bool = True
-    """Also compile the kernels, and show their registers, spills and shared memory. The target is the GPU of this
-    machine, or sm_90 if there is none."""
+    """Compile the kernels too, for this machine's GPU or sm_90, and show registers, spills and shared memory."""
+
+
+FIRST: dict[type, tuple[str, ...]] = {
+    TrainCommand: (
+        "model.preset", "model.from", "data.path", "train.steps", "train.batch", "train.micro-batch", "optim.lr",
+        "parallel.tp", "parallel.cp", "parallel.pp", "zero.stage", "out", "resume",
+    ),
+    PlanCommand: ("model", "tokens", "batch", "gpus", "gpu", "nodes", "network", "toml", "calibrate"),
+}  # fmt: skip
+"""The options that --help shows, for commands with more than 15 of them. --help-all shows all."""

@@ -18,7 +18,7 @@ from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import ModelConfig, blocks_of
 from tpfuse.train.options import PlanCommand, TrainCommand
-from tpfuse.train.pipeline import micro_batch_size, pipeline_stages, stages_per_rank
+from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages, stages_per_rank
 from tpfuse.train.setup import ulysses_ranks
 
 _TIMED = ("float32", "bfloat16", "float16")  # the dtypes whose rates are known
@@ -96,7 +96,7 @@ def layout_of(options: TrainCommand) -> RankLayout:
     """Return the layout of a run. options: with the layout filled in."""
     parallel, train = options.parallel, options.train
     return RankLayout(
-        parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.pp_schedule, stages_per_rank(parallel),
+        parallel.tp, parallel.cp, parallel.data_ranks, parallel.pp, parallel.pp_schedule, stages_per_rank(parallel),
         options.zero.stage, train.recompute, micro_batch_size(options), train.batch, parallel.replicas,
     )  # fmt: skip
 

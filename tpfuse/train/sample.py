@@ -67,9 +67,9 @@ def sample(folder: Path, options: SampleCommand) -> str:
 
     Raises UserError for bad options.
     """
-    at_least = {"tokens": (options.tokens, 1), "top-k": (options.top_k, 0), "samples": (options.samples, 1)}
+    at_least = {"tokens": (options.tokens, 1), "top-k": (options.top_k, 1), "samples": (options.samples, 1)}
     for name, (value, least) in at_least.items():
-        if value < least:
+        if value is not None and value < least:
             raise UserError(f"--{name} {value}: expected at least {least}")
     if not options.temperature >= 0:
         raise UserError(f"--temperature {options.temperature}: expected at least 0")
@@ -91,7 +91,7 @@ def sample(folder: Path, options: SampleCommand) -> str:
         torch.from_numpy(prompt).to(device).expand(options.samples, -1),
         options.tokens,
         temperature=options.temperature,
-        top_k=options.top_k or None,
+        top_k=options.top_k,
         top_p=options.top_p,
         ends=ends,
         seed=options.seed,

@@ -28,7 +28,7 @@ def steps_of(length: int | str, tokens_per_step: int, name: str = "length", ahea
 
 def units(options: OptimOptions) -> dict[str, bool]:
     """Return whether each length that the schedule uses is in tokens, by its option's name in --optim."""
-    used = {"warmup": options.warmup}
+    used: dict[str, int | str | None] = {"warmup": options.warmup}
     if options.schedule != "constant":
         used["decay-steps"] = options.decay_steps
     if options.decay:
@@ -48,8 +48,8 @@ def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step:
     before decay_steps, by default a tenth of all steps, which the paper found sufficient; constant stays at lr.
     """
     warmup = steps_of(options.warmup, tokens_per_step, ahead=ahead)
-    whole = steps_of(options.decay_steps, tokens_per_step)
-    end = steps_of(options.decay_steps, tokens_per_step, ahead=ahead) if whole else steps
+    length = steps if options.decay_steps is None else options.decay_steps
+    whole, end = steps_of(length, tokens_per_step), steps_of(length, tokens_per_step, ahead=ahead)
     if step < warmup:
         first = -ahead / tokens_per_step if isinstance(options.warmup, str) else 0
         return options.lr * (step - first + 1) / (warmup - first + 1)
@@ -59,7 +59,7 @@ def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step:
         return options.min_lr
     begin = warmup
     if options.schedule == "wsd":
-        decay = steps_of(options.decay, tokens_per_step) or math.ceil((whole or steps) / 10)
+        decay = math.ceil(whole / 10) if options.decay is None else steps_of(options.decay, tokens_per_step)
         begin = max(warmup, end - decay)
         if step < begin:
             return options.lr

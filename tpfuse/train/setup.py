@@ -33,7 +33,7 @@ from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import nvtx_package
 from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand, TrainOptions
-from tpfuse.train.pipeline import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
+from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
 from tpfuse.train.step_numbers import profiled_steps
@@ -73,12 +73,12 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     not tp x cp x dp x pp, or if a machine with GPUs has too few of them.
     """
     parallel = options.parallel
-    tp, cp, dp, pp = parallel.tp, parallel.cp, parallel.dp, parallel.pp
-    if tp < 1 or cp < 1 or pp < 1 or dp < 0:
-        given = f"--parallel.tp {tp} --parallel.cp {cp} --parallel.pp {pp} --parallel.dp {dp}"
-        raise UserError(f"{given}: expected tp, cp and pp of at least 1 and dp of at least 0")
+    tp, cp, pp = parallel.tp, parallel.cp, parallel.pp
+    for name, number in {"tp": tp, "cp": cp, "pp": pp, "dp": 1 if parallel.dp is None else parallel.dp}.items():
+        if number < 1:
+            raise UserError(f"--parallel.{name} {number}: expected at least 1")
     ranks = device_count() if world is None else world
-    dp = dp or max(1, ranks // (tp * cp * pp))
+    dp = parallel.dp or max(1, ranks // (tp * cp * pp))
     layout, needed = described_layout(tp=tp, cp=cp, dp=dp, pp=pp), tp * cp * dp * pp
     if world is None and ranks and needed > ranks:
         raise UserError(f"{layout} needs {needed} GPUs, and this machine has {ranks}")
@@ -91,17 +91,20 @@ def check_numbers(options: TrainCommand) -> None:
     """Raise UserError for a number outside its range, or a missing package. options: with the layout filled in."""
     if options.profile.nvtx:
         nvtx_package()
-    train, optim, dp = options.train, options.optim, options.parallel.dp
-    at_least = {
-        "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 0),
+    train, optim, parallel = options.train, options.optim, options.parallel
+    dp = parallel.data_ranks
+    at_least: dict[str, tuple[float | None, float]] = {
+        "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 1),
         "train.eval-every": (train.eval_every, 0), "train.eval-batches": (train.eval_batches, 1),
         "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0),
         "train.log-every": (train.log_every, 1), "comm.timeout": (options.comm.timeout, 1),
         "optim.clip": (optim.clip, 0), "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0),
-        "optim.min-lr": (optim.min_lr, 0), "parallel.measure-seconds": (options.parallel.measure_seconds, -1),
+        "optim.min-lr": (optim.min_lr, 0), "parallel.measure-seconds": (parallel.measure_seconds, 0),
+        "parallel.cp-ulysses": (parallel.cp_ulysses, 1),
+        "parallel.pp-stages-per-rank": (parallel.pp_stages_per_rank, 1),
     }  # fmt: skip
     for name, (value, least) in at_least.items():
-        if not least <= value < inf:
+        if value is not None and not least <= value < inf:
             raise UserError(f"--{name} {value}: expected at least {least}" + (", and finite" if value == inf else ""))
     if options.comm.timeout > _LONGEST_TIMEOUT:
         raise UserError(f"--comm.timeout {options.comm.timeout}: expected at most {_LONGEST_TIMEOUT:g} seconds")
@@ -149,8 +152,6 @@ def _check_pipeline(parallel: ParallelOptions, train: TrainOptions) -> None:
     ]
     if changed and parallel.pp == 1:
         raise UserError(f"{', '.join(changed)}: only for --parallel.pp of at least 2")
-    if parallel.pp_stages_per_rank < 0:
-        raise UserError(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: expected at least 0")
     try:
         stage_owners(parallel)
     except ValueError as error:
@@ -164,21 +165,21 @@ def _check_pipeline(parallel: ParallelOptions, train: TrainOptions) -> None:
 
 def _check_schedule(options: TrainCommand) -> None:
     optim, tokens = options.optim, max(1, options.train.batch * options.model.n_positions)
-    lengths = {"warmup": optim.warmup, "decay-steps": optim.decay_steps, "decay": optim.decay}
-    for name, length in lengths.items():
-        if steps_of(length, tokens, name) < 0:
-            raise UserError(f"--optim.{name} {length}: expected at least 0")
+    lengths = {"warmup": (optim.warmup, 0), "decay-steps": (optim.decay_steps, 1), "decay": (optim.decay, 1)}
+    for name, (length, least) in lengths.items():
+        if length is not None and steps_of(length, tokens, name) < least:
+            raise UserError(f"--optim.{name} {length}: expected at least {least}")
     if optim.decay and optim.schedule != "wsd":
         raise UserError(f"--optim.decay {optim.decay} is for --optim.schedule wsd, not {optim.schedule}")
     if optim.decay_steps and optim.schedule == "constant":
-        raise UserError(f"--optim.decay-steps {optim.decay_steps} is not for --optim.schedule constant: give 0")
+        raise UserError(f"--optim.decay-steps {optim.decay_steps} is not for --optim.schedule constant: give None")
 
 
 def _check_zero(options: TrainCommand) -> None:
     zero, parallel = options.zero, options.parallel
     if zero.stage not in (0, 1, 2, 3):
         raise UserError(f"--zero.stage {zero.stage}: expected 0, 1, 2 or 3")
-    ranks = parallel.dp * parallel.cp
+    ranks = parallel.data_ranks * parallel.cp
     if parallel.replicas != 1 and (zero.stage < 3 or parallel.replicas < 1 or ranks % parallel.replicas):
         expected = f"a number that divides the {ranks} data-parallel ranks" if zero.stage == 3 else "1 below stage 3"
         raise UserError(f"--parallel.replicas {parallel.replicas}: expected {expected}")
@@ -201,7 +202,7 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
     if zero.offload in ("none", "host"):
         return
     model = outlined(config, None, getattr(torch, options.train.dtype))
-    worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.dp * parallel.cp)
+    worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.data_ranks * parallel.cp)
     layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES)
     try:
         check_space(Path(zero.offload), state_bytes(layouts, zero.stage) * local_ranks // parallel.tp)
@@ -511,8 +512,8 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     return settings | {"n_positions": config.n_positions}
 
 
-def prepare_tokens(options: PrepareCommand) -> TokenFiles:
-    """Write the token file of `tpfuse prepare` and return it. Raises UserError."""
+def prepare(options: PrepareCommand) -> str:
+    """Write the token file of `tpfuse prepare` and return a line that describes it. Raises UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
     data = options.data
@@ -520,6 +521,7 @@ def prepare_tokens(options: PrepareCommand) -> TokenFiles:
         raise UserError(f"{data.path} holds tokens, which `tpfuse train` reads as they are: give it --data.path")
     text = find_text(data.path, data.field)
     try:
-        return encode_text(options.out, text, build_tokenizer(data.tokenizer, characters([text])), continues=True)
+        file = encode_text(options.out, text, build_tokenizer(data.tokenizer, characters([text])), continues=True)
     except OSError as error:
         raise UserError(f"cannot write {options.out}: {error.strerror}") from None
+    return f"{file.paths[0]}: {file.count} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}"

@@ -32,7 +32,7 @@ from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
 from tpfuse.train.language_model import ModelConfig, blocks_of, language_model, outlined, tied_parameters
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import micro_batch_size, pipeline_order, pipeline_stages
+from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order, pipeline_stages
 from tpfuse.train.schedule import learning_rate
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.compression import PowerSGDCompression, compression_of

@@ -56,8 +56,8 @@ def planned_model(command: PlanCommand) -> PlannedModel:
         arguments += ["--train.batch", str(batch)]
         options = replace(options, train=replace(options.train, batch=batch))
     alone = replace(
-        options.parallel, tp=1, cp=1, dp=1, pp=1, pp_layers="", pp_schedule="1f1b", pp_stages_per_rank=0, cp_ulysses=0,
-        cp_schedule="auto", replicas=1,
+        options.parallel, tp=1, cp=1, dp=1, pp=1, pp_layers=None, pp_schedule="1f1b", pp_stages_per_rank=None,
+        cp_ulysses=None, cp_schedule="auto", replicas=1,
     )  # fmt: skip
     undivided = replace(options, parallel=alone)
     check_timed(undivided)
@@ -81,8 +81,8 @@ def _source(command: PlanCommand) -> list[str]:
     sizes = {"layers": command.layers, "width": command.width, "heads": command.heads}
     numbers = sizes | {"vocab-size": command.vocab_size, "tokens": command.tokens, "batch": command.batch}
     for flag, value in numbers.items():
-        if value < 0:
-            raise UserError(f"--{flag} {value}: expected at least 0")
+        if value is not None and value < 1:
+            raise UserError(f"--{flag} {value}: expected at least 1")
     given = [f"--{flag}" for flag, value in sizes.items() if value]
     if not command.model:
         if len(given) < len(sizes):
@@ -97,9 +97,9 @@ def _source(command: PlanCommand) -> list[str]:
 
 def planned_cluster(command: PlanCommand) -> Cluster:
     """Return the GPUs that the command describes. Raise UserError."""
-    for flag, value, least in (("gpus", command.gpus, 1), ("nodes", command.nodes, 0)):
-        if value < least:
-            raise UserError(f"--{flag} {value}: expected at least {least}")
+    for flag, value in (("gpus", command.gpus), ("nodes", command.nodes)):
+        if value is not None and value < 1:
+            raise UserError(f"--{flag} {value}: expected at least 1")
     nodes = command.nodes or -(-command.gpus // PER_NODE)
     if command.gpus % nodes or (not command.nodes and nodes > 1 and command.gpus % PER_NODE):
         shares = f"--nodes {nodes}" if command.nodes else f"nodes of {PER_NODE}"

@@ -14,7 +14,7 @@ from tpfuse.plan.reliability import Reliability, reliability
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline import described_layout
+from tpfuse.train.pipeline_options import described_layout
 
 GIB = 2**30
 _ROWS = 8  # layouts in the tables

@@ -223,10 +223,10 @@ def train_options(model: PlannedModel, layout: RankLayout) -> TrainCommand:
     """Return the options of `tpfuse train` for a layout. Raise UserError if it would refuse them."""
     options, piped = model.options, layout.pp > 1
     parallel = replace(
-        options.parallel, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, cp_schedule="auto", cp_ulysses=0,
-        pp_schedule=layout.schedule if piped else "1f1b", pp_layers="", replicas=1,
+        options.parallel, tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, cp_schedule="auto", cp_ulysses=None,
+        pp_schedule=layout.schedule if piped else "1f1b", pp_layers=None, replicas=1,
         pp_stages_per_rank=layout.stages_per_rank
-        if piped and layout.stages_per_rank != usual_stages(layout.schedule) else 0,
+        if piped and layout.stages_per_rank != usual_stages(layout.schedule) else None,
     )  # fmt: skip
     train = replace(options.train, recompute=layout.recompute, micro_batch=layout.micro_batch)
     zero = replace(options.zero, stage=layout.zero)

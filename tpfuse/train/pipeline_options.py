@@ -19,7 +19,7 @@ class Described(Protocol):
 
 def rank_count(parallel: ParallelOptions) -> int:
     """Return the number of ranks of a layout that is filled in."""
-    return parallel.tp * parallel.cp * parallel.dp * parallel.pp
+    return parallel.tp * parallel.cp * parallel.data_ranks * parallel.pp
 
 
 def described_layout(*, tp: int, cp: int, dp: int, pp: int) -> str:
@@ -45,7 +45,7 @@ def micro_batch_size(options: TrainCommand) -> int:
     many micro-batches as there are pipeline ranks, if the batch has so many: the bubble is then at most a fifth of the
     step.
     """
-    share, ranks = options.train.batch // options.parallel.dp, options.parallel.pp
+    share, ranks = options.train.batch // options.parallel.data_ranks, options.parallel.pp
     if options.train.micro_batch or ranks == 1:
         return options.train.micro_batch or share
     counts = [count for count in range(1, share + 1) if share % count == 0 and _accepts(options.parallel, count)]
@@ -68,7 +68,7 @@ def pipeline_order(options: TrainCommand) -> Order:
     """
     parallel = options.parallel
     stage_owners(parallel)
-    micro_batches = options.train.batch // parallel.dp // micro_batch_size(options)
+    micro_batches = options.train.batch // parallel.data_ranks // micro_batch_size(options)
     return order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
 
 
