@@ -23,7 +23,7 @@ from tpfuse.train.messages import fail, is_first_rank, say, show_cursor
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
     from tpfuse.train.options import PlanCommand, TrainCommand
-    from tpfuse.train.setup import Run
+    from tpfuse.train.setup import PreparedRun
 
 _PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
 
@@ -69,7 +69,7 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
 
     options = with_layout(options, info.world)
     check_numbers(options)
-    outcome: list[Run | tuple[str, int]] = [("", 1)]
+    outcome: list[PreparedRun | tuple[str, int]] = [("", 1)]
     join(info, device_of(info), options.comm.timeout)
     world = dist.group.WORLD
     assert world is not None
@@ -136,7 +136,7 @@ def _doctor(json: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """A command, whose options are the class NAMECommand in `tpfuse.train.options`."""
 
     text: str
@@ -154,37 +154,39 @@ class Command:
 
 _MODEL = "the folder of a run or of a Hugging Face model"
 COMMANDS = {
-    "train": Command("train a GPT on text, on one rank or many", "tpfuse.cli:_train", parses=True),
-    "evaluate": Command(
+    "train": Subcommand("train a GPT on text, on one rank or many", "tpfuse.cli:_train", parses=True),
+    "evaluate": Subcommand(
         "measure the loss of a trained model on a whole text", "tpfuse.train.evaluate:evaluate", "FOLDER", _MODEL,
         unpacked=True,
     ),
-    "sample": Command("generate text with a trained model", "tpfuse.train.sample:sample", "FOLDER", _MODEL),
-    "export": Command(
+    "sample": Subcommand("generate text with a trained model", "tpfuse.train.sample:sample", "FOLDER", _MODEL),
+    "export": Subcommand(
         "write a trained model for Hugging Face's transformers", "tpfuse.train.export:export", unpacked=True
     ),
-    "memory": Command(
+    "memory": Subcommand(
         "count the memory that each rank of a run will hold", "tpfuse.train.memory:memory", "MODEL",
         "a preset, a TOML file or a Hugging Face folder",
     ),
-    "plan": Command("predict which layout trains a model fastest, before a GPU is paid for", "tpfuse.cli:_plan"),
-    "profile": Command(
+    "plan": Subcommand("predict which layout trains a model fastest, before a GPU is paid for", "tpfuse.cli:_plan"),
+    "profile": Subcommand(
         "say where the time of each rank goes, and who waits for whom", "tpfuse.cli:_profile", parses=True
     ),
-    "watch": Command(
+    "watch": Subcommand(
         "show the metrics of a run in a browser", "tpfuse.train.watch:watch", "RUN", "the folder of a run",
         unpacked=True,
     ),
-    "hang": Command(
+    "hang": Subcommand(
         "say which rank the others of a run waited for, from its flight records", "tpfuse.train.hang:hang", "RUN",
         "the folder of a run", unpacked=True,
     ),
-    "prepare": Command("turn text into a token file", "tpfuse.train.setup:prepare"),
-    "doctor": Command("find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True),
-    "verify": Command(
+    "prepare": Subcommand("turn text into a token file", "tpfuse.train.setup:prepare"),
+    "doctor": Subcommand(
+        "find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True
+    ),
+    "verify": Subcommand(
         "compare every kernel with its reference on this machine", "tpfuse.tools.verify:run", unpacked=True
     ),
-    "tune": Command("measure tile sizes of the kernels on this GPU", "tpfuse.tools.tune:run", unpacked=True),
+    "tune": Subcommand("measure tile sizes of the kernels on this GPU", "tpfuse.tools.tune:run", unpacked=True),
 }  # fmt: skip
 
 

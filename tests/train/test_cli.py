@@ -225,7 +225,7 @@ def test_a_run_reads_several_sources_with_weights(text: Path, tmp_path: Path, co
     code.write_text('{"text": "%s"}\n' % ("#" * 600))
     sources.write_text(f"'{text}' = 3\n'{code}' = 1\n")
     said = commands.train(*SHORT, "--data.path", sources)
-    assert f"75.0% of the sequences from {text}: " in said and f"25.0% of the sequences from {code}: 541 tokens" in said
+    assert f"75% of the sequences from {text}: " in said and f"25% of the sequences from {code}: 541 tokens" in said
     run = prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1))
     ends = [part[:] for part in run.data.open(0.1)[1].sources]
     assert set(ends[1].tolist()) <= {ord("#"), ord("\n")} and len(ends[1]) == 60

@@ -157,6 +157,7 @@ def test_a_signal_to_one_rank_of_torchrun_stops_all_ranks(endless: Start) -> Non
     assert "stopped at step" in command.end()[0]
 
 
+@pytest.mark.processes
 def test_a_killed_rank_ends_the_run(endless: Start) -> None:
     command = endless()
     victim = command.ranks()[1]
@@ -302,8 +303,8 @@ class _Ended:
     pid: int = 7
 
 
-def _ranks(*errors: RunError | None) -> list[launch._Rank]:
-    return [launch._Rank(n, _Ended(-9 if e is None else 1), None, e) for n, e in enumerate(errors)]  # type: ignore[arg-type]
+def _ranks(*errors: RunError | None) -> list[launch._RankProcess]:
+    return [launch._RankProcess(n, _Ended(-9 if e is None else 1), None, e) for n, e in enumerate(errors)]  # type: ignore[arg-type]
 
 
 def test_the_most_informative_error_of_a_rank_is_reported() -> None:

@@ -28,7 +28,7 @@ from tpfuse.train.metrics import read_metrics
 from tpfuse.train.pipeline_options import pipeline_order
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture, shade
 from tpfuse.train.predicted import prediction
-from tpfuse.train.setup import Run, prepare_run, with_layout
+from tpfuse.train.setup import PreparedRun, prepare_run, with_layout
 from tpfuse.train.stop import StopRequest
 
 
@@ -100,7 +100,7 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, capfd: py
 Drawn = tuple[Timeline, Timeline | None, int, str]
 
 
-def _drawn(run: Run, stop_after: int, gpu: tuple[str, int] = ("", 0)) -> tuple[Drawn | None, str]:
+def _drawn(run: PreparedRun, stop_after: int, gpu: tuple[str, int] = ("", 0)) -> tuple[Drawn | None, str]:
     """Train until rank 1 is asked to stop, as by SIGTERM, after some steps of this call.
 
     Return what rank 0 draws, and what the run prints. gpu: the name and the memory of the device.

@@ -29,6 +29,11 @@ from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
 _BLOCK = 1000  # successive sequences among which weights are exact
 
 
+def percent(share: float) -> str:
+    """Return a share in percent, with three digits."""
+    return f"{100 * share:.3g}%"
+
+
 @dataclass(frozen=True)
 class Sources:
     """Token files that are read side by side. shares: as of a `Mixture`."""
@@ -52,7 +57,7 @@ class Sources:
         if len(self.files) == 1:
             return self.files[0].source
         parts = zip(self.shares, self.files, strict=True)
-        return " and ".join(f"{100 * share / sum(self.shares):.3g} % {files.source}" for share, files in parts)
+        return " and ".join(f"{percent(share / sum(self.shares))} {files.source}" for share, files in parts)
 
     @property
     def sha256(self) -> str:

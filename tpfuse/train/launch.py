@@ -115,7 +115,7 @@ def _wait_for_all(store: Any, info: RankInfo, limit: timedelta) -> None:
 
 
 @dataclass
-class _Rank:
+class _RankProcess:
     """A rank as its parent sees it. error: why it could not continue, once it has reported that."""
 
     number: int
@@ -139,7 +139,7 @@ class _Parent:
     """Start ranks and pass signals on to them: SIGTERM for the first signal, SIGKILL for the second."""
 
     def __init__(self) -> None:
-        self.ranks: list[_Rank] = []
+        self.ranks: list[_RankProcess] = []
         self.signals = 0
         self._context = multiprocessing.get_context("spawn")
         self._previous = {number: signal.signal(number, self._count) for number in STOP_SIGNALS}
@@ -159,7 +159,7 @@ class _Parent:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         sending.close()
-        self.ranks.append(_Rank(info.rank, process, reports))
+        self.ranks.append(_RankProcess(info.rank, process, reports))
 
     def pass_on(self) -> None:
         """Send the signals received so far to all ranks. It is called again and again, since ranks may start late."""
@@ -175,11 +175,11 @@ class _Parent:
         timeout: the seconds that ranks get to end after the first one has ended with status 0. Raises RunError or
         UserError if a rank or the system has reported why the run failed, and KeyboardInterrupt after a second signal.
         """
-        killed: _Rank | None = None
+        killed: _RankProcess | None = None
         left: float | None = (
             None  # seconds until the remaining ranks are killed; it counts only while this process runs
         )
-        silent: list[_Rank] = []
+        silent: list[_RankProcess] = []
         while True:
             codes = [rank.process.exitcode for rank in self.ranks]
             for rank in self.ranks:
@@ -216,7 +216,7 @@ class _Parent:
 
 
 def _reason(
-    ranks: Sequence[_Rank], killed: _Rank | None, silent: Sequence[_Rank], timeout: float
+    ranks: Sequence[_RankProcess], killed: _RankProcess | None, silent: Sequence[_RankProcess], timeout: float
 ) -> RunError | UserError | None:
     """Return the most informative reason why the run has failed; None if there is none.
 

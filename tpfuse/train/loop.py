@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +22,13 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
-from tpfuse.layers.explain import plans, summary
 from tpfuse.parallel.pipeline.timeline import Timeline
-from tpfuse.switches import resolved_kernels, use
+from tpfuse.switches import use
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
-from tpfuse.train.batches import Windows, unigram_loss
+from tpfuse.train.batches import Windows
 from tpfuse.train.config import resolved
 from tpfuse.train.continuation import check_loss
-from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
 from tpfuse.train.hardware import (
     expand_segments,
@@ -44,32 +42,26 @@ from tpfuse.train.hardware import (
 )
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.language_model import as_json as model_as_json
-from tpfuse.train.language_model import outlined
 from tpfuse.train.launch import RankInfo, device_of, join
-from tpfuse.train.memory import memory_of
 from tpfuse.train.messages import program, say, warn
-from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
+from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.pipeline_options import (
-    described_layout,
-    micro_batch_size,
-    pipeline_costs,
-    pipeline_stages,
     predicted_timeline,
 )
 from tpfuse.train.predicted import prediction
+from tpfuse.train.report import conclude, introduce, measured
 from tpfuse.train.saved_state import saved_state
-from tpfuse.train.setup import Run, ulysses_ranks
+from tpfuse.train.setup import PreparedRun, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.tokenizer import document_start
 from tpfuse.train.trainer import StepResult, Trainer
 
-_SAMPLE_TOKENS = 200
 _MEASURE_SECONDS = 20.0  # on GPUs, by default
 _RECENT = 5  # the last intervals between rows, from which the remaining time is estimated
 
 
-def train_rank(info: RankInfo, run: Run) -> int:
+def train_rank(info: RankInfo, run: PreparedRun) -> int:
     """Join the other ranks, train, leave them and return 0. One rank alone needs no process group.
 
     Raises RunError if the run cannot continue, and PeerLost, which is a RunError, if other ranks do not answer.
@@ -120,7 +112,7 @@ def train_rank(info: RankInfo, run: Run) -> int:
     return 0
 
 
-def _mesh(info: RankInfo, run: Run, device: torch.device) -> DeviceMesh | None:
+def _mesh(info: RankInfo, run: PreparedRun, device: torch.device) -> DeviceMesh | None:
     if info.world == 1:
         return None
     parallel = run.options.parallel
@@ -140,44 +132,42 @@ def _reason(error: BaseException) -> str:
     return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
 
+class Retry(NamedTuple):
+    """The step that saves again after a save has failed, and the steps from it to the next one if it fails too."""
+
+    step: int | None = None
+    delay: int = 1
+
+
 class TrainingLoop:
     """The training of a run on one rank. Only rank 0 prints and writes metrics."""
 
     def __init__(
-        self, info: RankInfo, run: Run, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
+        self, info: RankInfo, run: PreparedRun, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
     ) -> None:
-        self.info, self.run, self.device, self.stop = info, run, device, stop
-        self.options = run.options
+        self.info, self.run, self.options, self.device, self.stop = info, run, run.options, device, stop
         self.first = info.rank == 0
-        self.data, self.tokenizer = run.data, run.data.train.tokenizer
-        self.train_tokens, self.val_tokens = run.data.open(run.options.data.val_fraction)
-        options, length = run.options.train, run.config.n_positions
-        order = run.options.data.order
-        self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch, order)
-        self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
-        held = held_bytes(device)
+        train, data, length = run.options.train, run.options.data, run.config.n_positions
+        tokens, val_tokens = run.data.open(data.val_fraction)
+        self.windows = Windows(tokens, length, train.seed, "train", train.batch, data.order)
+        self.val_windows = Windows(val_tokens, length, train.seed, "val", train.batch)
+        self.held_before = held_bytes(device)  # by Python and torch themselves
         draw = run.checkpoint is None and run.weights is None
         try:
             self.trainer = Trainer(run.options, run.config, mesh, device, draw=draw)
         except ValueError as error:
             raise RunError(str(error), UserError.status) from error
-        if run.options.data.documents == "mask":
-            self.trainer.language_model.document_start = document_start(self.tokenizer)
+        if data.documents == "mask":
+            self.trainer.language_model.document_start = document_start(run.data.train.tokenizer)
         world = dist.group.WORLD if info.world > 1 else None
         self.profile = StepProfile(
-            run.options.profile, self.trainer.model, self.trainer.layout, world, device, options.compile
+            run.options.profile, self.trainer.model, self.trainer.layout, world, device, train.compile
         )
         self.prediction = prediction(run.options, run.config, *name_and_memory(device), info.local_world)
         self.predicted: Timeline | None = None  # the step of a pipeline
-        self.predicted_idle: list[float] | None = None  # of each rank
         if self.trainer.runner is not None:
-            if self.prediction is not None:
-                self.predicted = self.prediction.timeline
-            else:
-                self.predicted = predicted_timeline(run.options, run.config)
-            size = info.world // run.options.parallel.pp  # ranks with the same stages follow each other
-            self.predicted_idle = [self.predicted.idle_share(rank // size) for rank in range(info.world)]
-        self.held_before = held  # bytes that Python and torch themselves hold
+            counted = None if self.prediction is None else self.prediction.timeline
+            self.predicted = counted or predicted_timeline(run.options, run.config)
         self.decisions: dict[str, Decision] = {}  # the implementations by which the ranks compute their products
         if run.checkpoint is not None:
             self._resume(run.checkpoint)
@@ -185,11 +175,10 @@ class TrainingLoop:
             weights, shards = run.weights, self.trainer.shards()
             self._on_all_ranks(lambda: load_weights(weights, run.config, shards))
             self.trainer.optimizer.publish()
-        self.peak, self.peak_source = peak_flops(device, self.trainer.compute_dtype)
+        self.peak = 0.0  # FLOP/s, once the run is introduced
         self.val_loss: float | None = None
         self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
-        self.retry_at: int | None = None
-        self.retry_delay = 1
+        self.retry = Retry()
 
     def _resume(self, folder: Path) -> None:
         """Load the checkpoint; every rank reads its shards. Raises RunError on all ranks if one cannot."""
@@ -264,9 +253,11 @@ class TrainingLoop:
 
     def run_to_end(self) -> None:
         """Train until the last step or until a rank is asked to stop, save, and print the result."""
-        self._introduce()
+        self.peak, source = peak_flops(self.device, self.trainer.compute_dtype)
+        introduce(self, source)
         started, steps = perf_counter(), self.options.train.steps
-        reporter = Reporter(self.run.folder, steps, self.trainer.step, self._holder()) if self.first else None
+        holder = "process" if self.device.type == "cpu" else "GPU"  # whose memory the rows count
+        reporter = Reporter(self.run.folder, steps, self.trainer.step, holder) if self.first else None
         try:
             with self.profile:
                 stopped = self._loop(reporter, started)
@@ -285,99 +276,10 @@ class TrainingLoop:
                     f" {program()} train --resume --out {self.run.folder}"
                 )
         else:
-            self._conclude(seconds, picture)
+            conclude(self, seconds, ["loss.png", *([picture] if picture else [])])
         if self.saved_step != self.trainer.step:
             newest = "there is none" if self.saved_step is None else f"the newest is of step {self.saved_step}"
             raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")
-
-    def _introduce(self) -> None:
-        layers, pipeline = plans(self.trainer.model), self._pipeline()
-        if not self.first:
-            return
-        config, train, trainer = self.run.config, self.options.train, self.trainer
-        whole = outlined(config, None, trainer.dtype)
-        size = f"{sum(parameter.numel() for parameter in whole.parameters()) / 1e6:.2f}M"
-        count = torch.get_num_threads()
-        threads = f", {count} thread{'s' * (count > 1)} each" if self.device.type == "cpu" else ""
-        if self.run.weights is not None:
-            say(f"weights  from {self.run.weights}")
-        kind = f"{config.settings['model_type']}, " if isinstance(config, DecoderConfig) else ""
-        say(f"model    {kind}{config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
-        say(f"text     {self._described_data()}, vocabulary {config.vocab_size}")
-        layout = described_layout(tp=trainer.tp, cp=trainer.context.size, dp=trainer.dp, pp=self.options.parallel.pp)
-        say(f"ranks    {layout} on {self.device.type}{threads}, {self._precision()}, {self._kernels()}")
-        if pipeline:
-            say("pipeline " + "\n         ".join(pipeline))
-        if layers and trainer.tp * trainer.context.size > 1:
-            say(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
-        tokens = train.batch * config.n_positions
-        say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
-        say(f"memory   {self._counted()}")
-        peak = self.peak * self.info.world
-        say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.info.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
-        if self.prediction is not None:
-            say(f"plan     {self.prediction.described()} (predicted, see tpfuse plan)")
-        say(f"run      {self.run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
-        for line in self.run.changes:
-            say(line)
-
-    def _pipeline(self) -> list[str]:
-        """Return the lines that explain the pipeline; [] if there is none. Collective."""
-        runner, options, config = self.trainer.runner, self.options, self.run.config
-        if runner is None or self.predicted is None:
-            return []
-        stages, costs = pipeline_stages(options, config), pipeline_costs(options, config)
-        plan = runner.plan(stages, costs, self.trainer.dtype, self.predicted)
-        return plan.explanation(f" of {micro_batch_size(options)} sequences")
-
-    def _described_data(self) -> str:
-        """Return in words how many tokens there are, and how often the run reads each."""
-        train, (tokens, shares), data = self.options.train, self.train_tokens, self.data
-        read, parts = train.steps * train.batch * self.run.config.n_positions / sum(shares), []
-        for files, source, share in zip(data.train.files, tokens, shares, strict=True):
-            times = read * share / len(source)
-            often = f"{times:.1f}" if times >= 1 else f"{times:.1g}"
-            weight = f"{share / sum(shares):.1%} of the sequences from " if len(shares) > 1 else ""
-            parts.append(f"{weight}{files.source}: {len(source):,} tokens, each read {often} times")
-        validation = "" if data.val is None else f"; validation on {data.val.count:,} tokens of {data.val.source}"
-        return f"{'; '.join(parts)} in {train.steps} steps{validation}"
-
-    def _counted(self) -> str:
-        """Returns in words the memory that `tpfuse memory` counts, without the workspace."""
-        stage, trainer = self.options.zero.stage, self.trainer
-        by = f" ({trainer.exchanged_by})" if trainer.replicas > 1 else ""
-        try:
-            _, counted = memory_of(self.options, self.run.config, trainer.language_model.device_mesh, stage)
-        except UserError as error:
-            return f"ZeRO stage {stage}{by}, not counted: {error}"
-        kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
-        sizes = [f"{kind} {getattr(counted, kind) / 2**20:.1f}" for kind in kinds if getattr(counted, kind)]
-        more = "" if counted.activations else ", without activations"
-        return f"ZeRO stage {stage}{by}, counted {counted.held / 2**20:.1f} MiB a rank: {', '.join(sizes)}{more}"
-
-    def _measured(self) -> str:
-        """Return in words the memory in use after a step, which includes the parts that the count leaves out."""
-        held = max(0, held_bytes(self.device) - self.held_before)  # less where processes have begun to share pages
-        line = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
-        whole = f"\n         process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
-        return line + (whole if self.device.type == "cpu" else "")
-
-    def _holder(self) -> str:
-        """Return whose memory `memory_bytes` counts."""
-        return "process" if self.device.type == "cpu" else "GPU"
-
-    def _precision(self) -> str:
-        """Return in words the dtype of the parameters and, if it differs, of matrix products."""
-        train = self.options.train
-        return train.dtype if train.autocast == "none" else f"{train.dtype} with autocast to {train.autocast}"
-
-    def _kernels(self) -> str:
-        """Return in words which kernels compute."""
-        kind = "torch" if self.trainer.dtype is torch.float64 else resolved_kernels(self.device.type)
-        interpreted = kind == "triton" and self.device.type == "cpu"
-        compiled = ", steps by torch.compile" if self.options.train.compile else ""
-        words = {"torch": "torch's kernels", "triton": "Triton kernels"}[kind]
-        return words + (", interpreted" if interpreted else "") + compiled
 
     def _loop(self, reporter: Reporter | None, started: float) -> bool:
         """Run steps, evaluations and checkpoints. Return whether the run was stopped before its end."""
@@ -399,7 +301,7 @@ class TrainingLoop:
                 result = self._first_step() if trainer.step == begun else trainer.train_step(self.windows, self.stop)
             step = trainer.step
             if step == begun + 1 and self.first:
-                say(self._measured())
+                say(measured(self.device, self.held_before))
             last = step == options.steps
             if result.skipped and self.first:
                 warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
@@ -416,7 +318,7 @@ class TrainingLoop:
                 results.clear()
                 mark, mark_step = perf_counter(), step
             save_due = bool(options.save_every) and step % options.save_every == 0
-            if not last and (save_due or step == self.retry_at):
+            if not last and (save_due or step == self.retry.step):
                 self._save()
                 mark, mark_step = perf_counter(), step
             if result.stop and not last:
@@ -452,6 +354,10 @@ class TrainingLoop:
         result = results[-1]
         speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
         flops = speed * self.trainer.language_model.flops_per_token() / self.info.world
+        idle: list[float] | None = None
+        if self.predicted is not None:
+            size = self.info.world // self.options.parallel.pp  # ranks with the same stages follow each other
+            idle = [self.predicted.idle_share(rank // size) for rank in range(self.info.world)]
         if self.device.type == "cpu":
             self.peak = max(self.peak, flops)  # another process may have slowed down the probe
         return Row(
@@ -468,7 +374,7 @@ class TrainingLoop:
             result.received,
             fmean(each.loss for each in results),
             _means([each.idle for each in results if each.idle]),
-            self.predicted_idle,
+            idle,
         )
 
     def _evaluate(self) -> None:
@@ -489,9 +395,9 @@ class TrainingLoop:
         state: dict[str, Any] = trainer.state()
         state["model"] = model_as_json(self.run.config)
         state["dtype"] = self.options.train.dtype
-        state["data"] |= self.data.digests()
+        state["data"] |= self.run.data.digests()
         state["proof"] = self._proof(loss)
-        state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
+        state["tokenizer"] = {"vocab_size": self.run.data.train.tokenizer.vocab_size}
         state["versions"] = {"tpfuse": __version__, "torch": torch.__version__, "numpy": np.__version__}
         state["config"] = resolved(self.options)
         state["decisions"] = {"machine": machine(self.device.type), "cases": as_json(self.decisions)}
@@ -506,10 +412,9 @@ class TrainingLoop:
         )
         trainer.optimizer.release()
         if saved is not None:
-            self.saved_step, self.retry_at, self.retry_delay = trainer.step, None, 1
+            self.saved_step, self.retry = trainer.step, Retry()
         else:
-            self.retry_at = trainer.step + self.retry_delay
-            self.retry_delay *= 2
+            self.retry = Retry(trainer.step + self.retry.delay, 2 * self.retry.delay)
 
     def _draw_pipeline(self) -> str:
         """Draw the last step of the first rank's pipeline; return the name of the file. Collective.
@@ -526,41 +431,6 @@ class TrainingLoop:
         gpus = "" if self.prediction is None else f"{self.info.world:,} x {self.prediction.cluster.gpu.name}"
         draw_pipeline(self.run.folder, self.predicted, measured, self.trainer.step, gpus)
         return NAME
-
-    def _conclude(self, seconds: float, picture: str) -> None:
-        """Print the last lines: losses, a sample, and the files. It is collective, since all ranks generate.
-
-        picture: the name of the picture of the pipeline; empty if there is none.
-        """
-        start = torch.from_numpy(self.train_tokens.sources[0][:1].astype(np.int64)).to(self.device)
-        count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
-        ids = self.trainer.generate(start.unsqueeze(0), count)
-        if not self.first:
-            return
-        folder, vocabulary = self.run.folder, self.run.config.vocab_size
-        known = min(map(len, self.val_tokens.sources)) > 0
-        unigram = unigram_loss(self.train_tokens, self.val_tokens, vocabulary) if known else None
-        draw_losses(folder, unigram)
-        say("\nsample\n------")
-        say(self.tokenizer.decode(ids[0].tolist()))
-        say("------")
-        if self.val_loss is not None and unigram is not None:
-            rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] < self.trainer.step]
-            first = next((f"{row['val_loss']:.4f} -> " for row in rows if row.get("val_loss") is not None), "")
-            say(f"validation loss {first}{self.val_loss:.4f} nats per token")
-            say(f"a unigram model, which knows only how often each token occurs, has a loss of {unigram:.4f}")
-        say(f"trained {self.trainer.step} steps, {seconds:.0f} s")
-        data = "data/, " if (folder / "data").is_dir() else ""
-        pictures = f"loss.png, {picture}" if picture else "loss.png"
-        say(
-            f"files in {folder}/: metrics.jsonl, {pictures}, tensorboard/, config.toml, tokenizer.json, "
-            f"{data}{self._newest()}"
-        )
-        prompt = " --prompt 'def '" if self.options.data.path is None else ""
-        say(f"more text: {program()} sample {folder}{prompt}")
-
-    def _newest(self) -> str:
-        return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
 
 
 def _means(values: Sequence[Sequence[float]]) -> list[float] | None:

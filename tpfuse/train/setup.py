@@ -49,7 +49,7 @@ _READ = 1 << 22  # tokens that are read at once
 
 
 @dataclass(frozen=True)
-class Run:
+class PreparedRun:
     """A run that is ready to start. Every rank receives it.
 
     checkpoint: the folder of the checkpoint to continue from, or None. weights: without a checkpoint, the folder that
@@ -364,7 +364,7 @@ def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
     return parallel.cp_ulysses or heads_to_exchange(parallel.cp, heads)
 
 
-def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
+def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> PreparedRun:
     """Check the options, the data and the run folder, and then write the files that ranks read.
 
     options: with the layout filled in. local_ranks: the number of ranks on this host; None for all. Raises UserError
@@ -412,9 +412,9 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         options = _with_tokenizer(options, given)
     _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
     if checkpoint is None:
-        return Run(folder, options, config, data, None, weights)
+        return PreparedRun(folder, options, config, data, None, weights)
     changes = tuple(described(checkpoint.state["config"], options))
-    return Run(folder, options, config, data, checkpoint.folder, weights, changes)
+    return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes)
 
 
 def _staging(folder: Path) -> Path:
