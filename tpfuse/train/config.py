@@ -25,7 +25,7 @@ from tpfuse.nearest import nearest
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import FIRST, DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
-from tpfuse.train.untrusted import Unreadable, quoted
+from tpfuse.train.untrusted import quoted, reading
 
 T = TypeVar("T")
 HELP = {"-h", "--help", "--help-all"}
@@ -136,12 +136,8 @@ def _one_line(message: str) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file. Raises UserError if the file cannot be read."""
-    try:
+    with reading(path):
         return untrusted.read_toml(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except Unreadable as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def _converted(value: Any, hint: Any, where: str) -> Any:

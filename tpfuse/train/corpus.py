@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from tpfuse.train.errors import UserError, of_disk
+from tpfuse.train.errors import UserError, hub_hint, of_disk
 from tpfuse.train.messages import warn
 from tpfuse.train.text_file import Piece, TextFile
 from tpfuse.train.token_file import Progress, is_pattern, matches
@@ -138,12 +138,8 @@ def find_text(path: Path | None, field: str = "text") -> Corpus:
         if is_pattern(path):
             return Corpus(str(path), matches(path), field)
         if not path.exists():
-            hub = f"; if it is a data set of the Hugging Face hub, get it by hf download --repo-type dataset {path}"
-            of_hub = len(path.parts) == 2 and not path.is_absolute() and not path.suffix
-            raise UserError(
-                f"{path} does not exist: expected a file, a folder or a pattern in quotes"
-                + (f"{hub} --local-dir FOLDER" if of_hub else "")
-            )
+            hint = hub_hint(str(path), f"--repo-type dataset {path}")
+            raise UserError(f"{path} does not exist: expected a file, a folder or a pattern in quotes{hint}")
         if path.suffix == ".toml":
             raise UserError(f"{path} is a list of sources: give one of the sources in it")
     except OSError as error:

@@ -32,11 +32,20 @@ def of_disk(error: OSError) -> str:
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
+def hub_hint(name: str, wanted: str = "") -> str:
+    """Return how to get what `name` may be on the Hugging Face hub; "" if it cannot be a name there.
+
+    wanted: what to download, if that is not all files of the model `name`.
+    """
+    if not re.fullmatch(r"(?!.*\.[a-z]\w*$)[\w.-]+/[\w.-]+", name):
+        return ""
+    return f"; if that is a name of the Hugging Face hub: hf download {wanted or name} --local-dir FOLDER"
+
+
 def instead_of(folder: Path) -> str:
     """Return what a user can do about a folder that is no run and has no config.json; "" if nothing is known."""
     if not folder.exists():
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) is not None
-        return f"; if that is a name of the Hugging Face hub: hf download {folder} --local-dir FOLDER" if hub else ""
+        return hub_hint(str(folder))
     if (folder / "adapter_config.json").is_file():
         return "; it holds adapters: merge them by PEFT's merge_and_unload().save_pretrained(FOLDER), and give FOLDER"
     if folder.is_file():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, read_json
+from tpfuse.train.untrusted import Unreadable, read_json, reading
 
 _ENTRY = {"rank": int, "pid": int, "ended": bool, "state": str, "stack": str, "operations": list}
 _OPERATION = {"number": int, "operation": str, "begun_ns": int, "ended_ns": int}
@@ -37,13 +37,11 @@ def read_records(run: Path) -> list[Record]:
     """Return the records of a run's last failure, in rank order. Raises UserError."""
     records = []
     for path in run.glob("flight_record_rank*.json"):
-        try:
+        with reading(path):
             found = read_json(path, _SCHEMA)
             missing = found.get("missing")
             if not isinstance(missing, int | None):
                 raise Unreadable(f"missing is {missing!r}: expected the number of a rank")
-        except (OSError, Unreadable) as error:
-            raise UserError(f"cannot read {path}: {error}") from None
         ranks = {entry["rank"]: entry for entry in found["ranks"]}
         records.append(
             Record(found["op"], found["step"], found["rank"], missing, found["waited_s"], found["written_ns"], ranks)

@@ -18,40 +18,37 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import UserError
 from tpfuse.train.messages import say, warn
-from tpfuse.train.untrusted import Unreadable, parsed_json, read_bytes
+from tpfuse.train.untrusted import Unreadable, parsed_json, read_bytes, reading
 
 _BAR = 20  # columns of the progress bar
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of metrics.jsonl.
-
-    Losses are in nats per token. val_loss: None between evaluations. mean_loss: the mean loss of the steps since the
-    previous row. mfu: in [0, 1], on CPU relative to the best rate so far. memory_bytes: the most bytes that torch has
-    allocated on a GPU, or that the process has held on CPU. seconds: since this start of the run. sent_bytes,
-    received_bytes: the bytes of gradients and parameters that the first rank exchanged with data-parallel ranks in this
-    step. pipeline_idle: for each rank the mean share of the pipeline's time, in the steps since the previous row, in
-    which it did not compute; predicted_idle: that share as it was predicted for the GPU, or, where the GPU is not
-    known, if passes took time by their operations alone; both are None without a pipeline, and the first also on GPUs.
-    The other values are None in a row that has only a val_loss.
-    """
+    """A line of metrics.jsonl. Losses are in nats per token. A row of an evaluation alone has only a val_loss."""
 
     step: int
     loss: float | None
+    # None between evaluations.
     val_loss: float | None
     lr: float | None
     grad_norm: float | None
     tokens_per_second: float | None
+    # In [0, 1]; on CPUs relative to the best rate so far.
     mfu: float | None
+    # The most bytes that torch has allocated on a GPU, or that the process has held on CPUs.
     memory_bytes: int
+    # Since this start of the run.
     seconds: float
+    # Gradients and parameters that the first rank exchanged with data-parallel ranks in this step.
     sent_bytes: int | None = None
     received_bytes: int | None = None
+    # Over the steps since the previous row.
     mean_loss: float | None = None
+    # For each rank, its idle share of the pipeline's time since the previous row; None on GPUs.
     pipeline_idle: list[float] | None = None
+    # That share as predicted for the GPU, or from operation counts if the GPU is not known.
     predicted_idle: list[float] | None = None
 
 
@@ -61,12 +58,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     A line may be incomplete if the run was killed or the disk was full. Raises UserError if the path is not a readable
     file.
     """
-    try:
-        lines = read_bytes(path, None).splitlines()
-    except FileNotFoundError:
+    if not path.exists():
         return []
-    except (OSError, Unreadable) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+    with reading(path):
+        lines = read_bytes(path, None).splitlines()
     rows = []
     for line in lines:
         with contextlib.suppress(Unreadable):

@@ -16,7 +16,7 @@ from tpfuse.train.options import SampleCommand, TrainCommand
 from tpfuse.train.saved_state import open_run
 from tpfuse.train.setup import model_config
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
-from tpfuse.train.untrusted import Unreadable, read_text
+from tpfuse.train.untrusted import read_text, reading
 
 BETWEEN = "\n------\n"  # separates two samples
 
@@ -104,12 +104,8 @@ def _prompt(options: SampleCommand) -> str:
         return options.prompt
     if options.prompt != SampleCommand.prompt:
         raise UserError("--prompt and --prompt-file were both given: expected one of them")
-    try:
+    with reading(f"--prompt-file {options.prompt_file}"):
         return read_text(options.prompt_file)
-    except OSError as error:
-        raise UserError(f"cannot read --prompt-file {options.prompt_file}: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"cannot read --prompt-file {options.prompt_file}: {error}") from None
 
 
 def _until_end(ids: list[int], prompt: int, ends: Collection[int]) -> list[int]:

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from tpfuse.train.errors import UserError
 from tpfuse.train.optional import optional_package
-from tpfuse.train.untrusted import MOST, Unreadable, check_fetched, check_regular, quoted
+from tpfuse.train.untrusted import MOST, check_fetched, check_regular, quoted, reading
 
 _PART = 1 << 20  # characters, or bytes, that are read at once
 _ROWS = 1024  # rows of a Parquet file that are read at once
@@ -57,15 +57,11 @@ class TextFile:
 
     def __init__(self, path: Path, field: str) -> None:
         self.path, self.field = path, field
-        try:
+        with reading(path):
             self.size = check_regular(path)
             with path.open("rb") as file:
                 head = file.read(32)
             check_fetched(head)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        except Unreadable as error:
-            raise UserError(f"cannot read {path}: {error}") from None
         self._opened = next((opened for magic, opened in _COMPRESSIONS.items() if head.startswith(magic)), None)
         self.is_compressed, self.name = self._opened is not None, path.name.lower()
         if self.is_compressed and self.name.endswith(_SUFFIXES):

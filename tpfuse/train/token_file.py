@@ -30,7 +30,7 @@ from tpfuse.train.durable import replace_file, sha256_of
 from tpfuse.train.errors import UserError, of_disk
 from tpfuse.train.token_layout import DTYPES, HEADER_BYTES, SUFFIXES, VERSIONS, TokenLayout, token_layout
 from tpfuse.train.tokenizer import CharTokenizer, Tokenizer, Tokens, document_start, from_json, token_dtype
-from tpfuse.train.untrusted import EACH, Unreadable, read_json, read_pickle
+from tpfuse.train.untrusted import EACH, Unreadable, read_json, read_pickle, reading
 
 _SAVE_EVERY = 5.0  # seconds between two records of an encoding's progress
 _CHUNK = 1 << 24  # tokens that are verified at once
@@ -335,12 +335,8 @@ def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
 
 def _of_nanogpt(meta: Path) -> CharTokenizer:
     """Return the tokenizer of meta.pkl, which nanoGPT's prepare.py writes for characters. Raises UserError."""
-    try:
+    with reading(meta):
         characters = read_pickle(meta, {"itos": {EACH: str}})["itos"]
-    except OSError as error:
-        raise UserError(f"cannot read {meta}: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"cannot read {meta}: {error}") from None
     text = "".join(characters.get(index, "") for index in range(len(characters)))
     if len(text) != len(characters) or text != "".join(sorted(set(text))):
         raise UserError(f"{meta}: expected single characters in sorted order, numbered from 0")

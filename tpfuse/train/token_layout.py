@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, check_fetched, check_regular
+from tpfuse.train.untrusted import Unreadable, check_fetched, check_regular, reading
 
 HEADER_BYTES = 1024
 VERSIONS = {20240520: 1, 20240801: 7}  # by magic, as the dtypes below
@@ -55,7 +55,7 @@ class TokenLayout:
 
 def token_layout(path: Path) -> TokenLayout:
     """Return the layout of a token file, checked against the file's length. Raises UserError."""
-    try:
+    with reading(path):
         size = check_regular(path)
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
@@ -65,10 +65,6 @@ def token_layout(path: Path) -> TokenLayout:
         index = path.with_suffix(".idx")
         if index.is_file():
             return _of_megatron(path, size, index)
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except Unreadable as error:
-        raise UserError(f"cannot read {path}: {error}") from None
     header = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4")
     if len(head) == HEADER_BYTES and header[0] in VERSIONS:
         return _of_header(path, size, head, header)

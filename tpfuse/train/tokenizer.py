@@ -2,7 +2,6 @@
 
 import base64
 import logging
-import re
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,9 +13,9 @@ import tokenizers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import UserError, hub_hint
 from tpfuse.train.optional import optional_package
-from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_bytes, read_json, read_text
+from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_bytes, read_json, read_text, reading
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype` returns
 _GPT2_MODEL = "openai-community/gpt2"
@@ -48,20 +47,23 @@ class Tokenizer(Protocol):
     """
 
     vocab_size: int
-    begins: tuple[int, ...]
-    end_of_text: int | None
+    begins: tuple[int, ...] = ()
+    end_of_text: int | None = None
 
     def encode(self, text: str) -> Tokens:
         """Return the token ids of `text` alone. Raises UserError for text that the vocabulary cannot express."""
+        return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the token ids of each text, as `encode` does."""
+        """Return the token ids of each text, as `encode` does. A tokenizer has one of the two."""
+        return [self.encode(text) for text in texts]
 
     def cut(self, text: str) -> int:
         """Return the last place where the tokens of `text` are those of its two parts; 0 if none is found.
 
         A long text can so be encoded part by part.
         """
+        return len(text)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of `tokens`. Bytes that are not UTF-8 become the replacement character.
@@ -73,21 +75,13 @@ class Tokenizer(Protocol):
         """Return a dictionary for `from_json`."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A tokenizer whose 256 tokens are the bytes of UTF-8."""
 
     vocab_size = 256
-    begins: tuple[int, ...] = ()
-    end_of_text: int | None = None
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8).astype(np.uint16)
-
-    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        return [self.encode(text) for text in texts]
-
-    def cut(self, text: str) -> int:
-        return len(text)
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")  # 255 is never UTF-8
@@ -96,11 +90,8 @@ class ByteTokenizer:
         return {"kind": "bytes"}
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """A tokenizer whose tokens are the distinct characters of a text in sorted order, as nanoGPT numbers them."""
-
-    begins: tuple[int, ...] = ()
-    end_of_text: int | None = None
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -124,12 +115,6 @@ class CharTokenizer:
             raise UserError(f"{found}: leave it out, or train with --data.tokenizer bytes")
         return ids.astype(token_dtype(self.vocab_size))
 
-    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        return [self.encode(text) for text in texts]
-
-    def cut(self, text: str) -> int:
-        return len(text)
-
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.characters[token] if token < self.vocab_size else "\ufffd" for token in tokens)
 
@@ -137,7 +122,7 @@ class CharTokenizer:
         return {"kind": "chars", "characters": self.characters}
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, kept as its JSON text.
 
     Its truncation and padding are switched off: they are for the inputs of one forward pass, and would cut a text to
@@ -160,10 +145,7 @@ class FileTokenizer:
         after = whole[start + len(plain) :]
         named = (self._tokenizer.token_to_id(name) for name in _ENDS)
         self.begins = tuple(whole[:start])
-        self.end_of_text: int | None = after[-1] if after else next((id for id in named if id is not None), None)
-
-    def encode(self, text: str) -> Tokens:
-        return self.encode_all([text])[0]
+        self.end_of_text = after[-1] if after else next((id for id in named if id is not None), None)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         if self._known is not None:
@@ -207,7 +189,7 @@ def _known_characters(model: Any, vocabulary: dict[str, int]) -> frozenset[str] 
     return None if known >= set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) else known
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A model of the sentencepiece library (tokenizer.model), kept as its bytes. Raises Unreadable for other bytes."""
 
     def __init__(self, model: bytes) -> None:
@@ -221,16 +203,13 @@ class SentencePieceTokenizer:
             raise Unreadable(
                 "expected a sentencepiece model; that of Llama 3 is one of tiktoken: give its tokenizer.json"
             ) from None
-        self.vocab_size: int = self._processor.vocab_size()
+        self.vocab_size = self._processor.vocab_size()
         begin, end = self._processor.bos_id(), self._processor.eos_id()
-        self.begins: tuple[int, ...] = () if begin < 0 else (int(begin),)
-        self.end_of_text: int | None = None if end < 0 else int(end)
+        self.begins = () if begin < 0 else (int(begin),)
+        self.end_of_text = None if end < 0 else int(end)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._model,)
-
-    def encode(self, text: str) -> Tokens:
-        return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         try:
@@ -313,24 +292,15 @@ def build_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
     if name == "gpt2":
         return _gpt2()
     path = Path(name)
-    try:
-        if path.is_dir():
-            path = _in_folder(path)
+    path = _in_folder(path) if path.is_dir() else path
+    with reading(f"the tokenizer {path}"):
         if path.suffix == ".model":
             return SentencePieceTokenizer(read_bytes(path))
         if path.suffix == ".json":
             return _of_file(read_text(path), str(path))
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"cannot read the tokenizer {path}: {error}") from None
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(
-            f"tokenizer {name!r} is no folder: for a name of the Hugging Face hub, get its files by"
-            f" `hf download {name} tokenizer.json --local-dir FOLDER` and give --data.tokenizer FOLDER"
-        )
     raise UserError(
         f"tokenizer {name!r} is not known: expected bytes, chars, gpt2, a FILE.json, a FILE.model or the folder of one"
+        + hub_hint(name, f"{name} tokenizer.json")
     )
 
 

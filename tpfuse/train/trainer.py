@@ -47,22 +47,21 @@ _TEMPERATURE = 0.8  # of the texts that a run generates
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a training step.
+    """The result of a training step."""
 
-    loss: in nats per token. grad_norm: the norm of the gradient before clipping. lr: the learning rate. stop: whether
-    any rank was asked to stop. sent, received: the bytes of gradients and parameters that this rank exchanged with
-    ranks that have the same parameters. skipped: whether float16 overflowed, so that no update was made. idle: for
-    each rank of the world the share of the pipeline's time in which it did not compute in this step; empty without a
-    pipeline and on GPUs.
-    """
-
+    # Nats per token.
     loss: float
+    # Before clipping.
     grad_norm: float
     lr: float
+    # Whether any rank was asked to stop.
     stop: bool
+    # Bytes of gradients and parameters exchanged with ranks that have the same parameters.
     sent: int = 0
     received: int = 0
+    # Whether float16 overflowed, so that no update was made.
     skipped: bool = False
+    # Idle share of each rank of a pipeline; empty without one and on GPUs.
     idle: tuple[float, ...] = ()
 
 

@@ -7,13 +7,17 @@ dictionary of schemas by key. All keys of the dictionary must be present, and ot
 for every key.
 """
 
+import contextlib
 import json
 import pickle
 import pickletools
 import stat
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tpfuse.train.errors import UserError
 
 MOST = 256 * 2**20  # bytes; the manifest of a model with a thousand ranks has a few MiB
 EACH = "*"
@@ -30,6 +34,17 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 class Unreadable(ValueError):
     """A file cannot be used. The message says why, in one line without the file's name."""
+
+
+@contextlib.contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raise UserError, which names `what`, if something in the block raises OSError or Unreadable."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {what}: {error.strerror or error}") from None
+    except Unreadable as error:
+        raise UserError(f"cannot read {what}: {error}") from None
 
 
 def quoted(value: object) -> str:
