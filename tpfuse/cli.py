@@ -65,10 +65,10 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
     from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
     from tpfuse.train.launch import device_of, join
     from tpfuse.train.loop import train_rank
-    from tpfuse.train.setup import check_numbers, prepare_run, with_layout
+    from tpfuse.train.setup import check_options, prepare_run, with_layout
 
     options = with_layout(options, info.world)
-    check_numbers(options)
+    check_options(options)
     outcome: list[PreparedRun | tuple[str, int]] = [("", 1)]
     join(info, device_of(info), options.comm.timeout)
     world = dist.group.WORLD
@@ -142,9 +142,9 @@ class Subcommand:
     text: str
     # The function that runs the command, as MODULE:NAME. It returns what is to be printed, or an exit status.
     function: str
-    # The first argument, which is no option; "" if there is none.
+    # The first argument, if it is no option.
     subject: str = ""
-    # What a user hears who gives no subject.
+    # What the error expects if the subject is missing.
     expected: str = ""
     # Whether the function takes the values of the options one by one instead of the object that holds them.
     unpacked: bool = False

@@ -21,13 +21,13 @@ from tpfuse.train.options import Order
 from tpfuse.train.tokenizer import TokenSequence
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
-_CHUNK = 1 << 20  # tokens that are counted at once: np.bincount converts each token to 8 bytes
+_CHUNK = 1 << 20  # tokens to count in one call: np.bincount converts each token to 8 bytes
 
 
 class MicroBatch(NamedTuple):
     """What each stage of a model is given: the arguments of `LanguageModel.loss`, or without targets ids for logits.
 
-    cache: of the GPT's keys and values, for logits. length: the number of ids in each row before padding, for logits;
+    cache: the GPT's keys and values, for logits. length: the number of ids in each row before padding, for logits;
     None for all.
     """
 
@@ -87,9 +87,9 @@ class Mixture(NamedTuple):
 class Windows:
     """Windows of `length` tokens, and for each of their tokens the one that follows.
 
-    tokens: of a run, more than `length` from each source. ahead: in the order `shuffled`, the number of sequences read
-    before batch 0, which may be negative: a run that resumes with another batch has read other sequences than `batch`
-    for each step.
+    tokens: the tokens of a run, more than `length` from each source. ahead: in the order `shuffled`, the number of
+    sequences read before batch 0, which may be negative: a run that resumes with another batch has read other sequences
+    than `batch` for each step.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Windows:
     def _drawn(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the source of each sequence, and its place among the sequences of that source.
 
-        numbers: of the sequences, counted from the start of the run.
+        numbers: sequence numbers, counted from the start of the run.
         """
         shares = self.tokens.shares
         if len(shares) == 1:

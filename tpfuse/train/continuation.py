@@ -68,7 +68,7 @@ def _with_end(options: Options) -> Options:
 
 
 def described(before: Options, options: TrainCommand) -> list[str]:
-    """Return lines that say what changes what the next step computes, and that the schedule ends where it did."""
+    """Return lines on what makes the next step compute other numbers, and on the end of the schedule."""
     found = changes(before, options)
     given = [f"--{name} {x.now} (was {x.before})" for name, x in found.items() if x.effect is Effect.NUMBERS]
     lines = [f"resuming with {', '.join(given)}"] if given else []
@@ -85,7 +85,7 @@ def described(before: Options, options: TrainCommand) -> list[str]:
 def check_schedule(state: dict[str, Any], options: TrainCommand) -> None:
     """Raise UserError if the learning rate would jump, because lengths of its schedule in tokens move against others.
 
-    state: of the checkpoint. They move if a step has another number of tokens than before.
+    state: the checkpoint's. Lengths move if a step has another number of tokens than before.
     """
     step, tokens = state["step"], state["data"]["tokens"]
     in_tokens = units(options.optim)
@@ -105,8 +105,8 @@ def check_loss(saved: dict[str, Any], now: dict[str, Any], options: TrainCommand
     """Return how the next batch and its loss differ from what they were when the checkpoint was saved; "" if they fit.
 
     saved, now: the proof in the checkpoint and of this run (`tpfuse.train.loop`): the digest of the next batch's
-    tokens, the loss on it without dropout, and the machine. before: the options in the checkpoint. layers: of the
-    model. The losses are equal to the bit on the same machine with the same options, on CPUs or with
+    tokens, the loss on it without dropout, and the machine. before: the options in the checkpoint. layers: their
+    number. The losses are equal to the bit on the same machine with the same options, on CPUs or with
     --train.deterministic; else they differ by rounding. They cannot be compared if the batch is another on purpose.
     """
     found = changes(before, options)

@@ -24,7 +24,7 @@ from tpfuse.train.token_file import Progress, is_pattern, matches
 from tpfuse.train.tokenizer import Tokenizer, Tokens, document_start
 
 STANDARD_LIBRARY = "the source of the Python standard library"
-_BATCH = 1 << 20  # characters that are encoded at once
+_BATCH = 1 << 20  # characters in one call of the tokenizer
 _NAMED = 5  # files that a warning names
 _QUIET = 2.0  # seconds before progress is shown
 

@@ -99,14 +99,14 @@ class RunData:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A source whose tokens are not read yet: the text, or the paths of its token files.
+class _Unread:
+    """A source whose tokens are not read yet."""
 
-    name: of the token file that is written for a text. source: what that file, kept by the run, says that it holds.
-    """
-
+    # The name of the token file that is written for a text.
     name: str
+    # The text, or the paths of its token files.
     what: Corpus | tuple[Path, ...]
+    # What that token file, if the run has kept it, must say that it holds.
     source: str | None = None
 
 
@@ -166,18 +166,18 @@ def read_sources(path: Path, field: str, staging: Path, tokenizer: Tokenizer) ->
     return Sources(tuple(_tokens(each, staging, tokenizer) for each in _found(paths, field, None, "tokens")), shares)
 
 
-def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: str) -> list[_Found]:
+def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: str) -> list[_Unread]:
     """Find the sources of a list. kept: as for `read_data`; the files of several sources stand beside it."""
     found = []
     for index, path in enumerate(paths):
         if len(paths) == 1 and kept is not None:
-            return [_Found(name, (kept,))]
+            return [_Unread(name, (kept,))]
         own = f"{name}-{index + 1}" if len(paths) > 1 else name
         files = None if path is None else token_paths(path)
         if files is None and kept is not None:
-            found.append(_Found(own, (kept.with_name(f"{own}.bin"),), str(path)))
+            found.append(_Unread(own, (kept.with_name(f"{own}.bin"),), str(path)))
         else:
-            found.append(_Found(own, files or find_text(path, field)))
+            found.append(_Unread(own, files or find_text(path, field)))
     return found
 
 
@@ -190,7 +190,7 @@ def _stated(paths: tuple[Path, ...], name: str) -> Tokenizer:
     return stated or build_tokenizer(name)
 
 
-def _tokens(found: _Found, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
+def _tokens(found: _Unread, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
     if isinstance(found.what, Corpus):
         return encode_text(staging, found.what, tokenizer, found.name)
     files = open_files_of(tokenizer, found.what)

@@ -34,6 +34,7 @@ from tpfuse.train.batches import MicroBatch
 from tpfuse.train.errors import instead_of
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages
+from tpfuse.train.rank_model import Drawing, LanguageModel
 from tpfuse.train.shape_mesh import shape_mesh
 
 _USUAL_LENGTH = 1024  # tokens of a training sequence, unless the model's context is shorter or the user says otherwise
@@ -203,11 +204,10 @@ def _recognised(settings: str, tp: int) -> Recognised:
     return recognise(empty_model(causal_model, json.loads(settings), torch.float32), tp, sequence_parallel=True)
 
 
-class DecoderModel:
-    """A decoder on this rank, which implements `tpfuse.train.language_model.LanguageModel`.
+class DecoderModel(LanguageModel):
+    """A decoder on this rank. mesh: the whole mesh of the run, None for one rank.
 
-    mesh: the whole mesh of the run, None for one rank. Parameters are uninitialised: `draw` draws them. Raises
-    ValueError for a model that the ranks cannot share.
+    Raises ValueError for a model that the ranks cannot share.
     """
 
     def __init__(
@@ -219,7 +219,6 @@ class DecoderModel:
         dtype: torch.dtype,
     ) -> None:
         self.config, self.device = config, device
-        self.document_start: int | None = None
         model: Any = config.empty(dtype)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._flops = _flops_per_token(config, model)
@@ -230,7 +229,7 @@ class DecoderModel:
             parallelize(model, mesh, context_parallel=schedule if self.context.groups else "auto")
         else:
             adapt(model, self.context, None)
-        self.stages: Sequence[Stage] = [whole_model(config.n_layer)]
+        self.stages = [whole_model(config.n_layer)]
         self._cut: DecoderStages | None = None
         if options.parallel.pp > 1:
             self.stages = own_stages(options, config, rank_and_size(flat_group(mesh, "pp"))[0])
@@ -238,7 +237,7 @@ class DecoderModel:
         load_weights(model, {}, device)
         if options.train.recompute == "full":
             model.activation_checkpointing_enable({"use_reentrant": False})
-        self.module: nn.Module = model
+        self.module = model
         self._forward: Any = model  # in training
         self._drops = any(isinstance(value, float) and value for value in _dropouts(config.settings))
 
@@ -256,22 +255,8 @@ class DecoderModel:
 
         self._forward = compiled(self.module, one_graph=False, torch_dropout=self._drops)
 
-    def loss(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        weight: float,
-        at: tuple[int, int] | None = None,
-        sequences: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss; see the protocol."""
-        return self.part(self.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
-
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Return the output of a stage; see the protocol.
-
-        Dropout masks follow from (seed, step, first sequence, stage) and the layout.
-        """
+        """Return the output of a stage. Its dropout follows from (seed, step, first sequence, stage) and the layout."""
         ids, targets, weight, at, sequences, _, length = batch
         training = at is not None
         self.module.train(training)
@@ -297,22 +282,17 @@ class DecoderModel:
         return loss if ranks == 1 else loss - (1 - 1 / ranks) * loss.detach()
 
     def modules_of(self, stage: Stage) -> list[nn.Module]:
-        """Return the modules of a stage; see the protocol."""
         return [self.module] if self._cut is None else self._cut.modules_of(stage)
 
     def generate(
         self,
         ids: Tensor,
         tokens: int,
-        *,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None = None,
+        drawing: Drawing,
         ends: tuple[int, ...] = (),
-        seed: int = 0,
         logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
-        """Return the prompts with their continuations, by the `generate` of transformers; see the protocol.
+        """Return the prompts with their continuations, by the `generate` of transformers.
 
         They end where the model's context is full; the prompts must be shorter than that. With `logits` there is no
         key/value cache: every token computes the whole text again, padded to its last length.
@@ -327,12 +307,13 @@ class DecoderModel:
                 return compute(MicroBatch(padded, length=ids.shape[1]))
 
             model = replace_forward(self.config.empty(torch.float32), of_last)
-        drawing: dict[str, Any] = {"do_sample": False}
-        if temperature:
-            drawing = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+        chosen: dict[str, Any] = {"do_sample": False}
+        if drawing.temperature:
+            chosen = {"do_sample": True, "temperature": drawing.temperature}
+            chosen |= {"top_k": drawing.top_k or 0, "top_p": drawing.top_p or 1.0}
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(seed)
+            torch.manual_seed(drawing.seed)
             out: Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -340,12 +321,11 @@ class DecoderModel:
                 use_cache=logits is None,
                 eos_token_id=list(ends) or None,
                 pad_token_id=ends[0] if ends else 0,
-                **drawing,
+                **chosen,
             )
         return out
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of a training step for each token, counted as for the GPT."""
         return self._flops
 
     def stored(

@@ -11,8 +11,9 @@ from tpfuse.train.batches import Mixture
 from tpfuse.train.config import parse_train
 from tpfuse.train.data import kept_tokens, read_data, read_sources
 from tpfuse.train.errors import UserError
-from tpfuse.train.language_model import LanguageModel, longest
+from tpfuse.train.language_model import longest
 from tpfuse.train.options import DataOptions, EvaluateDataOptions, TrainCommand
+from tpfuse.train.rank_model import LanguageModel
 from tpfuse.train.sample import load_model
 from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence, document_start
 

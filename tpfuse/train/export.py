@@ -10,7 +10,8 @@ from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
-from tpfuse.train.language_model import LanguageModel, longest
+from tpfuse.train.language_model import longest
+from tpfuse.train.rank_model import LanguageModel
 from tpfuse.train.sample import load_run
 
 

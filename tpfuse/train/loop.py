@@ -223,7 +223,7 @@ class TrainingLoop:
             raise RunError(f"{saved.folder} was not loaded as it was saved: {differs}", CheckpointError.status)
 
     def _proof(self, loss: float) -> dict[str, Any]:
-        """Return what a resumed run compares before it continues. loss: of the next batch.
+        """Return what a resumed run compares before it continues. loss: the loss of the next batch.
 
         Its entry exact says whether the same run computes the same bits again. Measured implementations may have been
         others when the checkpoint was saved.

@@ -48,7 +48,7 @@ _SCHEMA = {
 Description = dict[str, tuple[tuple[int, ...], str, dict[str, tuple[Slices, int]]]]
 _MODULUS = 2**64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 20  # elements whose digest is computed at once
+_BLOCK = 1 << 20  # elements whose digest is computed in one call
 # The factors of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), as
 # signed numbers of 64 bits.
 _STRIDE, _MIX = 0x9E3779B97F4A7C15 - _MODULUS, 0xBF58476D1CE4E5B9 - _MODULUS

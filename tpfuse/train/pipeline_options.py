@@ -41,9 +41,8 @@ def stage_owners(parallel: ParallelOptions) -> tuple[int, ...]:
 def micro_batch_size(options: TrainCommand) -> int:
     """Return the sequences of a micro-batch. options: with the layout filled in.
 
-    Unless the options say it, a rank computes all its sequences at once, or, in a pipeline, in at least four times as
-    many micro-batches as there are pipeline ranks, if the batch has so many: the bubble is then at most a fifth of the
-    step.
+    By default a micro-batch has all sequences of the rank. A pipeline has at least four micro-batches for each of its
+    ranks if the batch allows it: the bubble is then at most a fifth of the step.
     """
     share, ranks = options.train.batch // options.parallel.data_ranks, options.parallel.pp
     if options.train.micro_batch or ranks == 1:

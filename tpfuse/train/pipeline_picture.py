@@ -21,7 +21,7 @@ from tpfuse.train.messages import warn
 
 NAME = "pipeline.png"
 # From the shade of a rank's first stage to that of its last one. The kinds differ in lightness too, in all shades, so
-# that readers can tell them apart in grey. No picture has whole and split backward passes.
+# that readers can distinguish them in grey. No picture has whole and split backward passes.
 SHADES = {
     Kind.FORWARD: ("#00375C", "#0F7DC0"),
     Kind.BACKWARD: ("#D98200", "#F6B64E"),
@@ -31,7 +31,7 @@ SHADES = {
 _INK = {Kind.FORWARD: "white", Kind.BACKWARD: "black", Kind.INPUT: "black", Kind.WEIGHT: "black"}
 _BY_OPERATIONS = "Predicted: passes take time by their operations alone, and messages take none"
 _WIDTH, _DPI = 14.0, 110  # inches, and dots per inch
-_ROW, _MARGIN = 0.42, 0.95  # inches: of a row, and of what is above and below the rows of a panel
+_ROW, _MARGIN = 0.42, 0.95  # inches: a row; the space above and below the rows of a panel
 _BAR = 0.84  # of the height of a row
 _FONT = 8.0  # points, of the numbers in boxes
 _CHARACTER = 7.5 / 1250  # of the width of a panel, roughly: a digit and a part of the space around it
@@ -68,8 +68,8 @@ def picture(predicted: Timeline, measured: Timeline | None, step: int, gpus: str
     figure.set_layout_engine("constrained", h_pad=0.1)
     figure.suptitle(_title(order), fontsize=14, fontweight="bold")
     (column,) = figure.subplots(len(panels), 1, squeeze=False).T
-    for axes, (title, played) in zip(column, panels, strict=True):
-        _draw_panel(axes, played, title)
+    for axes, (title, timeline) in zip(column, panels, strict=True):
+        _draw_panel(axes, timeline, title)
     column[0].set_xlabel("% of the step")
     scale = 100 / predicted.length
     column[0].xaxis.set_major_formatter(lambda x, _: f"{x * scale:.0f}")
@@ -87,9 +87,9 @@ def _title(order: Order) -> str:
     return f"{order.schedule}: {order.micro_batches} micro-batches on {order.ranks} pipeline ranks{stages}"
 
 
-def _draw_panel(axes: Axes, played: Timeline, title: str) -> None:
+def _draw_panel(axes: Axes, timeline: Timeline, title: str) -> None:
     """Draw a row of boxes for each rank, the first rank above, and the idle share behind each row."""
-    order, length = played.order, played.length
+    order, length = timeline.order, timeline.length
     axes.set_title(title, loc="left", fontsize=12)
     axes.set_xlim(0, length)
     axes.set_ylim(order.ranks - 0.5, -0.5)
@@ -97,9 +97,9 @@ def _draw_panel(axes: Axes, played: Timeline, title: str) -> None:
     axes.set_ylabel("pipeline rank")
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    for rank, row in enumerate(played.intervals):
+    for rank, row in enumerate(timeline.intervals):
         _draw_row(axes, rank, row, order.stages_of(rank), length)
-        share = f"{played.idle_share(rank):.1%} idle"
+        share = f"{timeline.idle_share(rank):.1%} idle"
         axes.text(1.008, rank, share, va="center", fontsize=10, transform=axes.get_yaxis_transform())
 
 

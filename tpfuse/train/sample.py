@@ -11,8 +11,9 @@ from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.initial_weights import find_source, load_weights
-from tpfuse.train.language_model import LanguageModel, language_model
+from tpfuse.train.language_model import language_model
 from tpfuse.train.options import SampleCommand, TrainCommand
+from tpfuse.train.rank_model import Drawing, LanguageModel
 from tpfuse.train.saved_state import open_run
 from tpfuse.train.setup import model_config
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
@@ -87,15 +88,9 @@ def sample(folder: Path, options: SampleCommand) -> str:
         ends = config.ends or ends
         if len(prompt) >= config.longest:
             raise UserError(f"the prompt has {len(prompt)} tokens: expected fewer than the model's {config.longest}")
-    out = model.generate(
-        torch.from_numpy(prompt).to(device).expand(options.samples, -1),
-        options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        ends=ends,
-        seed=options.seed,
-    )
+    ids = torch.from_numpy(prompt).to(device).expand(options.samples, -1)
+    drawing = Drawing(options.temperature, options.top_k, options.top_p, options.seed)
+    out = model.generate(ids, options.tokens, drawing, ends)
     return BETWEEN.join(tokenizer.decode(_until_end(ids, len(prompt), ends)) for ids in out.tolist())
 
 

@@ -12,7 +12,7 @@ _TOKENS = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?) *tokens")
 def steps_of(length: int | str, tokens_per_step: int, name: str = "length", ahead: int = 0) -> int:
     """Return a length in steps. length: a number of steps, or a text such as "375e6tokens", which is rounded up.
 
-    ahead: see `learning_rate`; with it the result is the number of the step by which so many tokens have been trained
+    ahead: see `learning_rate`; with it the result is the number of the step by which these tokens have been trained
     on, which may be negative. Raises UserError, which names the option --optim.`name`, for any other text.
     """
     if isinstance(length, int):

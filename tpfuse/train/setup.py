@@ -32,7 +32,7 @@ from tpfuse.train.initial_weights import find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import nvtx_package
-from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand, TrainOptions
+from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
@@ -45,24 +45,22 @@ from tpfuse.zero.offload import check_space, state_bytes
 
 _LONGEST_TIMEOUT = 1e6
 _SEARCHED = 1 << 26  # tokens in which a document must begin
-_READ = 1 << 22  # tokens that are read at once
+_READ = 1 << 22  # tokens in one read
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to start. Every rank receives it.
-
-    checkpoint: the folder of the checkpoint to continue from, or None. weights: without a checkpoint, the folder that
-    the initial weights come from (`tpfuse.train.initial_weights`); None if they are drawn. changes: lines that say what
-    a resumed run does otherwise than before.
-    """
+    """A run that is ready to start. Every rank receives it."""
 
     folder: Path
     options: TrainCommand
     config: ModelConfig
     data: RunData
+    # The folder of the checkpoint to continue from, or None.
     checkpoint: Path | None
+    # Without a checkpoint, the folder of the initial weights; None if they are drawn.
     weights: Path | None
+    # Lines that say what a resumed run does otherwise than before.
     changes: tuple[str, ...] = ()
 
 
@@ -87,12 +85,17 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     return replace(options, parallel=replace(parallel, dp=dp))
 
 
-def check_numbers(options: TrainCommand) -> None:
-    """Raise UserError for a number outside its range, or a missing package. options: with the layout filled in."""
+def check_options(options: TrainCommand) -> None:
+    """Raise UserError for options that no run can have, whatever its data. options: with the layout filled in."""
     if options.profile.nvtx:
         nvtx_package()
+    profiled_steps(options.profile.steps)
+    for check in (_check_ranges, _check_schedule, _check_pipeline, _check_zero, _check_batch):
+        check(options)
+
+
+def _check_ranges(options: TrainCommand) -> None:
     train, optim, parallel = options.train, options.optim, options.parallel
-    dp = parallel.data_ranks
     at_least: dict[str, tuple[float | None, float]] = {
         "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 1),
         "train.eval-every": (train.eval_every, 0), "train.eval-batches": (train.eval_batches, 1),
@@ -111,14 +114,15 @@ def check_numbers(options: TrainCommand) -> None:
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
-    profiled_steps(options.profile.steps)
-    _check_schedule(options)
-    _check_pipeline(options.parallel, train)
-    _check_zero(options)
-    if options.data.documents == "mask" and train.compile:
-        raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
     if train.autocast != "none" and train.dtype != "float32":
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
+    if options.data.documents == "mask" and train.compile:
+        raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
+
+
+def _check_batch(options: TrainCommand) -> None:
+    """Raise UserError for a batch that the ranks, the pipeline or the memory cannot have."""
+    train, dp = options.train, options.parallel.data_ranks
     if train.batch % dp:
         raise UserError(f"--train.batch {train.batch} cannot be divided among {dp} data-parallel ranks")
     share = train.batch // dp
@@ -131,9 +135,8 @@ def check_numbers(options: TrainCommand) -> None:
         try:
             pipeline_order(options)
         except ValueError as error:
-            raise UserError(
-                f"{error} (--train.batch {train.batch}, dp {dp}, --train.micro-batch {train.micro_batch})"
-            ) from None
+            given = f", --train.micro-batch {train.micro_batch}" if train.micro_batch else ""
+            raise UserError(f"{error} (--train.batch {train.batch}, dp {dp}{given})") from None
     held = 8 * (train.batch + share * (options.model.n_positions + 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if held > memory:
@@ -143,8 +146,9 @@ def check_numbers(options: TrainCommand) -> None:
         )
 
 
-def _check_pipeline(parallel: ParallelOptions, train: TrainOptions) -> None:
+def _check_pipeline(options: TrainCommand) -> None:
     """Raise UserError for options of pipelines that do not fit together."""
+    parallel, train = options.parallel, options.train
     changed = [
         f"--parallel.{item.name.replace('_', '-')}"
         for item in fields(ParallelOptions)
@@ -227,23 +231,18 @@ def _check_lengths(options: TrainCommand, data: RunData) -> None:
     fraction, context, evaluates = options.data.val_fraction, options.model.n_positions, options.train.eval_every
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
+    found = []
+    more = "more text in --data.val-path" if data.val else "more text, a larger --data.val-fraction,"
     for files in data.train.files:
-        val = int(files.count * fraction) if data.val is None else 0
-        _check_length(files, files.count - val, context, "training")
-        if data.val is None and evaluates:
-            more = " (more text, a larger --data.val-fraction, or --train.eval-every 0)"
-            _check_length(files, val, context, "validation", more)
-    if data.val is not None and evaluates:
-        for files in data.val.files:
-            more = " (more text in --data.val-path or --train.eval-every 0)"
-            _check_length(files, files.count, context, "validation", more)
-
-
-def _check_length(files: TokenFiles, count: int, context: int, use: str, more: str = "") -> None:
-    if count <= context:
-        raise UserError(
-            f"{files.source} has {count} tokens for {use}; a context of {context} needs {context + 1}{more}"
-        )
+        val = 0 if data.val else int(files.count * fraction)
+        found += [(files, files.count - val, "training", "")]
+        found += [] if data.val else [(files, val, "validation", more)]
+    found += [(files, files.count, "validation", more) for files in (data.val.files if data.val else ())]
+    for files, count, use, way in found:
+        if count <= context and (use == "training" or evaluates):
+            needs = f"a context of {context} needs {context + 1}"
+            ways = f" ({way} or --train.eval-every 0)" if way else ""
+            raise UserError(f"{files.source} has {count} tokens for {use}; {needs}{ways}")
 
 
 def _check_documents(files: TokenFiles) -> None:
@@ -370,7 +369,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     options: with the layout filled in. local_ranks: the number of ranks on this host; None for all. Raises UserError
     (nothing has been written then), and CheckpointError if all checkpoints to resume from are damaged.
     """
-    check_numbers(options)
+    check_options(options)
     _check_kernels(options)
     if options.train.compile:
         check_compiler()

@@ -24,8 +24,8 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.optional import optional_package
 from tpfuse.train.untrusted import MOST, check_fetched, check_regular, quoted, reading
 
-_PART = 1 << 20  # characters, or bytes, that are read at once
-_ROWS = 1024  # rows of a Parquet file that are read at once
+_PART = 1 << 20  # characters, or bytes, in one read
+_ROWS = 1024  # rows of a Parquet file in one read
 _MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}  # byte order marks
 _BINARY = {
     b"PK\x03\x04": "it is a zip archive: unpack it",

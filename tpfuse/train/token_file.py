@@ -33,7 +33,7 @@ from tpfuse.train.tokenizer import CharTokenizer, Tokenizer, Tokens, document_st
 from tpfuse.train.untrusted import EACH, Unreadable, read_json, read_pickle, reading
 
 _SAVE_EVERY = 5.0  # seconds between two records of an encoding's progress
-_CHUNK = 1 << 24  # tokens that are verified at once
+_CHUNK = 1 << 24  # tokens in one read when a file is verified
 _BLOCK = 2048  # tokens of each of the blocks by which a file without a JSON file is identified
 _VALIDATION = re.compile(r"(^|[^a-z])val(id(ation)?)?([^a-z]|$)")
 
@@ -205,8 +205,8 @@ def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
 class Progress:
     """Say how far the encoding of a text to folder/NAME.bin has come, which a later process continues.
 
-    identity: of what is encoded, and how; the progress of anything else is deleted. pieces, tokens: those that are
-    encoded and written. Raises OSError.
+    identity: a digest of what is encoded, and how; the progress of anything else is deleted. pieces, tokens: those
+    that are encoded and written. Raises OSError.
     """
 
     def __init__(self, folder: Path, name: str, identity: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the tokens of a file are: of llm.c's shards, NumPy's arrays, Megatron's pairs and nanoGPT's files.
+"""The place of the tokens in llm.c's shards, NumPy's arrays, Megatron's pairs and nanoGPT's files.
 
 | file | its tokens |
 |---|---|
@@ -34,7 +34,7 @@ _NUMPY = b"\x93NUMPY"
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # bytes of a token, by the dtype's code; 6 and 7 are floats
 _SAVE = ": write the tokens by numpy.save as NAME.npy"
-_PART = 1 << 20  # sequences of NAME.idx that are read at once
+_PART = 1 << 20  # sequences of NAME.idx in one read
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype` returns
 _GPT2_MODEL = "openai-community/gpt2"
-# The names of the token that ends a text: of GPT-2 and Qwen, Llama 3, Llama and T5, Gemma, DeepSeek, Cohere.
+# The token that ends a text, in GPT-2 and Qwen, Llama 3, Llama and T5, Gemma, DeepSeek, Cohere.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>")
 _SAVE = "write the tokenizer's folder by save_pretrained of transformers' AutoTokenizer"
 _NEAR = 500  # characters on each side of a cut
@@ -334,7 +334,7 @@ def _of_file(text: str, name: str) -> Tokenizer:
 
 
 def document_start(tokenizer: Tokenizer) -> int | None:
-    """Return the token with which each document of a token file begins; None if no token tells documents apart.
+    """Return the token with which each document of a token file begins; None if no token separates documents.
 
     It is the first of `begins`. Without one, it is the token that ends the document before: in the inputs of a model it
     stands before the document's first token, as it does when a text is sampled.

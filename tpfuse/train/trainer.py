@@ -33,6 +33,7 @@ from tpfuse.train.errors import RunError
 from tpfuse.train.language_model import ModelConfig, blocks_of, language_model, outlined, tied_parameters
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order, pipeline_stages
+from tpfuse.train.rank_model import Drawing
 from tpfuse.train.schedule import learning_rate
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.compression import PowerSGDCompression, compression_of
@@ -355,7 +356,7 @@ class Trainer:
     def generate(self, ids: Tensor, tokens: int) -> Tensor:
         """Return the texts `ids`, [sequences, tokens] int64, each with at most `tokens` more. All ranks call this."""
         logits = None if self.runner is None else self._logits
-        return self.language_model.generate(ids, tokens, temperature=_TEMPERATURE, top_k=None, logits=logits)
+        return self.language_model.generate(ids, tokens, Drawing(_TEMPERATURE), logits=logits)
 
     @torch.no_grad()
     def _logits(self, batch: MicroBatch) -> Tensor:

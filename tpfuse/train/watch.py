@@ -1,11 +1,12 @@
 """`tpfuse watch` shows the metrics of a run, while it trains or after its end, as a page in a browser of this machine.
 
-The page asks for the rows of metrics.jsonl every two seconds and draws them itself. Besides them it loads pipeline.png
-if the run has this picture, and nothing else.
+The page asks for the rows of metrics.jsonl every two seconds and draws them itself. It also loads pipeline.png if the
+run has this picture, and nothing else.
 """
 
 import json
 import time
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -34,9 +35,11 @@ def rows_of(run: Path) -> dict[str, Any]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answer requests for the page and for the rows. The run is an attribute of the server."""
+    """Answer requests for the page of a run, its rows and its picture."""
 
-    server: "_Server"
+    def __init__(self, run: Path, *connection: Any) -> None:
+        self.run = run
+        super().__init__(*connection)  # it answers
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0]
@@ -46,13 +49,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer("text/html; charset=utf-8", files("tpfuse.train").joinpath("watch.html").read_bytes())
         elif self.path == "/rows":
             try:
-                rows = json.dumps(rows_of(self.server.run), allow_nan=False)
+                rows = json.dumps(rows_of(self.run), allow_nan=False)
             except ValueError as error:  # an unreadable file, or a loss that is not finite
                 self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).partition("\n")[0])
             else:
                 self._answer("application/json", rows.encode())
-        elif self.path.partition("?")[0] == f"/{PICTURE}" and (self.server.run / PICTURE).is_file():
-            self._answer("image/png", (self.server.run / PICTURE).read_bytes())
+        elif self.path.partition("?")[0] == f"/{PICTURE}" and (self.run / PICTURE).is_file():
+            self._answer("image/png", (self.run / PICTURE).read_bytes())
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -64,23 +67,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing for a request."""
+        """Print nothing."""
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, run: Path, port: int) -> None:
-        super().__init__((_ADDRESS, port), _Handler)
-        self.run = run
-
-
-def open_server(run: Path, port: int) -> _Server:
+def open_server(run: Path, port: int) -> ThreadingHTTPServer:
     """Return the server of a run, which answers after `serve_forever`. port: 0 for any. Raises UserError."""
     if not (run / "config.toml").is_file():
         raise UserError(f"{run} is no run: expected a folder that `tpfuse train` has written")
     try:
-        return _Server(run, port)
+        return ThreadingHTTPServer((_ADDRESS, port), partial(_Handler, run))
     except (OSError, OverflowError) as error:
         raise UserError(f"--port {port} cannot be used: {error}") from None
 

@@ -24,7 +24,7 @@ from tpfuse.plan.memory import RankMemory, rank_memory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes, step_times
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.setup import check_numbers, model_config, with_layout
+from tpfuse.train.setup import check_options, model_config, with_layout
 
 # A context-parallel rank has at least so many tokens of a sequence: inside a node as many as a tile of attention has
 # rows; across nodes, where these ranks belong only if sequences are long, a thirty-second of the sequences in the last
@@ -231,6 +231,6 @@ def train_options(model: PlannedModel, layout: RankLayout) -> TrainCommand:
     train = replace(options.train, recompute=layout.recompute, micro_batch=layout.micro_batch)
     zero = replace(options.zero, stage=layout.zero)
     options = with_layout(replace(options, parallel=parallel, train=train, zero=zero), layout.ranks)
-    check_numbers(options)
+    check_options(options)
     model_config(options, model.vocabulary)
     return options
