@@ -19,13 +19,13 @@ from tpfuse.train.launch import STOP_SIGNALS
 
 @pytest.fixture(autouse=True)
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the probe of the peak rate, since these tests do not measure the speed of this machine."""
+    """Shorten the probe of the peak rate, since these tests do not measure the speed of this machine."""
     monkeypatch.setattr(hardware, "PROBE_SECONDS", 0.01)
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """Restores the signal handlers, which a run in this process replaces."""
+    """Restore the signal handlers, which a run in this process replaces."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
@@ -34,14 +34,14 @@ def _signals() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _switches() -> Iterator[None]:
-    """Restores the kernels and the implementation, which a run in this process chooses."""
+    """Restore the kernels and the implementation, which a run in this process chooses."""
     with use(kernels=chosen_kernels()), use(implementation=chosen_implementation()):
         yield
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a text of about 6,000 characters that a model can learn, and returns its path."""
+    """Write a text of about 6,000 characters that a model can learn, and return its path."""
     words = "the cat sat on a mat and saw that the dog was at the door of the house".split()
     generator = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -59,13 +59,13 @@ def _flags(text: Path) -> list[str]:
 
 @pytest.fixture
 def flags(text: Path) -> list[str]:
-    """Returns the flags of a tiny run on that text. The test adds `--out`."""
+    """Return the flags of a tiny run on that text. The test adds `--out`."""
     return _flags(text)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """Makes a finished run, whose folder the tests must not change. The file "said" beside it has what it printed."""
+    """Make a finished run, whose folder the tests must not change. The file "said" beside it has what it printed."""
     out = tmp_path_factory.mktemp("trained") / "run"
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert run(["train", *_flags(text), "--data.tokenizer", "chars", "--out", str(out)]) == 0
@@ -75,7 +75,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 @pytest.fixture
 def copied(trained: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the finished run, which the test may change."""
+    """Return a copy of the finished run, which the test may change."""
     return shutil.copytree(trained, tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""Runs saves that are killed, or whose disk fails, at their k-th operation, for every k.
+"""Run saves that are killed, or whose disk fails, at their k-th operation, for every k.
 
 `sweep` runs in a process that never starts a thread, and forks the ranks of each save. Each rank counts the calls by
 which the os module changes the disk. At the k-th call, the rank is killed before or after the call (kill), or the call
@@ -46,7 +46,7 @@ def whole(name: str, step: int) -> torch.Tensor:
 
 
 def shards_of(step: int, rank: int, world: int) -> dict[str, list[Shard]]:
-    """Returns shards of the weight on all ranks and of the other tensors on the last, so that each rank writes some."""
+    """Return shards of the weight on all ranks and of the other tensors on the last, so that each rank writes some."""
     shards = {}
     for name, (shape, _) in SHAPES.items():
         cuts = [tuple((0, size) for size in shape)]
@@ -69,12 +69,12 @@ def save(run: Path, step: int, group: dist.ProcessGroup | None = None, warn=prin
 
 
 def is_planted(line: str) -> bool:
-    """Returns whether a warning is about the damaged step 10 that was placed there before the save."""
+    """Return whether a warning is about the damaged step 10 that was placed there before the save."""
     return "step-10/manifest.json: expected the step of step-10, found step 8" in line
 
 
 def what_loads(run: Path) -> int:
-    """Returns the step that loads, after comparing every tensor and the state with those of that step."""
+    """Return the step that loads, after comparing every tensor and the state with those of that step."""
     said: list[str] = []
     saved = checkpoint.newest_good(run, warn=said.append)
     assert saved is not None and all(map(is_planted, said)), f"damaged checkpoints: {said}"
@@ -88,7 +88,7 @@ def what_loads(run: Path) -> int:
 
 
 class Disk:
-    """Counts the calls that change the disk, and makes the k-th one fail in the given mode (k 0: none)."""
+    """Count the calls that change the disk, and make the k-th one fail in the given mode (k 0: none)."""
 
     def __init__(self, mode: str, k: int) -> None:
         self.mode, self.k, self.log = mode, k, []
@@ -131,7 +131,7 @@ class Disk:
 
 
 def rank_main(run: Path, rank: int, world: int, mode: str, k: int) -> dict[str, object]:
-    """Saves step 10 on the given disk. Unless ranks are killed, checks the result afterwards and saves step 11."""
+    """Save step 10 on the given disk. Unless ranks are killed, check the result afterwards and save step 11."""
     group = None
     collective.PATIENCE = 0.0  # the test does not read which rank is missing
     if world > 1:
@@ -171,7 +171,7 @@ def fork(run: Path, rank: int, *args) -> int:
 
 
 def ranks(run: Path, world: int, victim: int, mode: str, k: int) -> list[dict[str, object] | None]:
-    """Returns the report of each rank; None for a rank that was killed."""
+    """Return the report of each rank; None for a rank that was killed."""
     children = [fork(run, rank, world, mode, k if rank == victim else 0) for rank in range(world)]
     deadline, late = Deadline(DEADLINE), False
     for child in children:
@@ -214,7 +214,7 @@ def check_failed(run: Path, victim: int, mode: str, reports) -> int:
 
 
 def check(run: Path, world: int, victim: int, mode: str, k: int, *, durable: bool) -> int:
-    """Runs one save with a failure at the victim's k-th call, and returns the step that loads. Raises AssertionError.
+    """Run one save with a failure at the victim's k-th call, and return the step that loads. Raises AssertionError.
 
     durable: whether step 10 is durable on the disk at that call.
     """
@@ -245,7 +245,7 @@ def prepare(template: Path, damaged: bool) -> None:
 
 
 def sweep(kind: str, world: int, damaged: bool, every: int, folder: Path) -> dict[str, object]:
-    """Fails every call of each victim. If `every` is not 1, fails each `every`-th call, of the victims in turn."""
+    """Fail every call of each victim. If `every` is not 1, fail each `every`-th call, of the victims in turn."""
     torch.set_num_threads(1)  # a thread of torch would not survive the fork
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     safetensors_file.CHUNK_BYTES = 32

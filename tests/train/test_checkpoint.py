@@ -35,7 +35,7 @@ STATE = {"layout": {"tp": 2}, "rate": 0.1, "lowest loss": math.inf, "ε": ["a", 
 
 
 def wholes(seed: int) -> dict[str, Tensor]:
-    """Returns global tensors of random bits, including NaNs with payloads."""
+    """Return global tensors of random bits, including NaNs with payloads."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (shape, dtype) in SHAPES.items():
@@ -54,7 +54,7 @@ def whole_shards(seed: int) -> dict[str, list[Shard]]:
 
 
 def grid_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
-    """Cuts every tensor into a random grid. Some cells are empty, and some are held by several ranks, one of which
+    """Cut every tensor into a random grid. Some cells are empty, and some are held by several ranks, one of which
     writes."""
     choose = random.Random(seed)
     shards = {}
@@ -95,7 +95,7 @@ def load_grid(folder: Path, seed: int) -> bool:
 
 
 def assert_loads(saved: checkpoint.Checkpoint, expected: dict[str, list[Shard]]) -> None:
-    """Loads into shards filled with other values, and checks that they equal the expected shards bit by bit."""
+    """Load into shards filled with other values, and check that they equal the expected shards bit by bit."""
     shards = {
         name: [Shard(p.shape, p.slices, torch.ones_like(p.tensor).contiguous(), False) for p in held]
         for name, held in expected.items()
@@ -149,7 +149,7 @@ def test_files_are_read_by_the_safetensors_library(tmp_path, monkeypatch, chunk)
         assert torch.equal(bits(tensor), bits(shards[name][0].tensor)), name
 
 
-@pytest.mark.parametrize(("world", "seeds"), [(2, 1), (3, 2), *exhaustive((1, 2), (2, 5), (3, 5), (4, 5))])
+@pytest.mark.parametrize(("world", "seeds"), [(3, 1), *exhaustive((1, 2), (2, 5), (3, 5), (4, 5))])
 def test_random_grids_of_shards_load_into_one_another(tmp_path, world, seeds):
     for seed in range(seeds):
         folder = tmp_path / f"{seed}" / "step-1"
@@ -179,7 +179,7 @@ def test_what_was_loaded_wrong_is_named(tmp_path):
 
 
 def wrong_copy(run: Path) -> list[str]:
-    """Returns what differs if the second rank's copy, which it does not save, is wrong in one element."""
+    """Return what differs if the second rank's copy, which it does not save, is wrong in one element."""
     shards = {"w": [Shard((5,), ((0, 5),), torch.arange(5.0), dist.get_rank() == 0)]}
     checkpoint.save(run, 1, shards, STATE, keep=0, group=dist.group.WORLD, warn=silent)
     shards["w"][0].tensor[3] += dist.get_rank()
@@ -254,7 +254,7 @@ def test_shards_whose_slices_and_shapes_disagree_are_refused(tmp_path):
 
 
 def save_wrong(run: Path, what: str) -> str:
-    """Saves shards that cannot be saved and then shards that can. Every rank must leave the first call in step."""
+    """Save shards that cannot be saved and then shards that can. Every rank must leave the first call in step."""
     rank, group = dist.get_rank(), dist.group.WORLD
     rows = {"gap": (rank * 5, rank * 5 + 4), "overlap": (0, 10), "shape": (rank * 5, rank * 5 + 5)}
     start, stop = rows.get(what, (rank * 5, rank * 5 + 5))
@@ -372,7 +372,7 @@ def test_a_file_that_differs_from_the_manifest_is_found_while_loading(tmp_path):
 
 
 def cut_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
-    """Cuts every tensor into two column shards if possible, and gives each rank a random range of the elements."""
+    """Cut every tensor into two column shards if possible, and give each rank a random range of the elements."""
     choose = random.Random(seed)
     shards: dict[str, list[Shard]] = {}
     for name, whole in wholes(seed).items():
@@ -438,7 +438,7 @@ def test_keys_are_the_name_of_the_tensor_and_a_number_from_the_second_on(tmp_pat
 
 
 def as_format_1(folder: Path) -> None:
-    """Converts a manifest to the one that the first release would have written."""
+    """Convert a manifest to the one that the first release would have written."""
     file = folder / "manifest.json"
     table = json.loads(file.read_bytes())
     del table["sha256"]
@@ -459,7 +459,7 @@ def test_format_1_still_loads(tmp_path):
 
 
 def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -> list[Slices]:
-    """Returns the rectangles that result from cutting a random one in two again and again."""
+    """Return the rectangles that result from cutting a random one in two again and again."""
     whole = [tuple((0, size) for size in shape)]
     for _ in range(cuts):
         index, dimension = choose.randrange(len(whole)), choose.randrange(len(shape))

@@ -11,7 +11,7 @@ from tpfuse.testing.ranks import run_apart
 
 
 def swept(kind: str, world: int, damaged: bool, every: int, folder: str) -> dict:
-    """Runs the harness in another process, since it changes the os module and forks, and returns its results."""
+    """Run the harness in another process, since it changes the os module and forks, and return its results."""
     spec = importlib.util.spec_from_file_location("crash_harness", Path(__file__).with_name("crash_harness.py"))
     assert spec is not None and spec.loader is not None
     harness = importlib.util.module_from_spec(spec)

@@ -24,7 +24,7 @@ def save(run: Path, step: int) -> Path:
 
 
 def loaded_step(saved: checkpoint.Checkpoint | None) -> int:
-    """Returns the step whose tensors and state the checkpoint holds in full."""
+    """Return the step whose tensors and state the checkpoint holds in full."""
     assert saved is not None
     a, b = torch.zeros(3, 5), torch.zeros(7, dtype=torch.int64)
     saved.load({"a": [Shard((3, 5), ((0, 3), (0, 5)), a, False)], "b": [Shard((7,), ((0, 7),), b, False)]})
@@ -41,7 +41,7 @@ def run(tmp_path):
 
 
 def assert_falls_back(run: Path, file: str, *, to: int = 2) -> str:
-    """Checks that step `to` loads, and returns the one warning, which must name the file and what was expected."""
+    """Check that step `to` loads, and return the one warning, which must name the file and what was expected."""
     warnings: list[str] = []
     assert loaded_step(checkpoint.newest_good(run, warn=warnings.append)) == to
     assert len(warnings) == 3 - to

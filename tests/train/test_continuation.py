@@ -16,6 +16,7 @@ from tpfuse.train.config import parse_train, resolved
 from tpfuse.train.continuation import changes, check_loss, described, effects
 from tpfuse.train.data import RunData
 from tpfuse.train.manifest import encode
+from tpfuse.train.metrics import read_metrics
 from tpfuse.train.options import Effect, Keeps, TrainCommand
 from tpfuse.train.trainer import Trainer
 
@@ -37,7 +38,7 @@ def test_every_option_says_what_a_change_of_it_does() -> None:
 
 
 def _other(value: Any) -> Any:
-    """Returns another value of an option."""
+    """Return another value of an option."""
     return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else f"{value}x"
 
 
@@ -91,13 +92,18 @@ def test_the_end_of_the_schedule_is_said_once(words: str, said: list[str]) -> No
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))
 
 
-def test_a_resumed_run_lists_its_changes(copied: Path, commands: Commands) -> None:
+def test_a_longer_run_lists_its_changes_and_keeps_the_end_of_its_schedule(copied: Path, commands: Commands) -> None:
     commands.out = copied
     (copied / ".stack-4000000").write_text("of a rank that was killed")
-    changed = ("--optim.lr", "1e-3", "--train.log-every", "1", "--train.recompute", "full")
-    assert "\nresuming with --optim.lr 0.001 (was 0.002)\n" in commands.resume("--train.steps", "13", *changed)
+    more = "--train.steps 13 --optim.lr 1e-3 --optim.warmup 2 --train.log-every 1 --train.recompute full"
+    said = commands.resume(*more.split())
+    assert "\nresuming with --optim.lr 0.001 (was 0.002), --optim.warmup 2 (was 50)\n" in said
+    assert "--train.steps 13 (was 12): the learning rate reaches 0.0002 at step 12 as before, and stays there" in said
+    assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] == 2e-4
     assert not [*copied.glob(".stack-*")]
-    assert "resuming" not in commands.resume(), "the checkpoint of step 13 has it"
+    said = commands.resume("--train.steps", "14", "--optim.decay-steps", "None")
+    assert "\nresuming with --optim.decay-steps 14 (was 12)\n" in said, "the checkpoint of step 13 has the rest"
+    assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] > 2e-4, "the schedule ends at step 14 now"
 
 
 Wrong = Callable[[pytest.MonkeyPatch], None]

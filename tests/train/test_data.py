@@ -32,7 +32,7 @@ def open_token_file(path: Path) -> TokenFiles:
 
 
 def write_shard(path: Path, tokens: np.ndarray, magic: int = 20240520, dtype: str = "<u2") -> Path:
-    """Writes a token file as llm.c's scripts do, without a JSON file."""
+    """Write a token file as llm.c's scripts do, without a JSON file."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, VERSIONS.get(magic, 1), len(tokens)
     path.write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())

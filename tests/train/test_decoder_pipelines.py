@@ -40,7 +40,7 @@ LAYER_TYPES = {"layer_types": ["sliding_attention", "sliding_attention", "full_a
 
 
 def _config(family: str, **settings: Any) -> DecoderConfig:
-    """Describes a model of LAYERS layers. Most layers of Gemma 2 and 3 attend to 5 tokens, the others to all."""
+    """Describe a model of LAYERS layers. Most layers of Gemma 2 and 3 attend to 5 tokens, the others to all."""
     settings = {"num_hidden_layers": LAYERS} | (LAYER_TYPES if family in ("gemma2", "gemma3") else {}) | settings
     return DecoderConfig.of(json.loads(decoder(family, **settings).config.to_json_string()), n_positions=7)
 
@@ -52,7 +52,7 @@ def _options(layout: Layout, schedule: str = "1f1b", **more: Any) -> TrainComman
 
 @functools.cache
 def _one_rank(family: str) -> Result:
-    """Returns what one rank finds in 3 steps. Its gradients are clipped: norms exceed `clip`, which is 0.5."""
+    """Return what one rank finds in 3 steps. Its gradients are clipped: norms exceed `clip`, which is 0.5."""
     found = trained_decoder(_config(family), ONE_RANK, 3)
     assert min(found[1]) > 0.5
     return found
@@ -83,8 +83,8 @@ def test_every_schedule_and_layout_trains_as_one_rank(
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("gemma3", _options((1, 1, 2, 2), "zbv", stage=3)),
         *exhaustive(
+            ("gemma3", _options((1, 1, 2, 2), "zbv", stage=3)),
             ("gemma2", _options((1, 1, 1, 4))),
             ("gemma2", _options((1, 1, 2, 2), "zbv", stage=2)),
             ("gemma3", _options((2, 2, 1, 2), "interleaved_1f1b", stage=3)),
@@ -123,7 +123,7 @@ def test_a_run_resumes_with_and_without_a_pipeline(
 
 
 def _evaluated_and_generated(config: DecoderConfig, options: TrainCommand) -> tuple[float, list[list[list[int]]]]:
-    """Returns the loss of an evaluation, and texts after prompts of one token and of seven."""
+    """Return the loss of an evaluation, and texts after prompts of one token and of seven."""
     with exact(config.empty(torch.float64)):
         trainer, windows = new_trainer(options, config)
         for _ in range(2):
@@ -179,7 +179,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_text_alone() -> 
 
 
 def _first_logits(config: DecoderConfig, options: TrainCommand) -> torch.Tensor:
-    """Returns the logits after 5 tokens, which padding to 20 follows in a pipeline."""
+    """Return the logits after 5 tokens, which padding to 20 follows in a pipeline."""
     from tpfuse.train.batches import MicroBatch
 
     ids = torch.arange(5).expand(2, 5)
@@ -195,7 +195,7 @@ def _first_logits(config: DecoderConfig, options: TrainCommand) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [
-        ("zbv", {"dtype": "float32", "autocast": "bfloat16", "recompute": "full"}),
+        *exhaustive(("zbv", {"dtype": "float32", "autocast": "bfloat16", "recompute": "full"})),
         *exhaustive(("1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 3})),
         *exhaustive(("interleaved_1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 2, "tp": 2})),
         pytest.param("1f1b", {"dtype": "float32", "compile": True}, marks=pytest.mark.compile),
@@ -211,6 +211,7 @@ def test_losses_in_fewer_bits_are_near_those_of_one_rank(schedule: str, more: di
         assert found == pytest.approx(losses, rel=1e-2 if "bfloat16" in plain.values() else 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     """Layers that are computed again draw the same masks, and stages draw different ones."""
     config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
@@ -222,7 +223,7 @@ def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
 
 
 def _seeds(config: DecoderConfig, options: TrainCommand) -> list[int]:
-    """Returns the seeds of the passes of a step."""
+    """Return the seeds of the passes of a step."""
     trainer, windows = new_trainer(options, config)
     assert trainer.runner is not None
     compute, seeds = trainer.runner._compute, []

@@ -31,7 +31,7 @@ def _config(family: str) -> ModelConfig:
 
 
 def _ids(vocabulary: int) -> torch.Tensor:
-    """Returns sequences with documents of all lengths, which begin at their second token, or end with their last."""
+    """Return sequences with documents of all lengths, which begin at their second token, or end with their last."""
     ids = torch.randint(0, vocabulary, (3, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     ids[ids == START] += 1
     for row, places in enumerate(([0, 1, 5, 22], [9], [3, 4, 10, 11, 23])):
@@ -40,7 +40,7 @@ def _ids(vocabulary: int) -> torch.Tensor:
 
 
 def losses(options: Any, config: ModelConfig) -> tuple[float, float, list[float]]:
-    """Returns the sum of the losses of the sequences, and of those of their documents alone."""
+    """Return the sum of the losses of the sequences, and of those of their documents alone."""
     with exact(config.empty(torch.float64)) if isinstance(config, DecoderConfig) else torch.no_grad():
         model = new_trainer(options, config)[0].language_model
         model.document_start = START
@@ -87,16 +87,8 @@ def test_commands_mask_documents(tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     named = ("--data.path", tmp_path / "a.jsonl.gz", "--data.field", "body", "--data.tokenizer", tmp_path)
     commands.do("prepare", *named, "--out", tmp_path / "tokens")
-    train = (
-        "train",
-        "--train.steps",
-        2,
-        "--train.eval-every",
-        0,
-        "--data.path",
-        tmp_path / "tokens",
-        "--data.documents",
-    )
+    short = "train --train.steps 2 --train.eval-every 0 --data.path".split()
+    train = (*short, tmp_path / "tokens", "--data.documents")
     commands.do(*train, "mask", "--out", tmp_path / "run")
     tokens = ("evaluate", tmp_path / "run", "--data.path", tmp_path / "tokens")
     found = [commands.do("evaluate", tmp_path / "run", *named[:4]), commands.do(*tokens)]
@@ -144,8 +136,8 @@ def test_every_layout_masks_as_one_rank(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("llama", {"tp": 2, "cp": 2}),
         *exhaustive(
+            ("llama", {"tp": 2, "cp": 2}),
             ("llama", {"pp": 2, "dp": 2, "accumulation": 2}),
             ("gpt2", {"tp": 2, "dp": 2}),
             ("gemma", {"cp": 2}),

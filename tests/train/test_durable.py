@@ -62,7 +62,7 @@ def test_links_are_removed_and_their_targets_are_not(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Records (name, path, …) of every call that changes the disk, in order."""
+    """Record (name, path, …) of every call that changes the disk, in order."""
     record, paths = [], {}
 
     def recorded(name):

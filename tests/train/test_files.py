@@ -72,7 +72,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 def documents(path: Path, field: str = "text") -> list[str]:
-    """Returns the documents, of which the last one may not be known to end."""
+    """Return the documents, of which the last one may not be known to end."""
     found = [""]
     for text, ends in find_text(path, field).pieces():
         found[-1] += text
@@ -81,7 +81,7 @@ def documents(path: Path, field: str = "text") -> list[str]:
 
 
 def words(*specials: str, template: str = "", **truncation: int) -> FileTokenizer:
-    """Returns a tokenizer of whole words, with a post-processor if there is a template."""
+    """Return a tokenizer of whole words, with a post-processor if there is a template."""
     names = [*specials, "?", "be", "not", "to", "or"]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,7 +51,7 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Case:
+class Missed:
     """A step in which rank 1 is missing from one operation.
 
     waits: the function of tpfuse in which rank 0 then waits, as "file:Class.function"; op: how the text of the missed
@@ -190,18 +191,18 @@ def _barrier(group: dist.ProcessGroup) -> Step:
     return lambda: symmetric_memory(group, CPU).barrier("end of the epoch")
 
 
-def _products(name: Implementation, file: str, kind: str) -> list[Case]:
+def _products(name: Implementation, file: str, kind: str) -> list[Missed]:
     return [
-        Case(name, f"{file}:{kind}.all_gather", "all_gather_linear torch", forward(_gather), "all_gather_linear"),
-        Case(name, f"{file}:{kind}.all_gather_backward", "all_gather_linear backward", backward(_gather)),
-        Case(name, f"{file}:{kind}.reduce_scatter", "linear_reduce_scatter torch", forward(_scatter),
+        Missed(name, f"{file}:{kind}.all_gather", "all_gather_linear torch", forward(_gather), "all_gather_linear"),
+        Missed(name, f"{file}:{kind}.all_gather_backward", "all_gather_linear backward", backward(_gather)),
+        Missed(name, f"{file}:{kind}.reduce_scatter", "linear_reduce_scatter torch", forward(_scatter),
              "linear_reduce_scatter"),
-        Case(name, f"{file}:{kind}.reduce_scatter_backward", "linear_reduce_scatter backward", backward(_scatter)),
-        Case(name, f"{file}:{kind}.all_reduce", "linear_all_reduce torch", forward(_reduce), "linear_all_reduce"),
+        Missed(name, f"{file}:{kind}.reduce_scatter_backward", "linear_reduce_scatter backward", backward(_scatter)),
+        Missed(name, f"{file}:{kind}.all_reduce", "linear_all_reduce torch", forward(_reduce), "linear_all_reduce"),
     ]  # fmt: skip
 
 
-def _direct_collectives() -> Iterator[Case]:
+def _direct_collectives() -> Iterator[Missed]:
     for of, shape in (
         (collectives.all_gather, (2,)),
         (collectives.reduce_scatter, (2,)),
@@ -210,7 +211,7 @@ def _direct_collectives() -> Iterator[Case]:
         (collectives.all_to_all, (2, 2)),
     ):
         op = of.__name__
-        yield Case("direct", "comm/collectives/direct.py:DirectCollectives._run", f"{op} torch", on(of, *shape), op)
+        yield Missed("direct", "comm/collectives/direct.py:DirectCollectives._run", f"{op} torch", on(of, *shape), op)
 
 
 DIRECT_ZERO, RING = "zero/reducer/direct.py:DirectReducer", "ops/ring_attention"
@@ -218,49 +219,51 @@ SHARED = "comm/host_coordinated_memory.py:HostCoordinatedMemory._agree"
 GUARDED = [
     *_products("direct", "ops/linear/direct.py", "DirectLinear"),
     *_products("fused", "ops/linear/fused.py", "FusedLinear"),
-    Case("direct", f"{RING}/direct.py:DirectRing.forward", "ring_attention ", forward(_ring), "ring_attention"),
-    Case("direct", f"{RING}/direct.py:DirectRing.backward", "ring_attention backward", backward(_gathering_ring)),
-    Case("fused", f"{RING}/fused.py:FusedRing.forward", "ring_attention ", forward(_gathering_ring), "ring_attention"),
-    Case("fused", f"{RING}/fused.py:FusedRing.backward", "ring_attention backward", backward(_ring)),
-    Case("direct", f"{RING}/ulysses.py:_through_slots", "exchange of heads", forward(_ulysses)),
-    Case("direct", f"{RING}/ulysses.py:_through_slots", "exchange of heads", backward(_ulysses)),
+    Missed("direct", f"{RING}/direct.py:DirectRing.forward", "ring_attention ", forward(_ring), "ring_attention"),
+    Missed("direct", f"{RING}/direct.py:DirectRing.backward", "ring_attention backward", backward(_gathering_ring)),
+    Missed(
+        "fused", f"{RING}/fused.py:FusedRing.forward", "ring_attention ", forward(_gathering_ring), "ring_attention"
+    ),
+    Missed("fused", f"{RING}/fused.py:FusedRing.backward", "ring_attention backward", backward(_ring)),
+    Missed("direct", f"{RING}/ulysses.py:_through_slots", "exchange of heads", forward(_ulysses)),
+    Missed("direct", f"{RING}/ulysses.py:_through_slots", "exchange of heads", backward(_ulysses)),
     *_direct_collectives(),
-    Case("direct", "comm/collectives/direct.py:DirectHandle.wait", "wait for all_gather", _later, "all_gather"),
-    Case("fused", "comm/collectives/fused.py:FusedCollectives._run", "all_gather", on(collectives.all_gather, 2)),
-    Case("direct", f"{DIRECT_ZERO}.begin", "begin a step", zero(1, update=False)),
-    Case("direct", f"{DIRECT_ZERO}._wait_until_read", "sum of bucket 0", zero(2), "buffer of bucket 0"),
-    Case("direct", f"{DIRECT_ZERO}._sum_part", "begin a step", zero(1), "sum of bucket 0"),
-    Case("direct", f"{DIRECT_ZERO}._sum_whole_buckets", "sum of bucket 0", zero(0), "sums of bucket 0"),
-    Case("direct", f"{DIRECT_ZERO}.update", "update", zero(1)),
-    Case("fused", "zero/reducer/fused.py:FusedReducer._sum_part", "sum of bucket 1", zero(1)),
+    Missed("direct", "comm/collectives/direct.py:DirectHandle.wait", "wait for all_gather", _later, "all_gather"),
+    Missed("fused", "comm/collectives/fused.py:FusedCollectives._run", "all_gather", on(collectives.all_gather, 2)),
+    Missed("direct", f"{DIRECT_ZERO}.begin", "begin a step", zero(1, update=False)),
+    Missed("direct", f"{DIRECT_ZERO}._wait_until_read", "sum of bucket 0", zero(2), "buffer of bucket 0"),
+    Missed("direct", f"{DIRECT_ZERO}._sum_part", "begin a step", zero(1), "sum of bucket 0"),
+    Missed("direct", f"{DIRECT_ZERO}._sum_whole_buckets", "sum of bucket 0", zero(0), "sums of bucket 0"),
+    Missed("direct", f"{DIRECT_ZERO}.update", "update", zero(1)),
+    Missed("fused", "zero/reducer/fused.py:FusedReducer._sum_part", "sum of bucket 1", zero(1)),
 ]
 # Rank 1 misses the other end of the message in which rank 0 waits.
 MESSAGES = [
-    Case("direct", "comm/messages/direct.py:DirectMessages.send", "receive numbers of rank 0, message 2", message(0),
+    Missed("direct", "comm/messages/direct.py:DirectMessages.send", "receive numbers of rank 0, message 2", message(0),
          "send numbers of rank 0, message 3"),
-    Case("direct", "comm/messages/symmetric.py:SymmetricMessages.receive", "send numbers of rank 1, message 2",
+    Missed("direct", "comm/messages/symmetric.py:SymmetricMessages.receive", "send numbers of rank 1, message 2",
          message(1), "receive numbers of rank 1, message 2"),
-    Case("fused", "comm/messages/fused.py:FusedMessages.send", "receive numbers of rank 0, message 2", message(0),
+    Missed("fused", "comm/messages/fused.py:FusedMessages.send", "receive numbers of rank 0, message 2", message(0),
          "send numbers of rank 0, message 3"),
 ]  # fmt: skip
 UNGUARDED = [
-    Case("direct", SHARED, "end of the epoch", _barrier),
-    Case("direct", SHARED, "buffer 'x", _buffer, "buffer x1"),
+    Missed("direct", SHARED, "end of the epoch", _barrier),
+    Missed("direct", SHARED, "buffer 'x", _buffer, "buffer x1"),
 ]
 # Gloo waits here; no shared memory has a record of these operations.
 GLOO = [
-    Case("collective", "", "all_gather", on(collectives.all_gather, 2)),
-    Case("collective", "", "reduce_scatter", on(collectives.reduce_scatter, 2)),
-    Case("collective", "", "all_reduce", on(collectives.all_reduce, 2)),
-    Case("collective", "", "all_to_all", on(collectives.all_to_all, 2, 2)),
-    Case("collective", "", "all_gather", forward(_gather)),
-    Case("collective", "", "all_gather", backward(_gather)),
-    Case("collective", "", "broadcast", on(_broadcast, 2)),
-    Case("collective", "", "shift", on(_shift, 2)),
-    Case("collective", "", "gathering of objects", on(_objects, 2)),
-    Case("collective", "", "send numbers of rank 0", message(0)),
-    Case("collective", "", "receive numbers of rank 1", message(1)),
-    Case("collective", "", "first exchange", _first_exchange),
+    Missed("collective", "", "all_gather", on(collectives.all_gather, 2)),
+    Missed("collective", "", "reduce_scatter", on(collectives.reduce_scatter, 2)),
+    Missed("collective", "", "all_reduce", on(collectives.all_reduce, 2)),
+    Missed("collective", "", "all_to_all", on(collectives.all_to_all, 2, 2)),
+    Missed("collective", "", "all_gather", forward(_gather)),
+    Missed("collective", "", "all_gather", backward(_gather)),
+    Missed("collective", "", "broadcast", on(_broadcast, 2)),
+    Missed("collective", "", "shift", on(_shift, 2)),
+    Missed("collective", "", "gathering of objects", on(_objects, 2)),
+    Missed("collective", "", "send numbers of rank 0", message(0)),
+    Missed("collective", "", "receive numbers of rank 1", message(1)),
+    Missed("collective", "", "first exchange", _first_exchange),
 ]
 CASES = [*GUARDED, *MESSAGES, *UNGUARDED, *GLOO]
 
@@ -276,7 +279,7 @@ def _stop(rank: Rank) -> None:
 
 
 @contextmanager
-def _missing(rank: Rank, case: Case, mode: str) -> Iterator[None]:
+def _missing(rank: Rank, case: Missed, mode: str) -> Iterator[None]:
     """Make this rank stay away from the case's operation, or stop just after it has begun it, within a with block."""
     method = "begin_message" if case in MESSAGES else "begin"
     begin, missed = getattr(ControlBlock, method), list[str]()
@@ -297,7 +300,7 @@ def _missing(rank: Rank, case: Case, mode: str) -> Iterator[None]:
 
 
 def _functions(error: BaseException) -> list[str]:
-    """Return the functions in which an error was raised, as `Case.waits` names them."""
+    """Return the functions in which an error was raised, as `Missed.waits` names them."""
     codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return [f"{code.co_filename.removeprefix(f'{TPFUSE}/')}:{code.co_qualname}" for code in codes]
 
@@ -347,7 +350,7 @@ def _serve(rank: Rank) -> None:
         rank.tell("ready")
 
 
-class Pool:
+class LentRanks:
     """Two ranks that serve one test after another. After a test that fails, the next test gets new ranks."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
@@ -369,34 +372,23 @@ class Pool:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    made = Pool(tmp_path_factory)
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LentRanks]:
+    made = LentRanks(tmp_path_factory)
     yield made
     made.close()
 
 
 def _parameters() -> list[Any]:
-    """Return (index, mode) for all cases, one mode for slow kernels. The first tier has one of each kind of wait."""
-    first = {
-        ("direct all_gather_linear backward", "away"), ("direct all_gather torch", "stopped"),
-        ("fused all_gather", "stopped"), ("direct begin a step", "away"), ("direct end of the epoch", "away"),
-        ("direct buffer 'x", "stopped"), ("direct wait for all_gather", "stopped"),
-        ("collective all_reduce", "away"), ("collective all_to_all", "stopped"),
-        ("collective first exchange", "away"), ("direct send numbers of rank 1, message 2", "away"),
-        ("fused receive numbers of rank 0, message 2", "stopped"),
-    }  # fmt: skip
+    """Return (index, mode) for all cases, whose modes alternate. The first tier has one case an implementation."""
+    first = {"direct all_gather torch", "fused all_gather", "collective all_reduce"}
     return [
-        pytest.param(
-            index, mode, marks=() if (str(case), mode) in first else pytest.mark.processes, id=f"{case} {mode}"
-        )
-        for index, case in enumerate(CASES)
-        for number, mode in enumerate(("away", "stopped"))
-        if case.name != "fused" or index % 2 == number
+        pytest.param(index, mode, marks=() if str(case) in first else pytest.mark.processes, id=f"{case} {mode}")
+        for index, (case, mode) in enumerate(zip(CASES, cycle(("stopped", "away")), strict=False))
     ]
 
 
 @pytest.mark.parametrize(("index", "mode"), _parameters())
-def test_a_missing_rank_is_explained(index: int, mode: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_missing_rank_is_explained(index: int, mode: str, pool: LentRanks, tmp_path: Path) -> None:
     case = CASES[index]
     with pool.lent() as running:
         for connection in running.connections:

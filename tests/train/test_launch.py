@@ -31,7 +31,7 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def start(flags: list[str], tmp_path: Path) -> Iterator[Start]:
-    """Returns start(options, out=, program=, limits=), which starts a tiny run in the folder `out` of tmp_path."""
+    """Return start(options, out=, program=, limits=), which starts a tiny run in the folder `out` of tmp_path."""
     started: list[Command] = []
 
     def begin(
@@ -49,7 +49,7 @@ def start(flags: list[str], tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def endless(start: Start) -> Callable[..., Command]:
-    """Returns endless(options, **more), which starts a run that does not end, and waits for its third step."""
+    """Return endless(options, **more), which starts a run that does not end, and wait for its third step."""
 
     def begin(options: str = "--parallel.tp 2", **more: str) -> Command:
         command = start(f"{ENDLESS} {options}", **more)
@@ -82,7 +82,7 @@ def test_ranks_of_tpfuse_and_of_torchrun_train_as_one_rank(start: Start, flags: 
 
 
 def _decisions(step: Path) -> dict[str, str]:
-    """Returns the implementation of each case in a checkpoint."""
+    """Return the implementation of each case in a checkpoint."""
     cases = json.loads((step / "manifest.json").read_text())["state"]["decisions"]["cases"]
     return {case: decision["taken"] for case, decision in cases.items()}
 
@@ -196,11 +196,10 @@ def test_a_rank_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "victim", "how"),
     [
-        *(("--parallel.pp 4", victim, signal.SIGSTOP) for victim in (0, 1, 3)),
-        *(("--parallel.pp 4", victim, signal.SIGKILL) for victim in (0, 2, 3)),
+        ("--parallel.pp 4", 1, signal.SIGSTOP),
+        ("--parallel.pp 4", 3, signal.SIGKILL),
         ("--parallel.pp 2 --parallel.tp 2 --parallel.pp-schedule zero_bubble", 3, signal.SIGSTOP),
         ("--parallel.pp 4 --parallel.impl collective", 1, signal.SIGSTOP),
-        ("--parallel.pp 4 --parallel.impl collective", 2, signal.SIGKILL),
     ],
 )
 def test_a_missing_rank_of_a_pipeline_is_named(
@@ -355,12 +354,6 @@ def test_a_failed_allocation_of_shared_memory_is_one_line(start: Start) -> None:
 
 
 @pytest.mark.processes
-def test_all_ranks_stop_at_a_loss_that_is_not_finite(start: Start) -> None:
-    _, err = start("--optim.lr 1e30 --optim.clip 0 --optim.warmup 0 --parallel.tp 2").end(1)
-    assert "step 1: loss nan" in err and err.count("\n") == 1
-
-
-@pytest.mark.processes
 def test_bad_input_under_torchrun_is_reported_once(start: Start, tmp_path: Path) -> None:
     command = start("--parallel.tp 4", program=TORCHRUN)
     _, err = command.process.communicate(timeout=patient(120.0))  # torchrun adds a traceback of its own
@@ -368,10 +361,3 @@ def test_bad_input_under_torchrun_is_reported_once(start: Start, tmp_path: Path)
     assert err.count("tpfuse train: error: tp 4 x dp 1 needs 4 ranks, and there are 2") == 1
     command.wait_for_processes()
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.processes
-def test_bad_input_starts_no_rank(start: Start) -> None:
-    out, err = start("--parallel.tp 3").end(2)
-    assert out.startswith("reading  ") and out.count("\n") == 1
-    assert err == "tpfuse train: error: tp 3 does not divide n_head 4: it can be one of [1, 2, 4]\n"

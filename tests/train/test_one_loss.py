@@ -1,9 +1,10 @@
-"""Every layout, implementation, schedule and stage of ZeRO trains from one seed to the same losses and weights.
+"""Every layout, pipeline, implementation and stage of ZeRO trains from one seed to the same losses and weights.
 
 The same holds for torch's kernels and Triton's, and for products in 16 bits up to their rounding.
 """
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import exhaustive
 from tests.support.training import (
+    CONFIG,
     Result,
     check_same,
     new_trainer,
@@ -36,29 +38,25 @@ STEPS = 10
 
 
 @functools.cache
-def on_one_rank() -> Result:
-    return trained(options_of(), STEPS)[0]
+def on_one_rank(layers: int = CONFIG.n_layer, steps: int = STEPS) -> Result:
+    return trained(options_of(), steps, "auto", None, None, replace(CONFIG, n_layer=layers))[0]
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "accumulation": 3},
-    {"dp": 3, "accumulation": 2},
     {"tp": 2, "dp": 2},
     {"tp": 2, "accumulation": 2, "name": "collective"},
     {"tp": 2, "cp": 2, "accumulation": 3},
     {"cp": 4, "accumulation": 2, "cp_schedule": "ring", "name": "direct"},
     {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses_ring", "name": "collective"},
     {"dp": 3, "stage": 1, "offload": "host"},
-    {"dp": 2, "stage": 2, "accumulation": 3},
-    {"dp": 2, "stage": 2, "offload": "a folder"},
-    {"dp": 2, "stage": 3, "accumulation": 3},
-    {"dp": 4, "stage": 3, "replicas": 2},
+    {"dp": 2, "stage": 2, "offload": "a folder", "accumulation": 3},
+    {"dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
 ]
 MORE: list[dict[str, Any]] = [
     *({"accumulation": accumulation} for accumulation in (2, 3)),
-    *({"tp": 2, "accumulation": accumulation} for accumulation in (1, 2)),
+    *({"tp": 2, "accumulation": accumulation} for accumulation in (1, 2, 3)),
     *({"tp": 4, "accumulation": accumulation} for accumulation in (1, 2, 3)),
-    *({"dp": dp, "accumulation": accumulation} for dp in (2, 3) for accumulation in (1, 3)),
+    *({"dp": dp, "accumulation": accumulation} for dp in (2, 3) for accumulation in (1, 2, 3)),
     *({"tp": 2, "dp": 2, "accumulation": accumulation} for accumulation in (2, 3)),
     *({"tp": 4, "accumulation": 2, "name": name} for name in ("direct", "collective")),
     {"cp": 2},
@@ -82,21 +80,70 @@ MORE: list[dict[str, Any]] = [
     {"tp": 2, "stage": 2},
     {"dp": 2, "stage": 2},
     {"cp": 3, "stage": 3},
-    {"dp": 2, "stage": 3},
+    *({"dp": 2, "stage": 3, "accumulation": accumulation} for accumulation in (1, 3)),
     {"dp": 2, "tp": 2, "stage": 3, "accumulation": 3},
-    {"dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
+    {"dp": 4, "stage": 3, "replicas": 2},
 ]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *exhaustive(*MORE)], ids=str)
+PIPELINES: list[dict[str, Any]] = [
+    {"pp": 2, "pp_layers": "1,3", "dp": 2, "stage": 2, "accumulation": 3},
+    {"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6},
+    {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp": 2, "stage": 3, "accumulation": 6},
+    {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
+    {"pp": 3, "pp_schedule": "gpipe", "accumulation": 4, "recompute": "selective", "offload": "host"},
+]
+MORE_PIPELINES: list[dict[str, Any]] = [
+    *({"pp": pp, "accumulation": count} for pp in (2, 3, 4) for count in (1, 2, 9)),
+    *({"pp": pp, "pp_schedule": "gpipe", "accumulation": 6} for pp in (2, 4)),
+    *(
+        {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each, "layers": pp * each, "accumulation": 12}
+        for pp in (2, 3, 4)
+        for schedule, numbers in (("interleaved_1f1b", (2, 3)), ("zero_bubble", (1, 2, 3)), ("zbv", (2,)))
+        for each in numbers
+    ),
+    {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_layers": "1,1,3,2", "layers": 7, "accumulation": 4},
+    {"pp": 3, "pp_schedule": "zero_bubble", "pp_layers": "3,1,1", "layers": 5, "accumulation": 6},
+    {"pp": 2, "pp_schedule": "zbv", "pp_layers": "2,1,3,1", "layers": 7, "accumulation": 6},
+    *(
+        {"pp": 2, "pp_schedule": schedule, "accumulation": 6, **more}
+        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
+        for more in (
+            {"tp": 2},
+            {"cp": 2},
+            {"tp": 2, "cp": 2},
+            {"dp": 2, "tp": 2, "stage": 3},
+            {"dp": 2, "cp": 2, "stage": 2},
+            *({"dp": 2, "stage": stage} for stage in (0, 1, 2, 3)),
+            {"recompute": "selective"},
+            {"recompute": "full"},
+            {"dp": 2, "stage": 3, "recompute": "full"},
+        )
+    ),
+    {"pp": 2, "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
+    {"pp": 2, "pp_schedule": "zbv", "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
+    {"pp": 2, "dp": 3, "stage": 1, "offload": "host", "accumulation": 3},
+    {"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 6, "offload": "host"},
+    {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 2, "offload": "a folder", "accumulation": 3},
+    {"pp": 2, "stage": 3, "accumulation": 6},
+    {"pp": 2, "cp": 2, "stage": 3, "cp_schedule": "ring", "accumulation": 6},
+    *({"pp": 2, "tp": 2, "accumulation": 6, "name": name} for name in ("direct", "collective")),
+    *({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6, "name": name} for name in ("direct", "collective")),
+    {"pp": 2, "pp_schedule": "zero_bubble", "tp": 2, "dp": 2, "stage": 2, "accumulation": 6, "name": "direct"},
+]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *PIPELINES, *exhaustive(*MORE, *MORE_PIPELINES)], ids=str)
 def test_every_layout_gives_the_same_losses_and_weights(tmp_path: Path, layout: dict[str, Any]) -> None:
-    layout, expected = dict(layout), on_one_rank()
+    layout, piped = dict(layout), "pp" in layout
     name: Implementation = layout.pop("name", "auto")
+    layers, steps = layout.pop("layers", 4 if piped else CONFIG.n_layer), 4 if piped else STEPS
     if layout.get("offload") == "a folder":
         layout["offload"] = str(tmp_path)
-    assert expected[0][-1] < expected[0][0] - 0.1
-    for found in trained(options_of(**layout), STEPS, name):
-        check_same(found, expected)
+    expected = on_one_rank(layers, steps)
+    assert piped or expected[0][-1] < expected[0][0] - 0.1
+    for found in trained(options_of(**layout), steps, name, None, None, replace(CONFIG, n_layer=layers)):
+        check_same(found, expected, 1e-9 if piped else 1e-10)
 
 
 class MaskedWindows(Windows):
@@ -178,14 +225,14 @@ def test_clipping_changes_training_and_counts_every_parameter_once() -> None:
     ],
 )
 def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: str, name: Implementation) -> None:
-    first, second = (trained(options_of(2, tp=tp, dtype=dtype), 20, name) for _ in range(2))
+    first, second = (trained(options_of(2, tp=tp, dtype=dtype), STEPS, name) for _ in range(2))
     for (losses, _, weights), (losses_again, _, weights_again) in zip(first, second, strict=True):
         assert losses == losses_again and losses[-1] < losses[0] - 0.1
         assert all(torch.equal(weight, weights_again[name]) for name, weight in weights.items())
 
 
 class ProductDtypes(TorchDispatchMode):
-    """Records the dtypes of the first operands of all matrix products, including those of attention."""
+    """Record the dtypes of the first operands of all matrix products, including those of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +245,7 @@ class ProductDtypes(TorchDispatchMode):
 
 
 def trained_in(options: dict[str, Any]) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
-    """Returns losses, the dtypes of products in steps and in an evaluation, and the dtypes in a checkpoint."""
+    """Return losses, the dtypes of products in steps and in an evaluation, and the dtypes in a checkpoint."""
     trainer, windows = new_trainer(options_of(**options))
     with ProductDtypes() as products:
         losses = [trainer.train_step(windows, lambda: False).loss for _ in range(20)]
@@ -210,8 +257,12 @@ def trained_in(options: dict[str, Any]) -> tuple[list[float], set[torch.dtype], 
     ("layout", "half"),
     [
         ({}, "bfloat16"),
-        ({"tp": 2}, "bfloat16"),
-        *exhaustive(({}, "float16"), ({"dp": 2, "stage": 2}, "bfloat16"), ({"dp": 2, "stage": 3}, "bfloat16")),
+        *exhaustive(
+            ({"tp": 2}, "bfloat16"),
+            ({}, "float16"),
+            ({"dp": 2, "stage": 2}, "bfloat16"),
+            ({"dp": 2, "stage": 3}, "bfloat16"),
+        ),
         *exhaustive(({"dp": 2, "tp": 2, "stage": 3}, "float16")),
     ],
     ids=str,
@@ -232,7 +283,7 @@ def test_autocast_computes_products_in_16_bits_and_keeps_the_rest(layout: dict[s
 def trained_by(
     name: Kernels, tp: int, dtype: str, config: GPTConfig, steps: int, products: Implementation = "auto"
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the losses and weights after some steps of 63 tokens, which tp does not divide."""
+    """Return the losses and weights after some steps of 63 tokens, which tp does not divide."""
     with use(kernels=name):
         options = options_of(tp=tp, dtype=dtype, batch=9, order="random")
         losses, _, weights = train(options, steps, products, None, None, config)
@@ -240,7 +291,7 @@ def trained_by(
 
 
 def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    """Returns the distance between all weights except the biases of the keys.
+    """Return the distance between all weights except the biases of the keys.
 
     Softmax makes the gradients of these biases 0, and AdamW scales the rounding errors that remain to the size of any
     other update, so that these biases show nothing but rounding errors.

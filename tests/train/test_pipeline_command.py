@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -87,30 +86,6 @@ def test_a_pipeline_under_torchrun_with_other_dimensions_trains_as_one_rank(flag
     shares = read_metrics(tmp_path / "piped" / "metrics.jsonl")[-1]
     assert len(shares["pipeline_idle"]) == len(shares["predicted_idle"]) == 4
     assert shares["predicted_idle"][0] == shares["predicted_idle"][1]
-
-
-def test_a_world_that_does_not_fit_is_one_line_under_torchrun(flags: list[str], tmp_path: Path) -> None:
-    command = started(flags, tmp_path / "run", "--parallel.pp 3 --model.n-layer 3", torchrun(2))
-    _, err = command.process.communicate(timeout=120)
-    assert "tpfuse train: error: tp 1 x dp 1 x pp 3 needs 3 ranks, and there are 2" in err
-    assert command.process.returncode and not (tmp_path / "run").exists()
-    command.wait_for_processes()
-
-
-def test_a_stopped_pipeline_saves_and_can_be_resumed(flags: list[str], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    endless = "--train.steps 1000000 --train.log-every 1 --train.eval-every 0 --train.save-every 0"
-    command = started(flags, run, f"{endless} --parallel.pp 2 --zero.stage 1")
-    command.wait_for("step 3/")
-    command.process.send_signal(signal.SIGTERM)
-    out, err = command.end()
-    assert "stopped at step" in out and err == ""
-    assert (run / "pipeline.png").read_bytes().startswith(b"\x89PNG")
-    (saved,) = run.glob("step-*")
-    step = int(saved.name.removeprefix("step-"))
-    more = f"--resume --parallel.pp 1 --parallel.tp 2 --train.steps {step + 2}"
-    _, err = Command([*TRAIN.split(), "--out", str(run), *more.split()]).end()
-    assert err == "" and read_metrics(run / "metrics.jsonl")[-1]["step"] == step + 2
 
 
 def test_a_profile_of_a_pipeline_adds_up(flags: list[str], tmp_path: Path) -> None:

@@ -35,12 +35,11 @@ T2D2: Layout = {"tp": 2, "dp": 2}
 T2C2: Layout = {"tp": 2, "cp": 2}
 D2P2: Layout = {"dp": 2, "pp": 2, "accumulation": 6}
 ZBV: Layout = {"pp": 2, "pp_schedule": "zbv", "accumulation": 4}
-FIRST = [
-    ({**D2P2, "stage": 3}, {**P4, "pp_schedule": "zero_bubble"}),
-    # Ranks with several stages have prefetched parameters that have not been used when the checkpoint is loaded.
-    ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 3}),
+# Ranks with several stages have prefetched parameters that have not been used when a checkpoint is loaded.
+FIRST: list[tuple[Layout, ...]] = [
+    ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 3}, {**P4, "pp_schedule": "zero_bubble"})
 ]
-OTHERS = [
+OTHERS: list[tuple[Layout, ...]] = [
     *((P4, {**T2D2, "stage": stage}) for stage in (1, 2, 3)),
     *(({**T2D2, "stage": stage}, P4) for stage in (1, 2, 3)),
     *((P4, {**T2C2, "stage": stage}) for stage in (1, 2, 3)),
@@ -52,6 +51,7 @@ OTHERS = [
     *(({**D2P2, "stage": stage}, P4) for stage in (1, 2)),
     *((P4, {**D2P2, "stage": stage}) for stage in (1, 2, 3)),
     ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 1}),
+    ({**D2P2, "stage": 3}, {**P4, "pp_schedule": "zero_bubble"}),
     (ZBV, P4),
     (P4, ZBV),
     (ZBV, {}),
@@ -64,22 +64,26 @@ def one_rank() -> Result:
     return trained(options_of(), 10, "auto", None, None, FOUR)[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [*FIRST, *exhaustive(*OTHERS)], ids=str)
-def test_a_checkpoint_resumes_with_and_without_a_pipeline(tmp_path: Path, before: Layout, after: Layout) -> None:
-    trained(options_of(**before), 4, "auto", tmp_path, None, FOUR)
-    saved = newest_good(tmp_path, warn=pytest.fail)
-    assert saved is not None
-    for name, entry in saved.manifest["tensors"].items():
-        written = sum(prod(stop - start for start, stop in part["ranges"]) for part in entry["slices"])
-        assert written == prod(entry["shape"]), f"{name} is written once"
-    assert {len([name for name in saved.manifest["tensors"] if name.endswith(".transformer.wte.weight")])} == {3}
+@pytest.mark.parametrize("layouts", [*FIRST, *exhaustive(*((each,) for each in OTHERS))], ids=str)
+def test_a_checkpoint_resumes_with_and_without_a_pipeline(tmp_path: Path, layouts: tuple[Layout, ...]) -> None:
     losses, norms, weights = one_rank()
-    for found in trained(options_of(**after), 6, "auto", None, tmp_path, FOUR):
-        check_same(found, (losses[4:], norms[4:], weights), 1e-9)
+    ends = (4, 7, 10) if len(layouts) == 3 else (4, 10)
+    done, source = 0, None
+    for layout, end in zip(layouts, ends, strict=True):
+        folder = tmp_path / str(end)
+        for found in trained(options_of(**layout), end - done, "auto", folder, source, FOUR):
+            check_same(found, (losses[done:end], norms[done:end], weights if end == 10 else found[2]), 1e-9)
+        saved = newest_good(folder, warn=pytest.fail)
+        assert saved is not None
+        for name, entry in saved.manifest["tensors"].items():
+            written = sum(prod(stop - start for start, stop in part["ranges"]) for part in entry["slices"])
+            assert written == prod(entry["shape"]), f"{name} is written once"
+        assert {len([name for name in saved.manifest["tensors"] if name.endswith(".transformer.wte.weight")])} == {3}
+        done, source = end, folder
 
 
 def evaluated_and_generated(layout: Layout) -> tuple[float, list[list[list[int]]]]:
-    """Returns the loss of an evaluation, and two texts after prompts of one token and of a whole context.
+    """Return the loss of an evaluation, and two texts after prompts of one token and of a whole context.
 
     They are longer than the context, so that they are computed with a cache and then without one.
     """
@@ -105,8 +109,8 @@ def on_one_rank() -> tuple[float, list[list[list[int]]]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pp": 2, "cp": 2, "accumulation": 4},
         {"pp": 2, "tp": 2, "pp_schedule": "zbv", "accumulation": 4},
+        *exhaustive({"pp": 2, "cp": 2, "accumulation": 4}),
         *exhaustive({"pp": 4, "accumulation": 4}, {"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 4}),
         *exhaustive(*({"pp": 2, "pp_schedule": name, "accumulation": 4} for name in ("interleaved_1f1b", "zbv"))),
         *exhaustive({"pp": 2, "tp": 2, "accumulation": 4}, {"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}),
@@ -124,7 +128,7 @@ def test_an_evaluation_and_a_text_are_those_of_one_rank(layout: Layout) -> None:
 
 @contextmanager
 def broken(trainer: Trainer, kind: str, layer: int) -> Iterator[None]:
-    """Breaks a layer of the model on the ranks that have it."""
+    """Break a layer of the model on the ranks that have it."""
     block = trainer.model.transformer.h[layer]
     if not isinstance(block, Block):
         yield
@@ -146,7 +150,7 @@ def broken(trainer: Trainer, kind: str, layer: int) -> Iterator[None]:
 
 
 def stopped_by(layout: Layout, kind: str, layer: int) -> str:
-    """Returns the error of a step with a broken layer."""
+    """Return the error of a step with a broken layer."""
     trainer, windows = new_trainer(options_of(**layout), FOUR)
     trainer.train_step(windows, lambda: False)
     with torch.no_grad(), broken(trainer, kind, layer), torch.enable_grad():
@@ -167,10 +171,10 @@ MESSAGES = {
 @pytest.mark.parametrize(
     ("layout", "kind", "layer"),
     [
-        ({"pp": 2, "pp_schedule": "zbv", "accumulation": 4}, "parameter", 1),
         ({"pp": 2, "dp": 2, "accumulation": 3}, "output", 3),
         ({"pp": 2, "pp_schedule": "zero_bubble", "accumulation": 4}, "gradient", 2),
         *exhaustive(
+            ({"pp": 2, "pp_schedule": "zbv", "accumulation": 4}, "parameter", 1),
             *(({"pp": 4, "accumulation": 4}, kind, layer) for kind in MESSAGES for layer in range(4)),
             *(({"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}, kind, 2) for kind in MESSAGES),
             *(({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 3}, kind, 2) for kind in MESSAGES),
@@ -185,7 +189,7 @@ def test_what_is_not_finite_is_named_by_all_ranks(layout: Layout, kind: str, lay
 
 
 def overflowed(layout: Layout) -> list[tuple[bool, bool, float, float]]:
-    """Returns (skipped, stop, loss, loss scale) of steps of which the first overflows; rank 1 wants to stop then."""
+    """Return (skipped, stop, loss, loss scale) of steps of which the first overflows; rank 1 wants to stop then."""
     trainer, windows = new_trainer(options_of(dtype="float16", **layout), FOUR)
     trainer.loss_scale, found = 2.0**34, []
     while trainer.loss_scale > 2.0**17:
@@ -228,7 +232,7 @@ def test_losses_in_16_bits_are_near_those_of_one_rank(schedule: str, more: Layou
 
 
 def on_nodes(options: TrainCommand) -> Result:
-    """Trains on pretended nodes of two ranks."""
+    """Train on pretended nodes of two ranks."""
     with pretended_nodes(*[2] * (dist.get_world_size() // 2)):
         assert "2 nodes of 2 ranks" in new_trainer(options, FOUR)[0].exchanged_by
         return train(options, 10, config=FOUR)

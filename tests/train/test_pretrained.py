@@ -38,7 +38,7 @@ TRAINING = (
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """Writes a tokenizer file whose tokens are the words of the text and a token that ends a text."""
+    """Write a tokenizer file whose tokens are the words of the text and a token that ends a text."""
     vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", *sorted(set(text.read_text().split()))])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -56,13 +56,13 @@ def _trained(folder: Path, text: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def chars(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """Makes a finished run on the characters of the text."""
+    """Make a finished run on the characters of the text."""
     return _trained(tmp_path_factory.mktemp("chars") / "run", text, "--data.tokenizer", "chars")
 
 
 @pytest.fixture(scope="module")
 def worded(tmp_path_factory: pytest.TempPathFactory, text: Path, words: Path) -> Path:
-    """Makes a finished run on the words of the text."""
+    """Make a finished run on the words of the text."""
     return _trained(tmp_path_factory.mktemp("worded") / "run", text, "--data.tokenizer", str(words))
 
 
@@ -163,7 +163,7 @@ def _windows(length: int, batch: int) -> Windows:
 
 
 def _taken(folder: Path, tp: int, cp: int, stage: int, dtype: str, length: int) -> tuple[float, dict[str, Tensor]]:
-    """Returns (loss, whole parameters) of a trainer that has loaded the weights in the folder over NaNs."""
+    """Return (loss, whole parameters) of a trainer that has loaded the weights in the folder over NaNs."""
     dp = dist.get_world_size() // (tp * cp)
     options = options_of(batch=4 * dp, dtype=dtype, tp=tp, dp=dp, cp=cp, stage=stage)
     config = GPTConfig(61, length, 32, 2, 4)

@@ -139,7 +139,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a folder with a text of one character, and tokens of another tokenizer than the run's."""
+    """Make a folder with a text of one character, and tokens of another tokenizer than the run's."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "short.txt").write_text("a")
     write_token_file(folder / "data", [np.zeros(9, np.uint16)], CharTokenizer("ab"), "test")

@@ -53,7 +53,7 @@ SAVED: list[Layout] = [
     {"dp": 4, "stage": 3, "replicas": 2},
 ]
 # Every layout resumes at three others. Those of the first tier resume at another stage and number of ranks.
-FIRST = [*((SAVED[a], SAVED[b]) for a, b in ((1, 5), (4, 0), (3, 2))), ({"tp": 2, "cp": 2}, {"cp": 3})]
+FIRST = [*((SAVED[a], SAVED[b]) for a, b in ((1, 5), (4, 0))), ({"tp": 2, "cp": 2}, {"cp": 3})]
 OTHERS = [(SAVED[a], SAVED[(a + step) % len(SAVED)]) for a in range(len(SAVED)) for step in (1, 2, 4)]
 OTHERS += [*((saved, ONE) for saved in SAVED), ({"tp": 2}, {"dp": 2}), ({"dp": 2}, {"tp": 2}), (ONE, {"tp": 4})]
 OTHERS += [({"tp": 2, "dp": 2}, ONE), ({"tp": 2, "cp": 2}, ONE), ({"tp": 2, "cp": 2}, {"dp": 2})]
@@ -65,7 +65,7 @@ def one_rank() -> Result:
 
 
 def check_continues(found: Result, step: int) -> None:
-    """Raises AssertionError unless a run that resumed at `step` ends after ten steps as one that never stopped."""
+    """Raise AssertionError unless a run that resumed at `step` ends after ten steps as one that never stopped."""
     losses, norms, weights = one_rank()
     check_same(found, (losses[step:], norms[step:], weights))
 
@@ -85,15 +85,14 @@ def test_a_checkpoint_resumes_at_any_stage_and_layout(tmp_path: Path, before: La
 @pytest.mark.parametrize(
     "layout",
     [
-        {"dp": 2, "stage": 2, "dtype": "bfloat16"},
         {"dp": 2, "stage": 3, "dtype": "float32"},
-        {"tp": 2, "dtype": "float32"},
         {"tp": 2, "dp": 2, "dtype": "bfloat16"},
         *exhaustive(*({"dp": 2, "stage": 1, "dtype": dtype} for dtype in ("float32", "bfloat16"))),
-        *exhaustive({"dp": 2, "stage": 2, "dtype": "float16"}, {"tp": 2, "dp": 2, "dtype": "float32"}),
+        *exhaustive(*({"dp": 2, "stage": 2, "dtype": dtype} for dtype in ("float16", "bfloat16"))),
+        *exhaustive({"tp": 2, "dp": 2, "dtype": "float32"}),
         *exhaustive(*({"dp": 2, "stage": 3, "dtype": dtype} for dtype in ("float16", "bfloat16"))),
         *exhaustive(*({"dtype": dtype} for dtype in ("float32", "bfloat16", "float16"))),
-        *exhaustive(*({"tp": 2, "dtype": dtype} for dtype in ("float64", "float16"))),
+        *exhaustive(*({"tp": 2, "dtype": dtype} for dtype in ("float64", "float32", "float16"))),
     ],
     ids=str,
 )
@@ -119,7 +118,10 @@ GRADIENTS, REDUCED = {"gradient_dtype": "parameter"}, {"reduce_dtype": "paramete
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [(2, GRADIENTS), (1, REDUCED), *exhaustive((0, GRADIENTS), (1, GRADIENTS), (0, REDUCED), (2, REDUCED))],
+    [
+        (2, GRADIENTS | REDUCED),
+        *exhaustive((2, GRADIENTS), (1, REDUCED), (0, GRADIENTS), (1, GRADIENTS), (0, REDUCED), (2, REDUCED)),
+    ],
     ids=str,
 )
 def test_losses_with_16_bit_gradients_are_near_those_with_32(stage: int, more: dict[str, Any]) -> None:
@@ -131,7 +133,7 @@ def test_losses_with_16_bit_gradients_are_near_those_with_32(stage: int, more: d
 
 
 def remainders_resume(folder: Path, before: Layout, after: Layout) -> None:
-    """Compares four steps with two steps after a checkpoint of two, on pretended nodes of two ranks under PowerSGD."""
+    """Compare four steps with two steps after a checkpoint of two, on pretended nodes of two ranks under PowerSGD."""
 
     def fresh(layout: Layout) -> tuple[Trainer, Windows]:
         trainer, windows = new_trainer(options_of(**layout, compression="powersgd-1"), FOUR)
@@ -200,7 +202,7 @@ def test_the_remainders_of_powersgd_are_in_checkpoints(tmp_path: Path, before: L
 
 
 def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
-    """Saves after every step. Rank 1 kills itself in the third update, between two blocks of its buckets."""
+    """Save after every step. Rank 1 kills itself in the third update, between two blocks of its buckets."""
     rank.join()
     set_settings(timeout=patient(LIMIT))
     trainer, windows = new_trainer(options)

@@ -124,7 +124,7 @@ FOUR = replace(CONFIG, n_layer=4)
 
 
 def _across(layout: dict[str, Any]) -> tuple[Result, dict[str, str]]:
-    """Trains; returns the result, and the implementation that served each group of this rank."""
+    """Train; return the result, and the implementation that served each group of this rank."""
     result = train(options_of(**layout), 10, config=FOUR)
     mesh = mesh_of(layout.get("dp", 1), layout.get("tp", 1), pp=2)
     groups = {name: group_of(mesh[name]) for name in ("pp", "dp", "tp")}

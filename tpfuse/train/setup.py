@@ -238,11 +238,11 @@ def _check_lengths(options: TrainCommand, data: RunData) -> None:
         found += [(files, files.count - val, "training", "")]
         found += [] if data.val else [(files, val, "validation", more)]
     found += [(files, files.count, "validation", more) for files in (data.val.files if data.val else ())]
-    for files, count, use, way in found:
-        if count <= context and (use == "training" or evaluates):
+    for files, count, purpose, way in found:
+        if count <= context and (purpose == "training" or evaluates):
             needs = f"a context of {context} needs {context + 1}"
             ways = f" ({way} or --train.eval-every 0)" if way else ""
-            raise UserError(f"{files.source} has {count} tokens for {use}; {needs}{ways}")
+            raise UserError(f"{files.source} has {count} tokens for {purpose}; {needs}{ways}")
 
 
 def _check_documents(files: TokenFiles) -> None:
