@@ -19,7 +19,7 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 
 
 def as_rst(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Rewrites a docstring, plain text with names in `backticks`, in Sphinx's language. A module's gets a title."""
+    """Rewrite a docstring, plain text with names in `backticks`, in Sphinx's language. A module's gets a title."""
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip("\n"))
     title = [f"**{name}**"] if what == "module" else []
     lines[:] = "\n\n".join([*title, *map(_paragraph, paragraphs)]).split("\n")

@@ -74,11 +74,11 @@ def activation_backward_kernel(
 def activation_backward(
     grad: Tensor, preactivation: Tensor, activation: str, *, with_sums: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (P = grad ⊙ act'(preactivation) [M, N], the sums of its columns [N] if `with_sums`), contiguous.
+    """Return (P = grad ⊙ act'(preactivation) [M, N], the sums of its columns [N] if `with_sums`), contiguous.
 
     grad: [M, N], for a gated activation [M, N / 2]; preactivation: [M, N], for a gated activation [gate | up]; both of
     one dtype of float32, float16, bfloat16, any strides, any size from 0 up. Both results have that dtype; the sums are
-    those of P's rounded elements, in float32. Raises ValueError for other shapes, dtypes, devices or activations.
+    those of P's rounded elements, in float32. Raise ValueError for other shapes, dtypes, devices or activations.
     """
     operator = "activation_backward"
     if activation is None:

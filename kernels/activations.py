@@ -29,7 +29,7 @@ _CUBIC = tl.constexpr(0.044715)
 
 
 def check_activation(operator: str, name: str | None) -> None:
-    """Raises ValueError, which lists the known names, unless `name` is one of them."""
+    """Raise ValueError, which lists the known names, unless `name` is one of them."""
     if name not in ACTIVATIONS:
         expected = ", ".join(str(known) for known in ACTIVATIONS)
         raise ValueError(f"{operator}: activation {name!r} is not known: expected one of {expected}")
@@ -37,7 +37,7 @@ def check_activation(operator: str, name: str | None) -> None:
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Returns act(x) of float32 x; for a gated activation, the activation of its gate."""
+    """Return act(x) of float32 x; for a gated activation, the activation of its gate."""
     if ACTIVATION == "gelu" or ACTIVATION == "geglu":
         return 0.5 * x * (1.0 + tl.math.erf(x * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
@@ -56,7 +56,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def sigmoid_and_slope(x):
-    """Returns sigmoid(x) and its derivative, without the cancellation in sigmoid(x) (1 - sigmoid(x))."""
+    """Return sigmoid(x) and its derivative, without the cancellation in sigmoid(x) (1 - sigmoid(x))."""
     e = tl.exp(-tl.abs(x))
     scale = 1.0 / (1.0 + e)
     return tl.where(x < 0.0, e, 1.0) * scale, e * scale * scale
@@ -64,7 +64,7 @@ def sigmoid_and_slope(x):
 
 @triton.jit
 def activation_gradient(grad, x, ACTIVATION: tl.constexpr):
-    """Returns grad act'(x), both float32; for a gated activation, the gradient of its gate's activation."""
+    """Return grad act'(x), both float32; for a gated activation, the gradient of its gate's activation."""
     if ACTIVATION == "gelu" or ACTIVATION == "geglu":
         cdf = 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
         return grad * (cdf + x * (tl.exp(-0.5 * x * x) * _INVERSE_SQRT_2PI))

@@ -25,7 +25,7 @@ from tpfuse.kernels.tiles import rounded
 
 @triton.jit
 def _one_minus_exp(y):
-    """Returns 1 - exp(y) of y <= 0 with float32's relative accuracy."""
+    """Return 1 - exp(y) of y <= 0 with float32's relative accuracy."""
     series = y * 0.0 + 1.0
     for i in tl.static_range(8):  # Σ y^k / (k + 1)! by Horner's scheme; the next term is below 2^-30 at y = -1/2
         series = 1.0 + series * y / (9 - i)
@@ -36,7 +36,7 @@ def _one_minus_exp(y):
 def updated(
     master, gradient, exp_avg, exp_avg_sq, lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, weight_decay
 ):
-    """Returns (p, m, v) after update t = step, in float32; weight_decay: a number, or one for each element."""
+    """Return (p, m, v) after update t = step, in float32; weight_decay: a number, or one for each element."""
     master -= lr * weight_decay * master
     exp_avg += rate1 * (gradient - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + rate2 * gradient * gradient
@@ -106,13 +106,13 @@ def adamw_(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> None:
-    """Makes update number `step` of master and moments, and writes parameter from master.
+    """Make update number `step` of master and moments, and write parameter from master.
 
     step counts from 1, and the caller has already increased it. master, exp_avg, exp_avg_sq: [n] float32, gradient and
     parameter: [n] float32, float16 or bfloat16, all contiguous; parameter is None where master is the parameter. lr,
     step, scale, clip: one element each on the same device; lr, scale and clip float32, step float32 or int64. The
     gradient is multiplied by scale and clip. A gradient that is not finite goes into the state unchanged: the caller
-    decides whether to skip the update. Raises ValueError for other shapes, dtypes, devices.
+    decides whether to skip the update. Raise ValueError for other shapes, dtypes, devices.
     """
     scalars = {"lr": lr, "step": step, "scale": scale, "clip": clip}
     check_shard(master, gradient, exp_avg, exp_avg_sq, parameter, scalars)
@@ -140,7 +140,7 @@ def adamw_(
 
 
 def rates(beta1: float, beta2: float, eps: float, weight_decay: float) -> dict[str, Any]:
-    """Returns the keyword arguments of `updated` that follow from these rates."""
+    """Return the keyword arguments of `updated` that follow from these rates."""
     return {
         "rate1": 1.0 - beta1,
         "log_beta1": _log(beta1),
@@ -165,7 +165,7 @@ def check_shard(
     scalars: dict[str, Tensor | None],
     operator: str = "adamw",
 ) -> None:
-    """Raises ValueError unless `adamw_` takes these tensors; a state in float64 is accepted too."""
+    """Raise ValueError unless `adamw_` takes these tensors; a state in float64 is accepted too."""
     if master.ndim != 1 or master.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{operator}: master is {master.dtype} {tuple(master.shape)}: expected float32 [n]")
     state, rest = (master.dtype,), (torch.float16, torch.bfloat16, master.dtype)

@@ -51,10 +51,10 @@ def all_gather_forward_kernel(
 
 
 def all_gather_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
-    """Sets out[r] to rank r's x on every rank, once all ranks have called this; in stream order.
+    """Set out[r] to rank r's x on every rank, once all ranks have called this; in stream order.
 
     x: [n], out: [world, n], contiguous, of one dtype, which may be any; x may be out[rank]. All ranks pass the same n
-    and dtype. Raises ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the
+    and dtype. Raise ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the
     channel has too few flags.
     """
     n = x.numel()

@@ -50,7 +50,7 @@ from tpfuse.kernels.trace import COMPUTING, COPYING, now, record
 
 @triton.jit
 def _copy_share(source_ptr, target_ptr, n, trace_ptr, owner, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies this copier's tiles of the n elements of owner's chunk: the same tiles of every chunk, on every rank."""
+    """Copy this copier's tiles of the n elements of owner's chunk: the same tiles of every chunk, on every rank."""
     since = now(trace_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), COPIERS):
         offs = tile * BLOCK + tl.arange(0, BLOCK)
@@ -76,7 +76,7 @@ def _gather_chunks(
     KEEP_OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Does a copier's work; returns how many chunks have its share here: WORLD unless a wait was cut short."""
+    """Do a copier's work; return how many chunks have its share here: WORLD unless a wait was cut short."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     copier = tl.program_id(0)
     _copy_share(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), n, trace_ptr, rank, COPIERS, BLOCK)
@@ -121,7 +121,7 @@ def _multiply_chunk(
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
 ):
-    """Computes the tiles first, first + workers, … of a chunk's rows of the result."""
+    """Compute the tiles first, first + workers, … of a chunk's rows of the result."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in range(first, tiles_m * tiles_n, workers):
         pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
@@ -232,7 +232,7 @@ def all_gather_gemm_forward(
     copied: bool = False,
     other_tiles: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns act(X Wᵀ + bias) of all ranks' rows X, rank 0's first, and on request X Wᵀ + bias; in stream order.
+    """Return act(X Wᵀ + bias) of all ranks' rows X, rank 0's first, and on request X Wᵀ + bias; in stream order.
 
     x: [m, K], this rank's rows, any strides; weight: [N, K], any strides; bias: [N]; for a gated activation weight and
     bias are [gate | up] of N / 2 each. All have one dtype of float32, float16, bfloat16 and any size from 0 up. All
@@ -246,7 +246,7 @@ def all_gather_gemm_forward(
     copies, and one multiprocessor is left free for the launch that precedes the copies. other_tiles: as in
     `choose_configuration`.
 
-    Returns (out [world m, N], or N / 2 gated, pre-activation [world m, N] or None), contiguous, in that dtype. Raises
+    Return (out [world m, N], or N / 2 gated, pre-activation [world m, N] or None), contiguous, in that dtype. Raise
     ValueError for other shapes, dtypes, devices or names of activations, where x is larger than a slot, where flags are
     too few, and for a channel of one program, which cannot both copy and multiply.
     """
@@ -325,14 +325,14 @@ def _plan(
 
 
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:
-    """Returns how many programs copy, at least one and at most one per share, flag and word of ready."""
+    """Return how many programs copy, at least one and at most one per share, flag and word of ready."""
     shares = cdiv(x.numel(), row.blocks["BLOCK_COPY"])
     wanted = min(row.blocks["COPIERS"], max(shares, 1), len(ready) // endpoint.world, max(endpoint.programs - 1, 1))
     return endpoint.grid(operator, x.nbytes, wanted)[0]
 
 
 def _programs(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> int:
-    """Returns the number of all programs. Without a tile one program waits for all ranks and advances the epoch."""
+    """Return the number of all programs. Without a tile one program waits for all ranks and advances the epoch."""
     if copiers == 0:
         return max(min(tiles, endpoint.programs - 1), 1)
     if tiles and endpoint.programs == copiers:

@@ -54,7 +54,7 @@ def all_reduce_one_shot_kernel(
 def _sum_part(
     slots_ptr, epoch, slot_bytes, rank, part, n, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Replaces this program's tiles of part `rank` of this rank's slot by the sum over all slots."""
+    """Replace this program's tiles of part `rank` of this rank's slot by the sum over all slots."""
     own_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
     for tile in range(tl.program_id(0), tl.cdiv(part, BLOCK), tl.num_programs(0)):
         column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -105,11 +105,11 @@ def all_reduce_two_shot_kernel(
 
 
 def all_reduce_forward(x: Tensor, out: Tensor, endpoint: Endpoint, *, two_shot: bool) -> None:
-    """Sets out to the sum over all ranks of their x, once all ranks have called this; in stream order.
+    """Set out to the sum over all ranks of their x, once all ranks have called this; in stream order.
 
     x, out: [n], contiguous, of one of SUMMED; they may be the same tensor. All ranks pass the same n, dtype and
     two_shot. The sum is taken in rank order, half types in float32, integers in their own type, in which they wrap
-    around. Raises ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the channel
+    around. Raise ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the channel
     has too few flags (two shots need twice as many).
     """
     n = x.numel()

@@ -52,10 +52,10 @@ def all_to_all_forward_kernel(
 
 
 def all_to_all_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
-    """Sets out[s] to rank s's x[rank] on every rank, once all ranks have called this; in stream order.
+    """Set out[s] to rank s's x[rank] on every rank, once all ranks have called this; in stream order.
 
     x, out: [world, n], contiguous, of one dtype, which may be any; they may be the same tensor. All ranks pass the same
-    n and dtype. Raises ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the
+    n and dtype. Raise ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the
     channel has too few flags.
     """
     n = x.numel() // endpoint.world

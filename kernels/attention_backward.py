@@ -47,7 +47,7 @@ _CHANGING += ["dropout_threshold"]
 
 @triton.jit
 def sliced_product(a_rows, b_rows, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
-    """Returns a bᵀ, computed in slices of the head size that are loaded when they are needed.
+    """Return a bᵀ, computed in slices of the head size that are loaded when they are needed.
 
     A float32 product as three tf32 products keeps two parts of each operand in registers; those of wide heads would not
     fit.
@@ -61,7 +61,7 @@ def sliced_product(a_rows, b_rows, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexp
 
 @triton.jit
 def store_tile(rows, tile, HEAD_SIZE: tl.constexpr):
-    """Stores `tile` [len(offs), BLOCK_D] as the rows (ptr, first, offs, stop, stride) of a matrix [stop, HEAD_SIZE].
+    """Store `tile` [len(offs), BLOCK_D] as the rows (ptr, first, offs, stop, stride) of a matrix [stop, HEAD_SIZE].
 
     The comparison of rows is written differently from that in `load_tile`: one comparison for both would stay in
     registers between them.
@@ -332,15 +332,15 @@ def attention_backward(
     grad_lse: Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of `attention_forward`'s q, k and v; see there for q, k, v and the options.
+    """Return the gradients of `attention_forward`'s q, k and v; see there for q, k, v and the options.
 
     out: [B, H, Tq, D] in q's dtype; lse: [B, H, Tq] float32. They belong to these keys, or to more keys where out is
     the merged output of several sets of keys: the result is then this set's part. grad_out: out's shape and dtype;
     grad_lse: lse's, None for zero. max_seqlen_q, max_seqlen_k: the lengths of the longest documents, or more; needed
     with cu_seqlens. grad_dtype: the dtype of the results, default q's; float32 for callers that add to the results.
 
-    Returns dq, dk, dv in the shapes of q, k, v, as views of [B, T, H, D]; rows after the last document are 0. A query
-    that sees no key (lse -inf) adds nothing. Deterministic. Raises ValueError that names the argument, what was
+    Return dq, dk, dv in the shapes of q, k, v, as views of [B, T, H, D]; rows after the last document are 0. A query
+    that sees no key (lse -inf) adds nothing. Deterministic. Raise ValueError that names the argument, what was
     received and what is accepted.
     """
     # fmt: off
@@ -373,7 +373,7 @@ def attention_backward(
 
 
 def _check(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> None:
-    """Raises ValueError unless the results of forward and their gradients fit q."""
+    """Raise ValueError unless the results of forward and their gradients fit q."""
     check_floats(_OPERATOR, q=q, out=out, grad_out=grad_out)
     check_shape(_OPERATOR, "out", out, tuple(q.shape))
     check_shape(_OPERATOR, "grad_out", grad_out, tuple(q.shape))
@@ -387,7 +387,7 @@ def _check(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tens
 
 
 def _gradient(x: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
-    """Allocates x's gradient, [B, T, H, D].
+    """Allocate x's gradient, [B, T, H, D].
 
     zero: start at 0, because no kernel writes the rows after the last document.
     """
@@ -397,7 +397,7 @@ def _gradient(x: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
 
 
 def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor, dv: Tensor) -> None:
-    """Computes dk and dv in one launch, or in one launch each if the sums of both do not fit in the registers."""
+    """Compute dk and dv in one launch, or in one launch each if the sums of both do not fit in the registers."""
     row = _row("dkdv", arguments)
     blocks = {"BLOCK_M": row.blocks["BLOCK_M"], "BLOCK_N": row.blocks["BLOCK_N"]}
     tiles = cdiv(longest, blocks["BLOCK_N"])
@@ -419,7 +419,7 @@ def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor
 
 
 def _launch_dq(arguments: dict[str, Any], heads: int, longest: int, dq: Tensor) -> None:
-    """Computes dq in one launch."""
+    """Compute dq in one launch."""
     row = _row("dq", arguments)
     tiles = cdiv(longest, row.blocks["BLOCK_M"])
     launch(
@@ -435,7 +435,7 @@ def _launch_dq(arguments: dict[str, Any], heads: int, longest: int, dq: Tensor) 
 
 
 def _row(kernel: str, arguments: dict[str, Any]) -> Configuration:
-    """Returns the configuration of the kernel "dkdv" or "dq" for these arguments."""
+    """Return the configuration of the kernel "dkdv" or "dq" for these arguments."""
     q: Tensor = arguments["q_ptr"]
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(arguments["DROPOUT"])}
     row = choose_configuration(f"{_OPERATOR}_{kernel}", q.device, q.dtype, **sizes)

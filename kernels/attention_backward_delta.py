@@ -23,7 +23,7 @@ PADDING: tl.constexpr = tl.constexpr(128)  # rows after each document: the large
 
 @triton.jit
 def load_tile(rows, first_d, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
-    """Loads columns first_d, … of rows first + offs of a matrix [stop, HEAD_SIZE].
+    """Load columns first_d, … of rows first + offs of a matrix [stop, HEAD_SIZE].
 
     rows: (ptr, first, offs, stop, stride).
     """
@@ -39,7 +39,7 @@ def load_tile(rows, first_d, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
 
 @triton.jit
 def query_row(batch, head, heads, sequence, first_q, tq, documents, VARLEN: tl.constexpr):
-    """Returns the index of a document's first query in log2_sum and delta, [B, H, Tq + documents * PADDING]."""
+    """Return the index of a document's first query in log2_sum and delta, [B, H, Tq + documents * PADDING]."""
     padding = sequence * PADDING if VARLEN else 0
     return (batch * heads + head) * (tq + documents * PADDING) + first_q + padding
 
@@ -103,7 +103,7 @@ def attention_backward_delta(
     sequences: int,
     longest: int,
 ) -> dict[str, Tensor]:
-    """Returns log2_sum and delta, [B, H, Tq + documents * PADDING] float32, as the arguments of kernels that read them.
+    """Return log2_sum and delta, [B, H, Tq + documents * PADDING] float32, as the arguments of kernels that read them.
 
     grad_out, out: [B, H, Tq, D], `aligned`; lse, grad_lse: [B, H, Tq] float32; sequences: the number of documents, or B
     without them; longest: the length of the longest document of queries, or more. `attention_backward` checks them.

@@ -133,7 +133,7 @@ def attention_forward(
     head_rows: Tensor | None = None,
     dropout_width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns softmax(q kᵀ scale) v over the keys that each query sees, and the natural log-sum-exp of its scores.
+    """Return softmax(q kᵀ scale) v over the keys that each query sees, and the natural log-sum-exp of its scores.
 
     q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], H a multiple of Hk, head h of q using head h // (H / Hk); D a multiple of 8
     from 16 to 256; float32, float16 or bfloat16, any strides (copied where `aligned` has to). Query i has position
@@ -148,9 +148,9 @@ def attention_forward(
     dropout_width + query position and column key position; dropout_key: [] int64; head_rows: [B, H] ([S, H] with
     documents) int64; dropout_width: default Tk.
 
-    Returns out, in q's dtype and shape and a view of [B, Tq, H, D], and lse [B, H, Tq] float32, without dropout. A
+    Return out, in q's dtype and shape and a view of [B, Tq, H, D], and lse [B, H, Tq] float32, without dropout. A
     query that sees no key (or none with a score above -inf) has 0 and -inf. Values of keys in a block that is only
-    partly seen must be finite even where they are hidden: they are multiplied by 0, as in torch. Raises ValueError that
+    partly seen must be finite even where they are hidden: they are multiplied by 0, as in torch. Raise ValueError that
     names the argument, what was received and what is accepted.
     """
     name = "attention_forward"
@@ -197,7 +197,7 @@ def attention_forward(
 
 
 def _tile_options(row: Configuration, varlen: bool, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """Returns the launch options from the table's row: blocks, num_warps and num_stages. q, k, v: `aligned`.
+    """Return the launch options from the table's row: blocks, num_warps and num_stages. q, k, v: `aligned`.
 
     TMA needs rows that do not overlap. Triton does not specialize warps without TMA, nor in a kernel that may return
     early, as this one does after the end of a document; all warps multiply then.
@@ -210,5 +210,5 @@ def _tile_options(row: Configuration, varlen: bool, q: Tensor, k: Tensor, v: Ten
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Returns the strides of x [B, H, T, D] by the kernels' argument names: stride_<name>b, …h and …t."""
+    """Return the strides of x [B, H, T, D] by the kernels' argument names: stride_<name>b, …h and …t."""
     return {f"stride_{name}{letter}": x.stride(dim) for dim, letter in enumerate("bht")}

@@ -72,11 +72,11 @@ def attention_merge_kernel(
 def attention_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) for two disjoint sets of keys from the results of each; 0 and -inf where a query saw no key.
+    """Return (out, lse) for two disjoint sets of keys from the results of each; 0 and -inf where a query saw no key.
 
     out_a, out_b: [B, H, T, D] with contiguous rows, of one dtype, or out_a float32 and out_b a half type; lse_a, lse_b:
-    [B, H, T] float32. Returns out in out_a's dtype and layout and lse, float32; with in_place they are out_a and lse_a.
-    Raises ValueError that names the argument, what was received and what is accepted.
+    [B, H, T] float32. Return out in out_a's dtype and layout and lse, float32; with in_place they are out_a and lse_a.
+    Raise ValueError that names the argument, what was received and what is accepted.
     """
     check_outputs(out_a, lse_a, out_b, lse_b, in_place)
     batch, heads, length, size = out_a.shape
@@ -109,7 +109,7 @@ def attention_merge(
 
 
 def check_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, in_place: bool) -> None:
-    """Raises ValueError unless these are the results of two attentions of one shape."""
+    """Raise ValueError unless these are the results of two attentions of one shape."""
     name = "attention_merge"
     check_floats(name, out_a=out_a)
     check_floats(name, out_b=out_b)

@@ -22,7 +22,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def rows_of(ptr, stop, stride, columns, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
-    """Returns the source that `load_rows` reads: the pointer itself, or a descriptor of tiles [BLOCK_ROWS, BLOCK_D]."""
+    """Return the source that `load_rows` reads: the pointer itself, or a descriptor of tiles [BLOCK_ROWS, BLOCK_D]."""
     if TMA:
         return tl.make_tensor_descriptor(ptr, [stop, columns], [stride, 1], [BLOCK_ROWS, BLOCK_D])
     else:
@@ -33,7 +33,7 @@ def rows_of(ptr, stop, stride, columns, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.co
 def load_rows(
     source, first, offs, stop, stride, columns, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
 ):
-    """Loads rows first + offs of a matrix [stop, columns] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
+    """Load rows first + offs of a matrix [stop, columns] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
 
     source: made by `rows_of`; its pointer is aligned to 16 bytes and stride is a multiple of 8
     (`attention_scores.aligned`).
@@ -54,7 +54,7 @@ def load_rows(
 
 @triton.jit
 def scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns q kᵀ, computed from 64 elements of the head size at a time, which are read again for each block of keys.
+    """Return q kᵀ, computed from 64 elements of the head size at a time, which are read again for each block of keys.
 
     It is for large float32 heads: as three tf32 products, whole heads do not fit into the registers.
     """
@@ -88,7 +88,7 @@ def attend_blocks(
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """Returns the state after the keys from start to stop; for the tuples see `attend_range`."""
+    """Return the state after the keys from start to stop; for the tuples see `attend_range`."""
     acc, row_max, row_sum = state
     k_rows, v_rows, tk, stride_kt, stride_vt = keys
     q_pos, k_offset, ahead, behind = visible_range
@@ -143,7 +143,7 @@ def attend_range(
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """Returns the state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
+    """Return the state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
 
     source: where q was loaded from, (q_ptr, first row, number of rows, stride_qt); keys: (`rows_of` k and v, their
     number, stride_kt, stride_vt); visible_range: (q_pos, k_offset, ahead, behind), the last one a number, or one for
@@ -186,7 +186,7 @@ def attend(
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """Calls `attend_range` for the keys at positions k_offset, k_offset + 1, ….
+    """Call `attend_range` for the keys at positions k_offset, k_offset + 1, ….
 
     dropout: (the result of `dropout_rows`, threshold).
     """
@@ -201,7 +201,7 @@ def attend(
 
 @triton.jit
 def initial_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns the state of `attend` before any key."""
+    """Return the state of `attend` before any key."""
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     return acc, tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
 
@@ -218,7 +218,7 @@ def finish(
     dropout_scale,
     HEAD_SIZE: tl.constexpr,
 ):
-    """Stores the output and log-sum-exp that follow from a state of `attend`; 0 and -inf where a query saw no key.
+    """Store the output and log-sum-exp that follow from a state of `attend`; 0 and -inf where a query saw no key.
 
     The comparison of rows is written differently from that in `load_rows`: one comparison for both would stay in
     registers between them.

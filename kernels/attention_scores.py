@@ -24,7 +24,7 @@ FAR = 2**31 // 512  # elements
 
 @triton.jit
 def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
-    """Returns whether the query at q_pos sees the key at k_pos (they broadcast); keys end before position k_stop."""
+    """Return whether the query at q_pos sees the key at k_pos (they broadcast); keys end before position k_stop."""
     last = k_stop - 1
     if HAS_AHEAD:
         last = tl.minimum(last, q_pos + ahead)
@@ -36,7 +36,7 @@ def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BE
 
 @triton.jit
 def seen_keys(q_pos, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
-    """Returns the indices of the first and the last key that the query at q_pos sees.
+    """Return the indices of the first and the last key that the query at q_pos sees.
 
     Without HAS_BEHIND the first is 0. The indices agree with `visible` for each key, and are for loops that compare
     their keys with both.
@@ -54,7 +54,7 @@ def seen_keys(q_pos, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_B
 def key_range(
     q_first, q_last, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns indices (start, full_start, full_stop, stop) of the keys that the queries from q_first to q_last see.
+    """Return indices (start, full_start, full_stop, stop) of the keys that the queries from q_first to q_last see.
 
     q_last is included. None of the queries sees keys outside start to stop; all of them see all keys of the blocks of
     BLOCK keys from full_start to full_stop, so that only the blocks before and after those are masked. start,
@@ -79,7 +79,7 @@ def key_range(
 
 @triton.jit
 def document(cu_seqlens_ptr, index, length, VARLEN: tl.constexpr):
-    """Returns (first row, int64, and length) of document `index`; 0 and `length` without variable lengths."""
+    """Return (first row, int64, and length) of document `index`; 0 and `length` without variable lengths."""
     if VARLEN:
         first = tl.load(cu_seqlens_ptr + index)
         return first.to(tl.int64), tl.load(cu_seqlens_ptr + index + 1) - first
@@ -89,25 +89,25 @@ def document(cu_seqlens_ptr, index, length, VARLEN: tl.constexpr):
 
 @triton.jit
 def dropout_rows(head_row, q_pos, width, key):
-    """Returns the rows' part of the hash of `dropout.kept`, uint64; head_row: int64, q_pos: any shape, key: 64 bits."""
+    """Return the rows' part of the hash of `dropout.kept`, uint64; head_row: int64, q_pos: any shape, key: 64 bits."""
     return hashed_rows(head_row * width + q_pos, width, key)
 
 
 @triton.jit
 def multiple_of_8(x):
-    """Returns x, a multiple of 8 (see `aligned`): Triton itself knows only whether an argument is a multiple of 16."""
+    """Return x, a multiple of 8 (see `aligned`): Triton itself knows only whether an argument is a multiple of 16."""
     return x // 8 * 8
 
 
 def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
-    """Returns (ahead, behind): how far a query sees in each direction; None without a limit."""
+    """Return (ahead, behind): how far a query sees in each direction; None without a limit."""
     if window is None:
         return (0 if causal else None), None
     return (0 if causal else window - 1), window - 1
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns x [..., T, D], or a copy, with contiguous rows of D elements that start at multiples of 16 bytes.
+    """Return x [..., T, D], or a copy, with contiguous rows of D elements that start at multiples of 16 bytes.
 
     Kernels may then load 16 bytes at once even where the strides are not the multiples of 16 that Triton requires. Rows
     are less than FAR elements apart, since kernels count the elements of a tile, of at most 512 rows, in 32 bits.
@@ -136,10 +136,10 @@ def score_arguments(
     head_rows: Tensor | None,
     dropout_width: int | None,
 ) -> dict[str, Any]:
-    """Checks the arguments that forward and backward share; returns the kernels' arguments that follow from them.
+    """Check the arguments that forward and backward share; return the kernels' arguments that follow from them.
 
     Cumulative lengths are clamped to the number of rows, so that no document ends outside the tensors. That is a small
-    kernel of its own: in the attention kernels the same clamp costs registers, and dkdv of sm_80 would spill. Raises
+    kernel of its own: in the attention kernels the same clamp costs registers, and dkdv of sm_80 would spill. Raise
     ValueError that names the argument, what was received and what is accepted.
     """
     sequences = check_heads(operator, q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -231,7 +231,7 @@ def check_scores(
     head_rows: Tensor | None,
     key_name: str = "dropout_key",
 ) -> None:
-    """Raises ValueError for a window, a scale or dropout arguments that are not valid."""
+    """Raise ValueError for a window, a scale or dropout arguments that are not valid."""
     if window is not None and window < 1:
         raise ValueError(f"{operator}: window {window}: expected at least 1, or None")
     if scale is not None and not 0.0 < scale < math.inf:

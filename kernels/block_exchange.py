@@ -49,7 +49,7 @@ _ALIGNMENT = 16  # words: Triton recognises this multiple, so that 16 bytes are 
 
 
 def part_starts(parts: Sequence[int]) -> list[int]:
-    """Returns the words at which the parts of a block and then the next block begin; parts: their lengths in words."""
+    """Return the words at which the parts of a block and then the next block begin; parts: their lengths in words."""
     return list(accumulate((cdiv(words, _ALIGNMENT) * _ALIGNMENT for words in parts), initial=0))
 
 
@@ -68,13 +68,13 @@ class BlockExchange:
     ring: bool
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless ready has the form that the class requires."""
+        """Raise ValueError unless ready has the form that the class requires."""
         check_ready("block_exchange", self.ready, self.endpoint)
 
     def copiers(self, operator: str, parts: Sequence[int], wanted: int, block: int) -> int:
-        """Returns how many programs copy blocks of these parts, `block` words at a time: from one to `wanted`.
+        """Return how many programs copy blocks of these parts, `block` words at a time: from one to `wanted`.
 
-        Raises ValueError for parts that are not multiples of 16 bytes, and where slots or flags are too few.
+        Raise ValueError for parts that are not multiples of 16 bytes, and where slots or flags are too few.
         """
         if any(words % 4 for words in parts):
             raise ValueError(f"{operator}: parts of {tuple(parts)} words: expected multiples of 4 (16 bytes)")
@@ -88,9 +88,9 @@ class BlockExchange:
         return int(end.grid(operator, 4 * world * part_starts(parts)[-1], copiers, len(parts) * steps)[0])
 
     def programs(self, operator: str, copiers: int, tiles: int) -> int:
-        """Returns the number of all programs of a launch: copiers, and programs that share `tiles` tiles.
+        """Return the number of all programs of a launch: copiers, and programs that share `tiles` tiles.
 
-        Raises ValueError for a channel of one program, where there is a tile.
+        Raise ValueError for a channel of one program, where there is a tile.
         """
         if tiles and self.endpoint.programs == copiers:
             raise ValueError(
@@ -99,7 +99,7 @@ class BlockExchange:
         return int(copiers + min(tiles, self.endpoint.programs - copiers))
 
     def arguments(self, parts: Sequence[int]) -> dict[str, Any]:
-        """Returns the arguments that every kernel takes; block_words: words from one block of a slot to the next."""
+        """Return the arguments that every kernel takes; block_words: words from one block of a slot to the next."""
         return {
             "ready_ptr": self.ready,
             "block_words": part_starts(parts)[-1],
@@ -110,7 +110,7 @@ class BlockExchange:
 
 @triton.jit
 def _copy_share(source_ptr, target_ptr, words, trace_ptr, owner, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies this copier's tiles of a part of owner's block: the same tiles of every block, on every rank."""
+    """Copy this copier's tiles of a part of owner's block: the same tiles of every block, on every rank."""
     since = now(trace_ptr)
     words = words // 4 * 4  # words is a multiple of 4; this tells Triton, so that 16 bytes are moved at once
     for tile in range(tl.program_id(0), tl.cdiv(words, BLOCK), COPIERS):
@@ -121,7 +121,7 @@ def _copy_share(source_ptr, target_ptr, words, trace_ptr, owner, COPIERS: tl.con
 
 @triton.jit
 def block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words):
-    """Returns an int32 pointer, 16-byte aligned, to where the block of `source` is, or will be, in `rank`'s slot."""
+    """Return an int32 pointer, 16-byte aligned, to where the block of `source` is, or will be, in `rank`'s slot."""
     half = slot(slots_ptr, rank, epoch, slot_bytes, tl.int32)
     return tl.multiple_of(half + source * (block_words // 16 * 16), 16)
 
@@ -146,9 +146,9 @@ def copy_blocks(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Does a copier's work for one part of all blocks, which begins at word `start` of a block and has `words` words.
+    """Do a copier's work for one part of all blocks, which begins at word `start` of a block and has `words` words.
 
-    Returns the number of blocks whose share is here: WORLD, unless a wait was cut short, after which it copies no more.
+    Return the number of blocks whose share is here: WORLD, unless a wait was cut short, after which it copies no more.
     """
     STEPS: tl.constexpr = WORLD - 1 if RING else 1
     copier = tl.program_id(0)
@@ -184,7 +184,7 @@ def copy_blocks(
 def await_block(
     ready_ptr, abort_ptr, trace_ptr, step, epoch, rank, WORLD: tl.constexpr, COPIERS: tl.constexpr, PART: tl.constexpr
 ):
-    """Waits until a part of the block of rank - step is in this rank's slot; returns whether it may be read.
+    """Wait until a part of the block of rank - step is in this rank's slot; return whether it may be read.
 
     It does not wait for step 0, this rank's block, nor where there are no copiers. It returns False where the abort
     word ended the wait: the block must not be read then. Loops over a block belong inside the `if` of this call: after

@@ -7,13 +7,13 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_shape(operator: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless x has exactly this shape."""
+    """Raise ValueError unless x has exactly this shape."""
     if tuple(x.shape) != shape:
         raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected {shape}")
 
 
 def check_floats(operator: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError unless all tensors have one dtype of FLOATS and are on one device; None is skipped."""
+    """Raise ValueError unless all tensors have one dtype of FLOATS and are on one device; None is skipped."""
     present = {name: x for name, x in tensors.items() if x is not None}
     first_name, first = next(iter(present.items()))
     for name, x in present.items():
@@ -25,19 +25,19 @@ def check_floats(operator: str, **tensors: Tensor | None) -> None:
 
 
 def check_device(operator: str, first_name: str, first: Tensor, name: str, x: Tensor) -> None:
-    """Raises ValueError unless both tensors are on one device."""
+    """Raise ValueError unless both tensors are on one device."""
     if x.device != first.device:
         raise ValueError(f"{operator}: {name} is on {x.device}, {first_name} on {first.device}: expected one device")
 
 
 def check_contiguous(operator: str, name: str, x: Tensor) -> None:
-    """Raises ValueError unless x is contiguous."""
+    """Raise ValueError unless x is contiguous."""
     if not x.is_contiguous():
         raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected contiguous")
 
 
 def check_integers(operator: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raises ValueError unless x has one of these dtypes."""
+    """Raise ValueError unless x has one of these dtypes."""
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{operator}: {name} is {x.dtype}: expected {expected}")

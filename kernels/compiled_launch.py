@@ -26,12 +26,12 @@ _Kept = TypeVar("_Kept")
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Allocates a launch's global memory for TMA descriptors; the stream's order prevents too early reuse."""
+    """Allocate a launch's global memory for TMA descriptors; the stream's order prevents too early reuse."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _picker(indices: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that picks the values at these indices as a tuple, also for fewer than two indices."""
+    """Return a function that picks the values at these indices as a tuple, also for fewer than two indices."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple([values[index] for index in indices])
@@ -58,7 +58,7 @@ class _Form:
         self.started: dict[tuple[object, ...], Started] = {}
 
     def key(self, values: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
-        """Returns what Triton compiles for, besides the types. values: all arguments; tensors: those among them."""
+        """Return what Triton compiles for, besides the types. values: all arguments; tensors: those among them."""
         return (
             self._keyed(values),
             *[(x if x >= 0 else ~x).bit_length() // 32 for x in self._changing(values)],  # int32, int64 or uint64
@@ -94,11 +94,11 @@ class Started(NamedTuple):
     device: int
 
     def again(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        """Runs the kernel. arguments: the values of all parameters, by name."""
+        """Run the kernel. arguments: the values of all parameters, by name."""
         self.start(grid, self.kernel.in_order(arguments))
 
     def start(self, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
-        """Does what the end of Triton's JITFunction.run does when no hook is registered.
+        """Do what the end of Triton's JITFunction.run does when no hook is registered.
 
         values: those of all parameters, in their order.
         """
@@ -117,9 +117,9 @@ class Started(NamedTuple):
 def run(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int, num_stages: int
 ) -> Started | None:
-    """Runs a kernel over a grid without zeros, on the device of its first tensor. arguments: all of its parameters.
+    """Run a kernel over a grid without zeros, on the device of its first tensor. arguments: all of its parameters.
 
-    Returns a `Started` that may run again; None where Triton does not return one, or returns one compiled for a
+    Return a `Started` that may run again; None where Triton does not return one, or returns one compiled for a
     profiler.
     """
     known = _known(kernel)
@@ -143,15 +143,15 @@ def run(
 
 
 def watched(kernel: Any) -> bool:
-    """Returns whether a hook must be called for launches of this kernel. A chain of hooks may be empty."""
+    """Return whether a hook must be called for launches of this kernel. A chain of hooks may be empty."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks)
 
 
 def keep(table: dict[tuple[object, ...], _Kept], key: tuple[object, ...], value: _Kept) -> _Kept:
-    """Stores a value in a table, which is emptied when it is full: shapes may be new in each step.
+    """Store a value in a table, which is emptied when it is full: shapes may be new in each step.
 
-    Returns the value.
+    Return the value.
     """
     if len(table) >= MOST_KEPT:
         table.clear()

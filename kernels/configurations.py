@@ -40,11 +40,11 @@ class Configuration:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Returns the operator, family, bits and limits of the row; no two rows of a table have the same."""
+        """Return the operator, family, bits and limits of the row; no two rows of a table have the same."""
         return self.operator, self.family, self.bits, tuple(sorted(self.at_most.items()))
 
     def fits(self, bits: int, sizes: Mapping[str, int], *, busy: bool = True) -> bool:
-        """Returns whether the row is for elements of `bits` bits and these sizes.
+        """Return whether the row is for elements of `bits` bits and these sizes.
 
         busy: its limit of idle time must be kept too.
         """
@@ -55,11 +55,11 @@ class Configuration:
 
     @property
     def tile(self) -> tuple[object, ...]:
-        """Returns the shape of the row's tiles of the result, and whether TMA loads them."""
+        """Return the shape of the row's tiles of the result, and whether TMA loads them."""
         return tuple(self.blocks.get(name) for name in ("BLOCK_M", "BLOCK_N", "TMA"))
 
     def idle(self, sizes: Mapping[str, int]) -> float:
-        """Returns the percentage of `programs` multiprocessors' time that tiles of `chunks` x M x N leave unused."""
+        """Return the percentage of `programs` multiprocessors' time that tiles of `chunks` x M x N leave unused."""
         block_m, block_n = int(self.blocks["BLOCK_M"]), int(self.blocks["BLOCK_N"])
         tiles = sizes.get("chunks", 1) * cdiv(sizes["M"], block_m) * cdiv(sizes["N"], block_n)
         done = sizes.get("chunks", 1) * sizes["M"] * sizes["N"] / (block_m * block_n)
@@ -68,12 +68,12 @@ class Configuration:
 
 
 def read_table(path: Path) -> list[Configuration]:
-    """Returns the rows of a table file, in order. Raises ValueError with the file and the line of the operator."""
+    """Return the rows of a table file, in order. Raise ValueError with the file and the line of the operator."""
     return rows_of(path.read_text(encoding="utf-8"), str(path))
 
 
 def rows_of(text: str, name: str) -> list[Configuration]:
-    """Returns the rows of a table's text, in order. Raises ValueError that begins with `name`."""
+    """Return the rows of a table's text, in order. Raise ValueError that begins with `name`."""
     rows = []
     for operator, lines in tomllib.loads(text).items():
         for number, line in enumerate(lines, 1):
@@ -92,7 +92,7 @@ _served: list[Configuration] = []
 
 @contextlib.contextmanager
 def override(*configurations: Configuration) -> Iterator[list[Configuration]]:
-    """Makes `choose_configuration` return these instead of the table's rows; yields a list of those it has returned.
+    """Make `choose_configuration` return these instead of the table's rows; yield a list of those it has returned.
 
     The override applies to the whole process, including backward's threads, so only one tuner may use it at a time.
     """
@@ -122,14 +122,14 @@ def _first_that_fits(operator: str, name: str, bits: int, sizes: tuple[tuple[str
 
 @functools.lru_cache(4096)
 def _with_other_tiles(operator: str, name: str, bits: int, sizes: tuple[tuple[str, int], ...]) -> Configuration:
-    """Returns the first row that fits, at any idle time, with other tiles than `_first_that_fits`; else that row."""
+    """Return the first row that fits, at any idle time, with other tiles than `_first_that_fits`; else that row."""
     first = _first_that_fits(operator, name, bits, sizes)
     fitting = (row for row in _rows(operator, name) if row.fits(bits, dict(sizes), busy=False))
     return next((row for row in fitting if row.tile != first.tile and row.tile[2] == first.tile[2]), first)
 
 
 def forget() -> None:
-    """Makes `choose_configuration` read the table again after it was written."""
+    """Make `choose_configuration` read the table again after it was written."""
     _rows.cache_clear()
     _first_that_fits.cache_clear()
     _with_other_tiles.cache_clear()
@@ -146,10 +146,10 @@ def _instead_of(row: Configuration) -> Configuration:
 def choose_configuration(
     operator: str, device: torch.device, dtype: torch.dtype, *, other_tiles: bool = False, **sizes: int
 ) -> Configuration:
-    """Returns the configuration of `operator` for tensors of `dtype` on `device` with these sizes.
+    """Return the configuration of `operator` for tensors of `dtype` on `device` with these sizes.
 
     other_tiles: return the second best row of the table, with tiles of another shape, for measurements on this machine;
-    the best row where there is no other. Raises ValueError where Triton cannot run on the device.
+    the best row where there is no other. Raise ValueError where Triton cannot run on the device.
     """
     find = _with_other_tiles if other_tiles else _first_that_fits
     row = find(operator, family(device), dtype.itemsize * 8, tuple(sizes.items()))

@@ -37,13 +37,13 @@ _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the lowest float
 
 @triton.jit
 def is_ignored(target):
-    """Returns whether a row with this target has no loss."""
+    """Return whether a row with this target has no loss."""
     return (target == _IGNORE) | (target == _TORCH_IGNORE)
 
 
 @triton.jit
 def aligned_body(row, width):
-    """Returns the part of rows of `width` elements at offsets `row` that consists of whole pieces.
+    """Return the part of rows of `width` elements at offsets `row` that consists of whole pieces.
 
     The result is (offset of its first element, int64; columns before it; its length), from the first to the last
     multiple of _PIECE.
@@ -56,7 +56,7 @@ def aligned_body(row, width):
 
 @triton.jit
 def edge_columns(width, head, length):
-    """Returns the columns before and after the body, [BLOCK_M, 2 _PIECE], and which of them exist."""
+    """Return the columns before and after the body, [BLOCK_M, 2 _PIECE], and which of them exist."""
     lane = tl.arange(0, 2 * _PIECE)[None, :]
     before = lane < _PIECE
     columns = tl.where(before, lane, (head + length)[:, None] + lane - _PIECE)
@@ -108,12 +108,12 @@ def cross_entropy_forward_kernel(
 
 
 def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
-    """Returns [3, M] float32: for each row the maximum, the sum of exp(logit - maximum) and the target's logit.
+    """Return [3, M] float32: for each row the maximum, the sum of exp(logit - maximum) and the target's logit.
 
     logits: [M, V] float32, float16 or bfloat16, the vocabulary's entries from `start` on, rows of adjacent elements at
     any stride; target: [M] int64, indices into the whole vocabulary. The target's logit is 0 where the target is not
     among these V, or is -1 or -100. A shard without entries, and a row that is -inf throughout, give -inf, 0 and 0 (the
-    target's logit is -inf if it is in such a row); a NaN or +inf in a row makes its sum NaN. Raises ValueError for
+    target's logit is -inf if it is in such a row); a NaN or +inf in a row makes its sum NaN. Raise ValueError for
     other shapes, dtypes or devices.
     """
     _check("cross_entropy_forward", logits, target)
@@ -171,11 +171,11 @@ def cross_entropy_combine_kernel(
 
 
 def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Returns the losses [M] and, for the backward pass, maximum and total [2, M] of the whole vocabulary, in float32.
+    """Return the losses [M] and, for the backward pass, maximum and total [2, M] of the whole vocabulary, in float32.
 
     statistics: [world, 3, M] float32 of `cross_entropy_forward` on each shard, added in this order; target: [M] int64.
     A target of -1 or -100 has loss 0. Another target that is not in the vocabulary has loss NaN and makes its row's
-    gradient NaN, because a kernel cannot raise. Raises ValueError for other shapes, dtypes or devices.
+    gradient NaN, because a kernel cannot raise. Raise ValueError for other shapes, dtypes or devices.
     """
     operator = "cross_entropy_combine"
     check_integers(operator, "target", target, (torch.int64,))
@@ -206,7 +206,7 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
 
 @triton.jit
 def logit_gradient(x, columns, column, maximum, inverse, scale, ignored):
-    """Returns (exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 where `ignored`."""
+    """Return (exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 where `ignored`."""
     gradient = tl.exp(x.to(tl.float32) - maximum[:, None]) * inverse[:, None]
     gradient = tl.where(columns == column[:, None], gradient - 1.0, gradient)
     return tl.where(ignored[:, None], 0.0, gradient * scale[:, None])
@@ -258,7 +258,7 @@ def cross_entropy_backward_kernel(
 def cross_entropy_backward(
     logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Computes `cross_entropy_backward_` into a new, contiguous tensor; the logits are not changed."""
+    """Compute `cross_entropy_backward_` into a new, contiguous tensor; the logits are not changed."""
     _check("cross_entropy_backward", logits, target)
     if not logits.is_contiguous():
         return cross_entropy_backward_(logits.contiguous(), target, start, normalizer, scale)
@@ -268,11 +268,11 @@ def cross_entropy_backward(
 def cross_entropy_backward_(
     logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Replaces the logits by scale (exp(logit - maximum) / total - [target]), rounded to their dtype; returns them.
+    """Replace the logits by scale (exp(logit - maximum) / total - [target]), rounded to their dtype; return them.
 
     logits, target, start: as in `cross_entropy_forward`; normalizer: [2, M] float32 of `cross_entropy_combine`; scale:
     [M] float32, the factor of each row's gradient, 1 where it is None. Rows whose target is -1 or -100 become 0,
-    even if they contain NaN. Raises ValueError for other shapes, dtypes or devices.
+    even if they contain NaN. Raise ValueError for other shapes, dtypes or devices.
     """
     _check("cross_entropy_backward_", logits, target)
     if len(logits) > 1 and logits.stride(0) < logits.shape[1]:

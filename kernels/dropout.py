@@ -23,13 +23,13 @@ _MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def hashed_rows(row, width, key):
-    """Returns the rows' part of the hash of `kept`, uint64; row: int64, key: 64 bits."""
+    """Return the rows' part of the hash of `kept`, uint64; row: int64, key: 64 bits."""
     return (row * width).to(tl.uint64) * _GOLDEN + key.to(tl.uint64)
 
 
 @triton.jit
 def kept(rows, column, threshold):
-    """Returns whether dropout keeps each element; rows: from `hashed_rows`, column: integers (they broadcast)."""
+    """Return whether dropout keeps each element; rows: from `hashed_rows`, column: integers (they broadcast)."""
     x = rows + column.to(tl.uint64) * _GOLDEN
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
@@ -38,7 +38,7 @@ def kept(rows, column, threshold):
 
 
 def threshold(p: float) -> int:
-    """Returns the int64 from which on a hash keeps its element; hashes, read as int64, are uniform in [-2^63, 2^63)."""
+    """Return the int64 from which on a hash keeps its element; hashes, read as int64, are uniform in [-2^63, 2^63)."""
     return round(p * 2.0**64) - 2**63
 
 
@@ -68,11 +68,11 @@ def dropout_kernel(
 
 
 def dropout_forward(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
-    """Keeps each element of x [M, C] with probability 1 - p, divided by 1 - p, and multiplies the others by 0.
+    """Keep each element of x [M, C] with probability 1 - p, divided by 1 - p, and multiply the others by 0.
 
     x: float32, float16 or bfloat16, rows of any stride, and NaN and inf times 0 are NaN; rows: [M] int64, their indices
-    in the unsharded tensor; key: one int64 element. Returns a contiguous tensor of x's dtype. Applied to the gradient
-    of that tensor, it returns x's gradient. Raises ValueError for other shapes, dtypes or devices and for p outside [0,
+    in the unsharded tensor; key: one int64 element. Return a contiguous tensor of x's dtype. Applied to the gradient
+    of that tensor, it returns x's gradient. Raise ValueError for other shapes, dtypes or devices and for p outside [0,
     1).
     """
     check_floats("dropout", x=x)

@@ -49,7 +49,7 @@ class Endpoint:
     programs: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a rank, shape, dtype or device that is not valid."""
+        """Raise ValueError for a rank, shape, dtype or device that is not valid."""
         if not 0 <= self.rank < self.world:
             raise ValueError(f"endpoint: rank {self.rank} of {self.world}: expected 0 <= rank < world")
         if self.slot_bytes % 16 or not 0 < self.slot_bytes <= 2**30:
@@ -69,7 +69,7 @@ class Endpoint:
     def check(
         self, operator: str, x: Tensor, x_shape: tuple[int, ...], out: Tensor, out_shape: tuple[int, ...]
     ) -> None:
-        """Raises ValueError unless both are contiguous, of one dtype, of these shapes, on the channel's device."""
+        """Raise ValueError unless both are contiguous, of one dtype, of these shapes, on the channel's device."""
         for name, tensor, shape in (("x", x, x_shape), ("out", out, out_shape)):
             check_shape(operator, name, tensor, shape)
             check_device(operator, "the channel", self.slots, name, tensor)
@@ -77,9 +77,9 @@ class Endpoint:
             check_contiguous(operator, name, tensor)
 
     def grid(self, operator: str, nbytes: int, tiles: int, rounds: int = 1) -> tuple[int]:
-        """Returns how many programs share `tiles` tiles of each row; 0 where there is no tile.
+        """Return how many programs share `tiles` tiles of each row; 0 where there is no tile.
 
-        nbytes: what each rank stages; rounds: barriers in a launch. Raises ValueError where slots or flags are too few.
+        nbytes: what each rank stages; rounds: barriers in a launch. Raise ValueError where slots or flags are too few.
         """
         if nbytes > self.slot_bytes:
             raise ValueError(f"{operator}: {nbytes} bytes to stage, a slot holds {self.slot_bytes}: pass it in pieces")
@@ -90,7 +90,7 @@ class Endpoint:
         return (min(self.programs, tiles, programs),)
 
     def signals(self) -> dict[str, Any]:
-        """Returns the arguments that every kernel takes. A launch gets a trace_ptr while a trace is being taken."""
+        """Return the arguments that every kernel takes. A launch gets a trace_ptr while a trace is being taken."""
         return {
             "flags_ptr": self.flags,
             "state_ptr": self.state,
@@ -101,12 +101,12 @@ class Endpoint:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments that a kernel takes that moves data through slots."""
+        """Return the arguments that a kernel takes that moves data through slots."""
         return {"slots_ptr": self.slots, "slot_bytes": self.slot_bytes, **self.signals()}
 
 
 def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
-    """Returns x, out and the row's length n in the widest integers that fit all three, for kernels that move bytes."""
+    """Return x, out and the row's length n in the widest integers that fit all three, for kernels that move bytes."""
     offsets = [n * x.element_size()]
     for tensor in (x, out):
         offsets += [tensor.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()]
@@ -115,12 +115,12 @@ def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
 
 
 def check_summed(operator: str, x: Tensor) -> None:
-    """Raises ValueError unless x has a dtype that can be summed."""
+    """Raise ValueError unless x has a dtype that can be summed."""
     check_integers(operator, "x", x, SUMMED)
 
 
 def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
-    """Raises ValueError unless `ready` is int32 words, at least one for each rank, on the channel's device."""
+    """Raise ValueError unless `ready` is int32 words, at least one for each rank, on the channel's device."""
     check_device(operator, "the channel", endpoint.slots, "ready", ready)
     check_integers(operator, "ready", ready, (torch.int32,))
     if ready.ndim != 1 or len(ready) < endpoint.world or not ready.is_contiguous():
@@ -129,20 +129,20 @@ def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
 
 
 def configured(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype whose rows of configurations.toml serve for sums of `dtype`: 64-bit types have no rows."""
+    """Return the dtype whose rows of configurations.toml serve for sums of `dtype`: 64-bit types have no rows."""
     return torch.float32 if dtype.itemsize == 8 else dtype
 
 
 @triton.jit
 def slot(slots_ptr, peer, epoch, slot_bytes, dtype: tl.constexpr):
-    """Returns a pointer to the half of `peer`'s slot that belongs to `epoch`."""
+    """Return a pointer to the half of `peer`'s slot that belongs to `epoch`."""
     base = peer_pointer(slots_ptr, peer, tl.int8) + (epoch & 1) * slot_bytes
     return tl.multiple_of(base, 16).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def stage(x_ptr, own_ptr, rows, stride, total, BLOCK: tl.constexpr):
-    """Copies this program's tiles of each row of x to the same offsets in the slot; rows end at `total` elements."""
+    """Copy this program's tiles of each row of x to the same offsets in the slot; rows end at `total` elements."""
     for row in range(rows):
         for tile in range(tl.program_id(0), tl.cdiv(stride, BLOCK), tl.num_programs(0)):
             column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -153,7 +153,7 @@ def stage(x_ptr, own_ptr, rows, stride, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def _widened(x):
-    """Converts half types to float32, in which they are summed."""
+    """Convert half types to float32, in which they are summed."""
     if x.dtype == tl.float16 or x.dtype == tl.bfloat16:
         return x.to(tl.float32)
     else:
@@ -162,7 +162,7 @@ def _widened(x):
 
 @triton.jit
 def sum_of_slots(slots_ptr, epoch, slot_bytes, offs, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
-    """Returns the sum over all ranks of what they have staged at `offs`, rank 0 first, rounded once to `dtype`."""
+    """Return the sum over all ranks of what they have staged at `offs`, rank 0 first, rounded once to `dtype`."""
     total = _widened(tl.load(slot(slots_ptr, 0, epoch, slot_bytes, dtype) + offs, mask=mask))
     for source in tl.static_range(1, WORLD):
         total += _widened(tl.load(slot(slots_ptr, source, epoch, slot_bytes, dtype) + offs, mask=mask))

@@ -82,9 +82,9 @@ def close_copies_kernel(
 
 
 def open_copies(endpoint: Endpoint, stamp: Tensor) -> None:
-    """Makes the current stream wait until every rank has come here, or the abort word is set. One program of one warp.
+    """Make the current stream wait until every rank has come here, or the abort word is set. One program of one warp.
 
-    stamp: int32 [1], zeroed with the signals: becomes the epoch. Raises ValueError for another stamp, and where the
+    stamp: int32 [1], zeroed with the signals: becomes the epoch. Raise ValueError for another stamp, and where the
     channel has too few flags.
     """
     _opening(endpoint, stamp).run(stamp_ptr=stamp)
@@ -100,5 +100,5 @@ def _opening(endpoint: Endpoint, stamp: Tensor) -> Launch:
 
 
 def close_copies(endpoint: Endpoint) -> None:
-    """Makes the current stream wait until every rank has come here after its copies; ends the epoch that is open."""
+    """Make the current stream wait until every rank has come here after its copies; end the epoch that is open."""
     launch(close_copies_kernel, (1,), num_warps=1, num_stages=1, **endpoint.signals())

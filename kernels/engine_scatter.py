@@ -112,9 +112,9 @@ def sum_parts_kernel(
 
 
 def await_part(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) -> None:
-    """Makes the current stream wait until word [p, owner] is the stamp's epoch for every program p, or until an abort.
+    """Make the current stream wait until word [p, owner] is the stamp's epoch for every program p, or until an abort.
 
-    stored: int32 [endpoint.programs, world]; stamp: int32 [1]. Raises ValueError for other tensors or an unknown owner.
+    stored: int32 [endpoint.programs, world]; stamp: int32 [1]. Raise ValueError for other tensors or an unknown owner.
     """
     _waiting(endpoint, stored, stamp, owner).run(stored_ptr=stored, stamp_ptr=stamp)
 
@@ -149,11 +149,11 @@ def sum_parts(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """Sets out to Σ over ranks of the parts of this rank's rows, + bias + residual, once all are here; ends the epoch.
+    """Set out to Σ over ranks of the parts of this rank's rows, + bias + residual, once all are here; end the epoch.
 
     out: [rows, N], contiguous, float32, float16 or bfloat16; bias: [N] and residual: [rows, N], any strides, of out's
     dtype. chunk: the rows of a part, at least out's. ready: int32 [world], zeroed with the signals. Parts are added in
-    float32, rank 0 first, and rounded once. Raises ValueError for other shapes, dtypes or devices, and where world
+    float32, rank 0 first, and rounded once. Raise ValueError for other shapes, dtypes or devices, and where world
     parts are larger than a slot.
     """
     _summing(out, endpoint, ready, chunk, bias, residual).run(

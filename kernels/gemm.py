@@ -106,12 +106,12 @@ def gemm_forward(
     activation: str | None = None,
     keep_preactivation: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns act(x Wᵀ + bias) + residual, accumulated in float32, and on request x Wᵀ + bias.
+    """Return act(x Wᵀ + bias) + residual, accumulated in float32, and on request x Wᵀ + bias.
 
     x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N], for a gated activation [M, N / 2] (its weight and bias are
-    [gate | up]); all of one dtype of float32, float16, bfloat16, any strides, any size from 0 up. Returns (out,
+    [gate | up]); all of one dtype of float32, float16, bfloat16, any strides, any size from 0 up. Return (out,
     pre-activation [M, N] or None), contiguous, in that dtype; out is computed from the accumulator, not from the
-    rounded pre-activation. Raises ValueError for other shapes, dtypes, devices or names of activations.
+    rounded pre-activation. Raise ValueError for other shapes, dtypes, devices or names of activations.
     """
     plan = _plan(x, weight, bias, residual, activation)
     out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)

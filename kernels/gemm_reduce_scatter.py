@@ -57,7 +57,7 @@ from tpfuse.kernels.trace import COMPUTING, now, record
 
 @triton.jit
 def _first_tile(owner, tiles):
-    """Returns this program's first tile of an owner.
+    """Return this program's first tile of an owner.
 
     tiles: the number of tiles of each owner except the last ones, which may have fewer.
     """
@@ -67,13 +67,13 @@ def _first_tile(owner, tiles):
 
 @triton.jit
 def _signal(flags_ptr, owner, epoch, rank, WORLD: tl.constexpr):
-    """Signals the same program of an owner that this program has stored its tiles there."""
+    """Signal the same program of an owner that this program has stored its tiles there."""
     signal(peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD + rank, epoch)
 
 
 @triton.jit
 def _signal_copies(stored_ptr, owner, epoch, WORLD: tl.constexpr):
-    """Signals the copies to an owner that this program has stored its tiles of the owner's rows."""
+    """Signal the copies to an owner that this program has stored its tiles of the owner's rows."""
     signal(stored_ptr + tl.program_id(0) * WORLD + owner, epoch)
 
 
@@ -95,7 +95,7 @@ def sum_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds the partial sums of all ranks, rank 0 first, then bias and residual, and stores the tile."""
+    """Add the partial sums of all ranks, rank 0 first, then bias and residual, and store the tile."""
     total = load_tile(half_ptr, first_m, first_n, M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
     for source in tl.static_range(1, WORLD):
         part_ptr = half_ptr + source * chunk * N
@@ -208,14 +208,14 @@ def gemm_reduce_scatter_forward(
     residual: Tensor | None = None,
     other_tiles: bool = False,
 ) -> Tensor:
-    """Returns this rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all have called this; in stream order.
+    """Return this rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all have called this; in stream order.
 
     x: [M, K]; weight: [N, K]; bias: [N] and residual: [rows, N], added by this rank alone to its own rows. It has
     min(c, M - rank c) rows or none, c = cdiv(M, world). All have one dtype of float32, float16, bfloat16, any strides,
     any size from 0 up. other_tiles: as in `choose_configuration`. All ranks pass the same M, N, dtype and other_tiles;
     each rank may have its own K.
 
-    Returns [rows, N], contiguous, in that dtype; partial sums are rounded to it too, before they are sent. Raises
+    Return [rows, N], contiguous, in that dtype; partial sums are rounded to it too, before they are sent. Raise
     ValueError for other shapes, dtypes or devices, where world c rows of N are larger than a slot, and where the
     channel has too few flags.
     """
@@ -228,12 +228,12 @@ def gemm_reduce_scatter_forward(
 def gemm_for_copies(
     x: Tensor, weight: Tensor, endpoint: Endpoint, stored: Tensor, *, other_tiles: bool = False
 ) -> None:
-    """Stores x Wᵀ, rounded to x's dtype, in this rank's slot, from where copy engines copy it; in stream order.
+    """Store x Wᵀ, rounded to x's dtype, in this rank's slot, from where copy engines copy it; in stream order.
 
     x, weight, other_tiles: as for `gemm_reduce_scatter_forward`. The slot's halves are [world, c, N]: rows of this rank
     are stored in part `rank` of the first half, rows of another owner in part `owner` of the second one. stored: int32
     [endpoint.programs, world], zeroed with the signals; word [p, owner] becomes the epoch when program p has stored its
-    tiles of that owner. The epoch stays open. Raises ValueError for other shapes, dtypes or devices, and where world c
+    tiles of that owner. The epoch stays open. Raise ValueError for other shapes, dtypes or devices, and where world c
     rows of N are larger than a slot.
     """
     plan = _plan(x, weight, endpoint, None, None, other_tiles, True)
@@ -259,7 +259,7 @@ def _plan(
     other_tiles: bool,
     copied: bool,
 ) -> _ScatterPlan:
-    """Checks a call and plans its launch.
+    """Check a call and plan its launch.
 
     copied: copy engines copy the tiles; then each of the channel's programs signals, with a tile or without.
     """
@@ -298,7 +298,7 @@ def _plan(
 def _configuration(
     operator: str, x: Tensor, n: int, chunk: int, endpoint: Endpoint, aligned: bool, other_tiles: bool
 ) -> tuple[dict[str, Any], int, int]:
-    """Returns (blocks, num_warps, num_stages); tiles are those of aligned tensors, so that all ranks have the same."""
+    """Return (blocks, num_warps, num_stages); tiles are those of aligned tensors, so that all ranks have the same."""
     sizes = {"M": chunk, "N": n, "chunks": endpoint.world, "programs": endpoint.programs}
     shared = choose_configuration(operator, x.device, x.dtype, other_tiles=other_tiles, **sizes, unaligned=0)
     row = (

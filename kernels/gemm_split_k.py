@@ -22,7 +22,7 @@ _MOST_SPLITS = 16  # partial sums are float32: their traffic grows with the numb
 
 
 def split_reduction(tiles: int, size: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Returns (parts, elements in each) of a reduction over `size` elements in blocks of `block`, for `tiles` tiles.
+    """Return (parts, elements in each) of a reduction over `size` elements in blocks of `block`, for `tiles` tiles.
 
     Every part has at least one element; there is one part if there are enough tiles for every multiprocessor.
     """
@@ -80,7 +80,7 @@ def sum_partials(
     preactivation: Tensor | None = None,
     activation: str | None = None,
 ) -> None:
-    """Sets out to act(Σ partials + bias) + residual, the parts added in order; arguments as in `gemm_forward`.
+    """Set out to act(Σ partials + bias) + residual, the parts added in order; arguments as in `gemm_forward`.
 
     partials: [splits, M, N] float32, contiguous; out: [M, N], any strides.
     """

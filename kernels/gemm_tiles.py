@@ -16,7 +16,7 @@ _PARTS_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 
 def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
-    """Returns a product's launch options from its row: blocks, num_warps and num_stages; tma: operands allow TMA."""
+    """Return a product's launch options from its row: blocks, num_warps and num_stages; tma: operands allow TMA."""
     blocks = dict(row.blocks)
     blocks["TMA"] = tma and blocks["TMA"]
     blocks["WARP_SPECIALIZE"] = blocks["TMA"] and blocks["WARP_SPECIALIZE"]
@@ -28,7 +28,7 @@ def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
 
 
 def allows_tma(*matrices: Tensor | None) -> bool:
-    """Returns whether TMA can read the matrices: not empty, rows of adjacent elements, base and rows aligned to 16."""
+    """Return whether TMA can read the matrices: not empty, rows of adjacent elements, base and rows aligned to 16."""
     return all(_allows_tma(x) for x in matrices if x is not None)
 
 
@@ -41,7 +41,7 @@ def _allows_tma(x: Tensor) -> bool:
 
 @triton.jit
 def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TMA: tl.constexpr):
-    """Returns the source that `load_tile` reads: the pointer itself, or a descriptor of tiles of adjacent elements.
+    """Return the source that `load_tile` reads: the pointer itself, or a descriptor of tiles of adjacent elements.
 
     The descriptor is made on the device: with warp specialization Triton splits a tile among groups of warps, and
     cannot split a tile that a descriptor from the host loads.
@@ -65,7 +65,7 @@ def load_tile(
     BLOCK_COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Loads the tile that starts at (first_row, first_column), 0 outside the matrix."""
+    """Load the tile that starts at (first_row, first_column), 0 outside the matrix."""
     if TMA:
         return source.load([first_row, first_column])
     else:
@@ -89,7 +89,7 @@ def store_tile(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Stores the part of the tile that is inside the matrix, rounded to the matrix's dtype."""
+    """Store the part of the tile that is inside the matrix, rounded to the matrix's dtype."""
     offs_row = first_row + tl.arange(0, BLOCK_ROWS)
     offs_column = first_column + tl.arange(0, BLOCK_COLUMNS)
     offs = offs_row.to(tl.int64)[:, None] * stride_row + offs_column.to(tl.int64)[None, :] * stride_column
@@ -118,7 +118,7 @@ def store_columns(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Does `store_result` for a tile whose epilogue fits in the registers."""
+    """Do `store_result` for a tile whose epilogue fits in the registers."""
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
     if bias_ptr is not None:
         acc += load_tile(bias_ptr, 0, first_n, 1, N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
@@ -140,7 +140,7 @@ def store_columns(
 
 @triton.jit
 def column_parts(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the tile x as 1, 2 or 4 tiles of equal width, from left to right."""
+    """Return the tile x as 1, 2 or 4 tiles of equal width, from left to right."""
     if PARTS == 1:
         return (x,)
     else:
@@ -172,7 +172,7 @@ def store_result(
     BLOCK_N: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
 ):
-    """Stores out = act(acc + bias) + residual of one tile, computed in float32, and the pre-activation where requested.
+    """Store out = act(acc + bias) + residual of one tile, computed in float32, and the pre-activation where requested.
 
     With a gated activation bias is [2 N] and the pre-activation [M, 2 N]. A wide tile is stored in EPILOGUE_PARTS, so
     that the epilogue's operands need not be in registers beside the whole tile.
@@ -188,5 +188,5 @@ def store_result(
 
 
 def new_partials(splits: int, rows: int, columns: int, device: torch.device) -> Tensor | None:
-    """Allocates the float32 workspace of a product whose reduction is split; returns None where it is not split."""
+    """Allocate the float32 workspace of a product whose reduction is split; return None where it is not split."""
     return None if splits == 1 else torch.empty(splits, rows, columns, dtype=torch.float32, device=device)

@@ -23,7 +23,7 @@ def weight_matrix(
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Returns the source that `load_weight` reads; it must not be called for None, which Triton 3.6 cannot return."""
+    """Return the source that `load_weight` reads; it must not be called for None, which Triton 3.6 cannot return."""
     if K_ADJACENT:
         return matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
     else:
@@ -44,7 +44,7 @@ def load_weight(
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Loads the tile [BLOCK_K, BLOCK_N] of Wᵀ that starts at (k, first_n), 0 outside."""
+    """Load the tile [BLOCK_K, BLOCK_N] of Wᵀ that starts at (k, first_n), 0 outside."""
     if K_ADJACENT:
         return load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA).T
     else:
@@ -52,7 +52,7 @@ def load_weight(
 
 
 def weight_layout(weight: Tensor, up: Tensor | None) -> tuple[bool, bool]:
-    """Returns (K_ADJACENT, whether TMA can read) for weight [N, K] and `up`, the second half of a gated pair.
+    """Return (K_ADJACENT, whether TMA can read) for weight [N, K] and `up`, the second half of a gated pair.
 
     Both halves have the same layout.
     """

@@ -32,7 +32,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
 def interpreter_problem(triton_version: str = triton.__version__, numpy_version: str = np.__version__) -> str:
-    """Returns one line that says why this Triton cannot interpret kernels with this numpy; empty where it can."""
+    """Return one line that says why this Triton cannot interpret kernels with this numpy; empty where it can."""
     ours, numpy = (tuple(int(x) for x in version.split(".")[:2]) for version in (triton_version, numpy_version))
     if ours >= (3, 7) or numpy < (2, 4):
         return ""
@@ -43,7 +43,7 @@ def interpreter_problem(triton_version: str = triton.__version__, numpy_version:
 
 
 def _skip_overflow_checks() -> None:
-    """Turns off the interpreter's checks of integers for overflow.
+    """Turn off the interpreter's checks of integers for overflow.
 
     It drops their results unless its option `debug` is on, and the checks take a third of its time.
     """
@@ -81,7 +81,7 @@ class Launch:
     )
 
     def run(self, **pointers: Tensor | None) -> None:
-        """Launches with these pointers: by the same names, of the same dtypes and on the same device each time."""
+        """Launch with these pointers: by the same names, of the same dtypes and on the same device each time."""
         arguments = {**pointers, **self.arguments}
         if INTERPRETED or _recording.get() is not None or 0 in self.grid:
             launch(self.kernel, self.grid, num_warps=self.num_warps, num_stages=self.num_stages, **arguments)
@@ -109,7 +109,7 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 @contextlib.contextmanager
 def recording(family: str) -> Iterator[Recording]:
-    """Collects launches on meta tensors as a GPU of `family` (one of FAMILIES) would get them."""
+    """Collect launches on meta tensors as a GPU of `family` (one of FAMILIES) would get them."""
     assert family in FAMILIES, family
     token = _recording.set(Recording(family))
     try:
@@ -127,9 +127,9 @@ _rows: _Rows | None = None  # of all threads: autograd launches kernels in threa
 
 
 def start_trace(rows: _Rows) -> None:
-    """Lets `rows` give the argument trace_ptr of all launches that may wait for peers, until `stop_trace`.
+    """Let `rows` give the argument trace_ptr of all launches that may wait for peers, until `stop_trace`.
 
-    Raises RuntimeError where a trace is being taken already.
+    Raise RuntimeError where a trace is being taken already.
     """
     global _rows
     if _rows is not None:
@@ -138,34 +138,34 @@ def start_trace(rows: _Rows) -> None:
 
 
 def stop_trace() -> None:
-    """Ends the trace that is being taken."""
+    """End the trace that is being taken."""
     global _rows
     _rows = None
 
 
 def _traced(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments, with the rows of the trace where the launch may wait: where it has an abort word."""
+    """Return the arguments, with the rows of the trace where the launch may wait: where it has an abort word."""
     if _rows is None or "trace_ptr" not in arguments or arguments["abort_ptr"] is None:
         return arguments
     return arguments | {"trace_ptr": _rows(kernel, grid, arguments)}
 
 
 def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up. On the host triton.cdiv takes 2 µs."""
+    """Return a / b, rounded up. On the host triton.cdiv takes 2 µs."""
     return -(-a // b)
 
 
 def family(device: torch.device) -> str:
-    """Returns the GPU family whose configurations fit `device`: "sm_80", "sm_90", "sm_100" or "interpreted".
+    """Return the GPU family whose configurations fit `device`: "sm_80", "sm_90", "sm_100" or "interpreted".
 
-    sm_80 stands for every other GPU too (8.6, 8.9 and 12.0 have less shared memory; the rows of sm_80 fit them). Raises
+    sm_80 stands for every other GPU too (8.6, 8.9 and 12.0 have less shared memory; the rows of sm_80 fit them). Raise
     ValueError where Triton cannot run.
     """
     return _gpu(device)[0]
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Returns how many programs a persistent kernel starts; 3 when interpreted, so that each of them loops."""
+    """Return how many programs a persistent kernel starts; 3 when interpreted, so that each of them loops."""
     return _gpu(device)[1]
 
 
@@ -200,7 +200,7 @@ _plans: list[dict[tuple[object, ...], Any]] = []
 
 
 def planned(plan: Callable[[*_Arguments], _Planned]) -> Callable[[*_Arguments], _Planned]:
-    """Calls `plan` once for all calls whose tensors have the same layout and whose other arguments are the same.
+    """Call `plan` once for all calls whose tensors have the same layout and whose other arguments are the same.
 
     plan: reads only shape, strides, dtype, device and the address modulo 16 of its tensors; its other arguments must be
     hashable. Its exceptions are not cached. Calls whose launches are interpreted or recorded are planned each time.
@@ -226,13 +226,13 @@ def _layout(x: Tensor) -> tuple[object, ...]:
 
 
 def forget_plans() -> None:
-    """Makes `planned` call its plans again after the table of configurations has changed."""
+    """Make `planned` call its plans again after the table of configurations has changed."""
     for plans in _plans:
         plans.clear()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int, **arguments: Any) -> None:
-    """Runs `kernel` over `grid` on the device of its first tensor, or records it. An empty grid does nothing."""
+    """Run `kernel` over `grid` on the device of its first tensor, or record it. An empty grid does nothing."""
     if 0 in grid:
         return
     arguments = _traced(kernel, grid, arguments)

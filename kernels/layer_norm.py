@@ -21,13 +21,13 @@ from tpfuse.kernels.tiles import rounded
 
 @triton.jit
 def load_rows(ptr, rows, stride, offs_c, mask):
-    """Loads a tile in float32; 0 where masked."""
+    """Load a tile in float32; 0 where masked."""
     return tl.load(ptr + rows * stride + offs_c, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask):
-    """Loads x, or x + residual rounded to x's dtype, in float32."""
+    """Load x, or x + residual rounded to x's dtype, in float32."""
     x = load_rows(x_ptr, rows, x_stride, offs_c, mask)
     if residual_ptr is not None:
         x += load_rows(residual_ptr, rows, residual_stride, offs_c, mask)
@@ -37,7 +37,7 @@ def _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask
 
 @triton.jit
 def _merge_moments(x, mask, seen, count, mean, squares, CENTERED: tl.constexpr):
-    """Merges (mean, Σ (x - mean)²) of `seen` columns with a block of `count` more; without CENTERED (0, Σ x²)."""
+    """Merge (mean, Σ (x - mean)²) of `seen` columns with a block of `count` more; without CENTERED (0, Σ x²)."""
     if CENTERED:
         block_mean = tl.sum(x, axis=1) / count
         centered = tl.where(mask, x - block_mean[:, None], 0.0)
@@ -119,14 +119,14 @@ def norm_forward(
     *,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Returns (out, summed, mean, rstd), where out is the normalised x or, with a residual, the normalised summed.
+    """Return (out, summed, mean, rstd), where out is the normalised x or, with a residual, the normalised summed.
 
     centered: layer_norm; otherwise rms_norm, whose mean is None, rstd 1 / sqrt(mean(x²) + eps), and which multiplies by
     the weight in float32, before the result is rounded, as torch.nn.functional.rms_norm does (arXiv:1910.07467).
 
     x, residual: [M, C] of one dtype of float32, float16, bfloat16, rows of any stride (tensors whose columns have
     another stride than 1 are copied first), C from 1 up; weight, bias: [C] of one such dtype. out and summed = x +
-    residual (None without a residual) have x's dtype; mean and rstd = 1 / sqrt(var + eps) are [M] float32. Raises
+    residual (None without a residual) have x's dtype; mean and rstd = 1 / sqrt(var + eps) are [M] float32. Raise
     ValueError for other shapes, dtypes or devices.
     """
     operator = "layer_norm" if centered else "rms_norm"
@@ -163,12 +163,12 @@ def norm_forward(
 
 
 def unit_columns(x: Tensor) -> Tensor:
-    """Returns [M, C] with columns of stride 1: x itself if it has them, else a copy."""
+    """Return [M, C] with columns of stride 1: x itself if it has them, else a copy."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, **like_x: Tensor | None) -> None:
-    """Raises ValueError unless x is [M, C], `like_x` are too, in its dtype, and weight and bias are [C]."""
+    """Raise ValueError unless x is [M, C], `like_x` are too, in its dtype, and weight and bias are [C]."""
     check_floats(operator, x=x, **like_x)
     check_floats(operator, weight=weight, bias=bias)
     check_device(operator, "x", x, "weight", weight)

@@ -27,7 +27,7 @@ _WARPS = 16  # that the programs start on each multiprocessor, which leaves each
 
 @triton.jit
 def _load_tile(grad_ptr, x_ptr, weight, mean_ptr, rstd_ptr, offs_m, offs_c, M, C, grad_stride, x_stride):
-    """Loads (grad_out, x̂, grad_out weight, rstd) of a tile, with 0 in grad_out where masked."""
+    """Load (grad_out, x̂, grad_out weight, rstd) of a tile, with 0 in grad_out where masked."""
     mask_m = offs_m < M
     rows = offs_m.to(tl.int64)[:, None]
     mask = mask_m[:, None] & (offs_c < C)[None, :]
@@ -169,12 +169,12 @@ def norm_backward(
     with_x: bool = True,
     with_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns (dx, dweight, dbias) for the tensor that `norm_forward` normalised: x, or summed.
+    """Return (dx, dweight, dbias) for the tensor that `norm_forward` normalised: x, or summed.
 
     grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32; mean: None for rms_norm.
     grad_summed is the gradient of summed itself; dx, in x's dtype, contains it and is the gradient of both x and
     residual. dweight and dbias: [C] in weight's dtype. dx is None unless with_x, dweight unless with_weight, and dbias
-    unless with_weight and with_bias. Raises ValueError for other shapes, dtypes or devices.
+    unless with_weight and with_bias. Raise ValueError for other shapes, dtypes or devices.
     """
     operator = "rms_norm_backward" if mean is None else "layer_norm_backward"
     check_norm(operator, x, weight, grad_out=grad_out, grad_summed=grad_summed)

@@ -48,10 +48,10 @@ def reduce_scatter_forward_kernel(
 
 
 def reduce_scatter_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
-    """Sets out to the sum over all ranks of their x[rank], once all ranks have called this; in stream order.
+    """Set out to the sum over all ranks of their x[rank], once all ranks have called this; in stream order.
 
     x: [world, n], out: [n], contiguous, of one of SUMMED; out may be x[rank]. The sum is taken in rank order, half
-    types in float32, integers in their own type, in which they wrap around. All ranks pass the same n and dtype. Raises
+    types in float32, integers in their own type, in which they wrap around. All ranks pass the same n and dtype. Raise
     ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the channel has too few
     flags.
     """

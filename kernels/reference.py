@@ -25,9 +25,9 @@ from torch import Tensor
 
 
 def activation(x: Tensor, name: str | None) -> Tensor:
-    """Returns act(x): [..., N] -> [..., N]; "swiglu" and "geglu" take [..., gate | up] and return half the width.
+    """Return act(x): [..., N] -> [..., N]; "swiglu" and "geglu" take [..., gate | up] and return half the width.
 
-    Raises ValueError for a name that is not known.
+    Raise ValueError for a name that is not known.
     """
     match name:
         case None:
@@ -55,7 +55,7 @@ def linear(
     activation_name: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Returns act(x Wᵀ + bias) + residual.
+    """Return act(x Wᵀ + bias) + residual.
 
     x: [..., K]; weight: [N, K]; bias: [N]; residual like the result -> [..., N], or N / 2 for a gated activation.
     """
@@ -64,12 +64,12 @@ def linear(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Returns x normalised over its last dimension. x: [..., C]; weight, bias: [C] -> [..., C]."""
+    """Return x normalised over its last dimension. x: [..., C]; weight, bias: [C] -> [..., C]."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x divided by its root mean square over the last dimension. x: [..., C]; weight: [C] -> [..., C]."""
+    """Return x divided by its root mean square over the last dimension. x: [..., C]; weight: [C] -> [..., C]."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -86,7 +86,7 @@ def adamw(
     weight_decay: float,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (parameter, exp_avg, exp_avg_sq), [n] each, after update number `step` (from 1), arXiv:1711.05101."""
+    """Return (parameter, exp_avg, exp_avg_sq), [n] each, after update number `step` (from 1), arXiv:1711.05101."""
     exp_avg = exp_avg + (1 - beta1) * (gradient - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * gradient * gradient
     unbiased = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
@@ -95,7 +95,7 @@ def adamw(
 
 
 def shard_sum(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the sum [m] of every rank's [m], rank 0 first; half types in float32."""
+    """Return the sum [m] of every rank's [m], rank 0 first; half types in float32."""
     half = gradients[0].dtype in (torch.bfloat16, torch.float16)
     total = gradients[0].to(torch.float32 if half else gradients[0].dtype, copy=True)
     for gradient in gradients[1:]:
@@ -114,7 +114,7 @@ def sharded_adamw(
     weight_decay: float,
     **rates: Any,
 ) -> tuple[Tensor, ...]:
-    """Returns (parameter, exp_avg, exp_avg_sq), [m] each, after an update with `adamw`'s rates.
+    """Return (parameter, exp_avg, exp_avg_sq), [m] each, after an update with `adamw`'s rates.
 
     gradients: [m] of each rank. Elements before `decay_end` are decayed, the others are not.
     """
@@ -125,7 +125,7 @@ def sharded_adamw(
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Returns each row's loss in nats.
+    """Return each row's loss in nats.
 
     logits: [M, V]; target: [M] int64, -1 or -100 where there is no loss -> [M], 0 there.
     """
@@ -134,7 +134,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns the sum of weights * cross_entropy(x Wᵀ), in nats: [].
+    """Return the sum of weights * cross_entropy(x Wᵀ), in nats: [].
 
     x: [M, C]; weight: [V, C]; target: [M] int64, -1 or -100 where there is no loss; weights: [M]. Logits of half
     types are upcast to float32, as in every training loop.
@@ -154,7 +154,7 @@ def attention_scores(
     k_offset: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns scaled scores [B, H, Tq, Tk], -inf for keys that a query does not see, and the mask of those [Tq, Tk].
+    """Return scaled scores [B, H, Tq, Tk], -inf for keys that a query does not see, and the mask of those [Tq, Tk].
 
     For the arguments see `attention`.
     """
@@ -180,7 +180,7 @@ def attention(
     dropout_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns softmax(mask(q kᵀ scale)) v, [B, H, Tq, D], and the log-sum-exp [B, H, Tq] of the scores.
+    """Return softmax(mask(q kᵀ scale)) v, [B, H, Tq, D], and the log-sum-exp [B, H, Tq] of the scores.
 
     q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], head h of q using head h // (H / Hk). A query that sees no key has 0 and
     -inf.
@@ -199,7 +199,7 @@ def attention(
 
 
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges attention to two disjoint sets of keys: outs [..., D], log-sum-exps [...] of each -> of both together."""
+    """Merge attention to two disjoint sets of keys: outs [..., D], log-sum-exps [...] of each -> of both together."""
     lse = torch.logaddexp(lse_a, lse_b)
     share_a, share_b = ((x - lse).exp().masked_fill(x == -torch.inf, 0).unsqueeze(-1) for x in (lse_a, lse_b))
     return share_a * out_a + share_b * out_b, lse

@@ -29,9 +29,9 @@ def ring_arguments(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> dict[str, Any]:
-    """Checks the arguments of a loop over blocks of keys, and returns those of its kernel.
+    """Check the arguments of a loop over blocks of keys, and return those of its kernel.
 
-    For the arguments see `ring_attention_forward`. Raises ValueError that names the argument, what was received and
+    For the arguments see `ring_attention_forward`. Raise ValueError that names the argument, what was received and
     what is accepted.
     """
     order = _order(operator, q, runs, rank, exchange, sources)
@@ -71,7 +71,7 @@ def ring_arguments(
 
 
 def without_exchange(rank: int, runs: SequenceRuns) -> dict[str, Any]:
-    """Returns the arguments that replace `BlockExchange.arguments` and COPIERS where all blocks are here."""
+    """Return the arguments that replace `BlockExchange.arguments` and COPIERS where all blocks are here."""
     pointers = ("words", "ready", "slots", "flags", "state", "abort", "trace")
     numbers = {"words": 0, "block_words": 0, "slot_bytes": 0, "rank": rank, "WORLD": runs.world}
     return dict.fromkeys((f"{name}_ptr" for name in pointers), None) | numbers | {"COPIERS": 0, "RING": False}
@@ -85,7 +85,7 @@ def _order(
     exchange: BlockExchange | None,
     sources: Sequence[int] | None,
 ) -> tuple[int, int, int]:
-    """Returns the order of the blocks: (the first rank, the distance to the next one, how many)."""
+    """Return the order of the blocks: (the first rank, the distance to the next one, how many)."""
     world = runs.world
     if not 0 <= rank < world:
         raise ValueError(f"{operator}: rank {rank} of {world}: expected 0 <= rank < world")
@@ -108,7 +108,7 @@ def _order(
 
 
 def _block(operator: str, blocks: Tensor, sources: Sequence[int] | None) -> Tensor:
-    """Checks blocks and returns one of them, [2, B, Hk, n, D]."""
+    """Check blocks and return one of them, [2, B, Hk, n, D]."""
     leading = (2,) if sources is None else (len(sources), 2)
     if blocks.dim() != len(leading) + 4 or tuple(blocks.shape[: len(leading)]) != leading:
         expected = ", ".join(map(str, leading))
@@ -129,7 +129,7 @@ def _block(operator: str, blocks: Tensor, sources: Sequence[int] | None) -> Tens
 def _check_dropout(
     operator: str, q: Tensor, dropout_p: float, counters: Tensor | None, dropout_key: Tensor | None
 ) -> None:
-    """Raises ValueError unless dropout's probability, counters and key fit q."""
+    """Raise ValueError unless dropout's probability, counters and key fit q."""
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{operator}: dropout_p {dropout_p}: expected 0 <= dropout_p < 1")
     if dropout_p == 0.0:
@@ -141,7 +141,7 @@ def _check_dropout(
 
 
 def _check_integers(operator: str, name: str, x: Tensor, q: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless x has this dtype and shape and is on q's device."""
+    """Raise ValueError unless x has this dtype and shape and is on q's device."""
     check_integers(operator, name, x, (dtype,))
     check_device(operator, "q", q, name, x)
     check_shape(operator, name, x, shape)

@@ -48,7 +48,7 @@ def ring_attention_backward(
     counters_of_all: Tensor | None = None,
     dropout_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of `ring_attention_forward`'s q, keys and values, from queries and keys of all ranks.
+    """Return the gradients of `ring_attention_forward`'s q, keys and values, from queries and keys of all ranks.
 
     grad_out, q, out: [B, H, n, D], k, v: [B, Hk, n, D], any strides; lse: [B, H, n] float32; out and lse as forward
     returned them, for the keys of all ranks. visible_keys: as there; visible_queries: (first, last), int32 [n] each:
@@ -56,9 +56,9 @@ def ring_attention_backward(
     counters. All ranks of the channel call this, with the same shapes, dtype, runs, dropout_p and number of words of
     ready.
 
-    Returns dq, dk, dv in the shapes and the dtype of q, k, v, as views of [B, n, H, D]; the same bits in every run, and
+    Return dq, dk, dv in the shapes and the dtype of q, k, v, as views of [B, n, H, D]; the same bits in every run, and
     by either route of the blocks. A query that sees no key adds nothing. Where a wait was cut short the results must
-    not be used. Raises ValueError that names the argument, what was received and what is accepted.
+    not be used. Raise ValueError that names the argument, what was received and what is accepted.
     """
     operator = "ring_attention_backward"
     for name, x in (("k", k), ("v", v)):
@@ -88,9 +88,9 @@ def ring_attention_backward(
 
 
 def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (log2_sum, delta), [B, H, n + PADDING] float32, from `attention_backward_delta`.
+    """Return (log2_sum, delta), [B, H, n + PADDING] float32, from `attention_backward_delta`.
 
-    grad_out, out: [B, H, n, D], any strides, of one dtype; lse: [B, H, n] float32. Raises ValueError for others.
+    grad_out, out: [B, H, n, D], any strides, of one dtype; lse: [B, H, n] float32. Raise ValueError for others.
     """
     operator = "ring_attention_backward"
     check_floats(operator, out=out, grad_out=grad_out)
@@ -101,7 +101,7 @@ def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Te
 
 
 def queries_words(q: Tensor) -> int:
-    """Returns the int32 words in the second part of a block of queries q [B, H, n, D]: a multiple of 16 bytes."""
+    """Return the int32 words in the second part of a block of queries q [B, H, n, D]: a multiple of 16 bytes."""
     sums = 2 * q.shape[0] * q.shape[1] * (q.shape[2] + int(PADDING.value))
     return -(-(2 * q.nbytes // 4 + sums) // 4) * 4
 
@@ -122,7 +122,7 @@ def ring_attention_dq(
     counters: Tensor | None = None,
     dropout_key: Tensor | None = None,
 ) -> Tensor:
-    """Returns what the keys of some ranks add to dq of rank `rank`'s queries, in float32.
+    """Return what the keys of some ranks add to dq of rank `rank`'s queries, in float32.
 
     q, grad_out: [B, H, n, D], any strides (contiguous ones are not copied); log2_sum, delta: from
     `ring_attention_delta`, for the keys of all ranks; the other arguments as in `ring_attention_forward` without
@@ -150,7 +150,7 @@ def ring_attention_dkdv(
     counters: Tensor | None = None,
     dropout_key: Tensor | None = None,
 ) -> Tensor:
-    """Returns what the queries of rank `rank` add to dk and dv of the keys of rank `source`: [2, B, Hk, n, D] float32.
+    """Return what the queries of rank `rank` add to dk and dv of the keys of rank `source`: [2, B, Hk, n, D] float32.
 
     block: [2, B, Hk, n, D], contiguous: keys and values of `source`; visible_queries: for these keys, as in
     `ring_attention_backward`; the other arguments as in `ring_attention_dq`.
@@ -164,7 +164,7 @@ def ring_attention_dkdv(
 
 
 def _queries(operator: str, q: Tensor, grad_out: Tensor, log2_sum: Tensor, delta: Tensor) -> list[Tensor]:
-    """Returns all four tensors, contiguous. Raises ValueError unless they fit."""
+    """Return all four tensors, contiguous. Raise ValueError unless they fit."""
     check_floats(operator, q=q, grad_out=grad_out)
     check_shape(operator, "grad_out", grad_out, tuple(q.shape))
     _check_sums(operator, q, log2_sum=(log2_sum, PADDING.value), delta=(delta, PADDING.value))
@@ -172,7 +172,7 @@ def _queries(operator: str, q: Tensor, grad_out: Tensor, log2_sum: Tensor, delta
 
 
 def _check_sums(operator: str, q: Tensor, **sums: tuple[Tensor, int]) -> None:
-    """Raises ValueError unless each is float32 [B, H, n + padding], on q's device."""
+    """Raise ValueError unless each is float32 [B, H, n + padding], on q's device."""
     for name, (x, padding) in sums.items():
         if x.dtype != torch.float32:
             raise ValueError(f"{operator}: {name} is {x.dtype}: expected float32")
@@ -181,7 +181,7 @@ def _check_sums(operator: str, q: Tensor, **sums: tuple[Tensor, int]) -> None:
 
 
 def _packed(operator: str, *queries: Tensor) -> list[Tensor]:
-    """Returns [Q | grad_out | log2_sum | delta] as int32 words, a multiple of 16 bytes, and the four in these words."""
+    """Return [Q | grad_out | log2_sum | delta] as int32 words, a multiple of 16 bytes, and the four in these words."""
     queries = tuple(_queries(operator, *queries))
     sizes = [x.nbytes // 4 for x in queries]
     words = torch.empty(queries_words(queries[0]), dtype=torch.int32, device=queries[0].device)
@@ -208,7 +208,7 @@ def _launch_dq(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> Tensor:
-    """Computes dq in `dtype`; words: the second part of this rank's block, with an exchange."""
+    """Compute dq in `dtype`; words: the second part of this rank's block, with an exchange."""
     q, grad_out, log2_sum, delta = queries
     # fmt: off
     arguments = ring_arguments(operator, q, blocks, runs, rank, visible_keys, exchange, sources, scale, dropout_p,
@@ -260,7 +260,7 @@ def _launch_dkdv(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> None:
-    """Computes dk and dv into `gradients` [2, B, Hk, n, D].
+    """Compute dk and dv into `gradients` [2, B, Hk, n, D].
 
     everywhere: the kernel's arguments for the queries of all ranks in the slot; empty for the queries of one rank.
     """

@@ -55,7 +55,7 @@ def _add_queries(
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Returns (dk, dv) after the queries of one run, in the heads that share the keys; the kernel builds the tuples."""
+    """Return (dk, dv) after the queries of one run, in the heads that share the keys; the kernel builds the tuples."""
     SLICED: tl.constexpr = SLICE_D < BLOCK_D
     keys, values, k, v, k_pos = key_tile
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
@@ -105,7 +105,7 @@ def _add_queries(
 
 @triton.jit
 def _queries_of(queries, exchange, source, batch, heads, n, HEAD_SIZE: tl.constexpr, EXCHANGE: tl.constexpr):
-    """Returns pointers to q, grad_out, log2_sum and delta of rank `source`.
+    """Return pointers to q, grad_out, log2_sum and delta of rank `source`.
 
     With an exchange they are concatenated in that rank's block in this rank's slot.
     """

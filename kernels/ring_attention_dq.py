@@ -44,7 +44,7 @@ def _add_keys(
     BLOCK_N: tl.constexpr,
     SLICE_D: tl.constexpr,
 ):
-    """Returns dq after the keys of one run; for the tuples see `_walk`."""
+    """Return dq after the keys of one run; for the tuples see `_walk`."""
     SLICED: tl.constexpr = SLICE_D < BLOCK_D
     query_rows, q = queries
     grad_rows, grad_out = grads
@@ -100,7 +100,7 @@ def _walk(
     BLOCK_N: tl.constexpr,
     SLICE_D: tl.constexpr,
 ):
-    """Returns (dq of a tile, how many blocks are known to be here, how many were not when the wait for them ended).
+    """Return (dq of a tile, how many blocks are known to be here, how many were not when the wait for them ended).
 
     It does not wait for a block that no query of the tile sees; where a later block is here the earlier ones are, too.
     """
@@ -169,7 +169,7 @@ def _dq_of_tile(
     BLOCK_N: tl.constexpr,
     SLICE_D: tl.constexpr,
 ):
-    """Stores dq of a tile of one run and one head; returns the two counts of `_walk`."""
+    """Store dq of a tile of one run and one head; return the two counts of `_walk`."""
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
     first_ptr, last_ptr = visible_ranges
     counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale = dropout

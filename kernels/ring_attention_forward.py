@@ -53,7 +53,7 @@ def _attend_run(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Returns the state after one run of keys, which are counted from its first.
+    """Return the state after one run of keys, which are counted from its first.
 
     A query's position is the index of the last key that it sees, and `behind` the number of keys that it sees before
     that. The bounds of the queries are loaded again for each run, to save registers.
@@ -106,7 +106,7 @@ def _attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Computes one tile of queries from all blocks; returns whether a wait was cut short, now or before (`aborted`).
+    """Compute one tile of queries from all blocks; return whether a wait was cut short, now or before (`aborted`).
 
     Only the first tile of a program waits for blocks. After a wait that was cut short no block is read.
     """
@@ -251,7 +251,7 @@ def ring_attention_forward(
     dropout_key: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns softmax(q kᵀ scale) v over the keys of all ranks, or of some, that each query sees, and its log-sum-exp.
+    """Return softmax(q kᵀ scale) v over the keys of all ranks, or of some, that each query sees, and its log-sum-exp.
 
     q: [B, H, n, D], the queries of rank `rank`, whose positions are runs.positions(rank): any strides (copied where
     `aligned` has to). visible_keys: (first, last), int32 [n] each: the positions of the keys that a query sees, none
@@ -268,8 +268,8 @@ def ring_attention_forward(
     float32.
 
     H is a multiple of Hk, head h of q using head h // (H / Hk); D a multiple of 8 from 16 to 256; float32, float16 or
-    bfloat16. Returns out [B, H, n, D], a view of [B, n, H, D], and lse [B, H, n] float32, without dropout; 0 and -inf
-    where a query sees no key. Values that are hidden must be finite, as in `attention_forward`. Raises ValueError that
+    bfloat16. Return out [B, H, n, D], a view of [B, n, H, D], and lse [B, H, n] float32, without dropout; 0 and -inf
+    where a query sees no key. Values that are hidden must be finite, as in `attention_forward`. Raise ValueError that
     names the argument, what was received and what is accepted.
     """
     operator = "ring_attention_forward"

@@ -12,19 +12,19 @@ import triton.language as tl
 
 @triton.jit
 def first_index(position, start, step):
-    """Returns the first index of a run that is at `position` or after it; 0 or more, perhaps after the run's end."""
+    """Return the first index of a run that is at `position` or after it; 0 or more, perhaps after the run's end."""
     return (tl.maximum(position - start, 0) + step - 1) // step
 
 
 @triton.jit
 def last_index(position, start, step, size):
-    """Returns the last index of a run of `size` that is at `position` or before it; -1 if there is none."""
+    """Return the last index of a run of `size` that is at `position` or before it; -1 if there is none."""
     return tl.minimum(tl.maximum(position - start + step, 0) // step, size) - 1
 
 
 @triton.jit
 def index_range(first_ptr, last_ptr, tile_first, tile_last, start, step, size, BLOCK: tl.constexpr):
-    """Returns indices (start, full_start, full_stop, stop) of a run that the tokens tile_first to tile_last see.
+    """Return indices (start, full_start, full_stop, stop) of a run that the tokens tile_first to tile_last see.
 
     The indices mean the same as in `attention_scores.key_range`. first_ptr, last_ptr: int32, the intervals of positions
     that this rank's tokens see.

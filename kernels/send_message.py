@@ -74,11 +74,11 @@ def send_message_kernel(
 
 
 def send_message(x: Tensor, endpoint: Endpoint, *, target: int, slot: int, full: int, free: int, epoch: int) -> None:
-    """Copies x into slot `slot` of rank `target`, once the word `free` of this rank is epoch - 1; in stream order.
+    """Copy x into slot `slot` of rank `target`, once the word `free` of this rank is epoch - 1; in stream order.
 
     x: contiguous, of any shape and dtype, at most endpoint.slot_bytes bytes. endpoint: slots: the address of each
     rank's [slots, slot_bytes] bytes; no epoch is kept in its state. full: the index of the word among the flags of
-    `target` that becomes `epoch`; free: the index of the word among the flags of this rank. Raises ValueError for
+    `target` that becomes `epoch`; free: the index of the word among the flags of this rank. Raise ValueError for
     another device or strides, for an x that is too large, and for words that the channel does not have.
     """
     check_device("send_message", "the channel", endpoint.slots, "x", x)

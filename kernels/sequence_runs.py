@@ -36,20 +36,20 @@ class SequenceRuns:
 
     @property
     def local_length(self) -> int:
-        """Returns the number of tokens of each rank, padding included."""
+        """Return the number of tokens of each rank, padding included."""
         return self.count * self.size
 
     def start(self, rank: int, run: int) -> int:
-        """Returns the position of a run's first token."""
+        """Return the position of a run's first token."""
         return self.unit * (rank if run == 0 else 2 * self.world - 1 - rank)
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """Returns the positions of a rank's tokens, [local_length] int64, in increasing order."""
+        """Return the positions of a rank's tokens, [local_length] int64, in increasing order."""
         offsets = torch.arange(self.size, device=device) * self.step
         return torch.cat([self.start(rank, run) + offsets for run in range(self.count)])
 
 
 @triton.jit
 def run_start(rank, run, unit, WORLD: tl.constexpr):
-    """Returns `SequenceRuns.start` on the device."""
+    """Return `SequenceRuns.start` on the device."""
     return unit * tl.where(run == 0, rank, 2 * WORLD - 1 - rank)

@@ -31,14 +31,14 @@ _MOST = 2**30  # elements of a shard: kernels count them in 32 bits, which takes
 
 @triton.jit
 def shard_pointer(addresses_ptr, peer, start, dtype: tl.constexpr):
-    """Returns a pointer to element `start` of `peer`'s flat buffer, whose address is a multiple of 16."""
+    """Return a pointer to element `start` of `peer`'s flat buffer, whose address is a multiple of 16."""
     base = tl.load(addresses_ptr + peer).to(tl.pointer_type(dtype))
     return tl.multiple_of(base, 16) + start  # on the result of a function call the hint would be lost
 
 
 @triton.jit
 def sum_over_ranks(addresses_ptr, start, offs, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
-    """Returns the sum of elements start + offs of all ranks' flat buffers in float32, rank 0 first; 0 where masked."""
+    """Return the sum of elements start + offs of all ranks' flat buffers in float32, rank 0 first; 0 where masked."""
     total = tl.load(shard_pointer(addresses_ptr, 0, start, dtype) + offs, mask=mask, other=0.0).to(tl.float32)
     for source in tl.static_range(1, WORLD):
         source_ptr = shard_pointer(addresses_ptr, source, start, dtype)
@@ -86,13 +86,13 @@ def shard_sum_kernel(
 def shard_sum(
     gradients: Tensor, addresses: Tensor, out: Tensor, squares: Tensor, start: int, endpoint: Endpoint
 ) -> None:
-    """Sets out = Σ over ranks of gradients[start : start + m], squares.sum() = Σ out², once all ranks have called this.
+    """Set out = Σ over ranks of gradients[start : start + m], squares.sum() = Σ out², once all ranks have called this.
 
     gradients: [size] float32, float16 or bfloat16, this rank's; addresses: [world] int64, the address of every rank's
     buffer, multiples of 16. out: [m] float32; it may be gradients[start : start + m]. squares: [parts] float32, at
     least endpoint.programs, overwritten: a part for each program, the rest 0; the same in every run. All ranks pass the
     same size, dtype, m and parts, and shards that do not overlap; a start that is a multiple of 16 permits wide
-    accesses. No rank may write its gradients before its next launch on the channel. Raises ValueError for other shapes,
+    accesses. No rank may write its gradients before its next launch on the channel. Raise ValueError for other shapes,
     dtypes or devices, for a shard that is not inside the buffer, and where the channel has too few flags.
     """
     m = out.numel()
@@ -126,7 +126,7 @@ def shard_sum(
 
 
 def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: int, m: int, endpoint: Endpoint) -> None:
-    """Raises ValueError unless x is flat and contains [start, start + m), and `addresses` has one address per rank."""
+    """Raise ValueError unless x is flat and contains [start, start + m), and `addresses` has one address per rank."""
     check_shape(operator, name, x, (x.numel(),))
     check_integers(operator, name, x, FLOATS)
     check_contiguous(operator, name, x)

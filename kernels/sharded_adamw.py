@@ -119,7 +119,7 @@ def sharded_adamw_(
     clip: Tensor | None,
     endpoint: Endpoint,
 ) -> None:
-    """Updates elements [start, start + m) of all ranks' values, once all ranks have called this.
+    """Update elements [start, start + m) of all ranks' values, once all ranks have called this.
 
     values: [size] float32, float16 or bfloat16, this rank's parameters; gradients: [size] of one of these too, this
     rank's; their addresses: [world] int64, the address of every rank's buffer, multiples of 16. gradient_addresses
@@ -129,7 +129,7 @@ def sharded_adamw_(
     from 1, float32 or int64; the sum is multiplied by clip. A sum that is not finite goes into the state unchanged.
 
     All ranks pass the same size, dtypes and m, and shards that do not overlap. When the launch is over, in stream
-    order, every rank's values are new in all shards, and every rank may write its gradients again. Raises ValueError
+    order, every rank's values are new in all shards, and every rank may write its gradients again. Raise ValueError
     for other shapes, dtypes or devices, for a shard that is not inside the buffer, and where the channel has too few
     flags: two for each program and rank.
     """

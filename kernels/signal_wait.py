@@ -24,9 +24,9 @@ def signal_wait_kernel(
 
 
 def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:
-    """Makes the current stream wait until `flag` is `epoch` or later, as int32 that wrap around, or `abort` is not 0.
+    """Make the current stream wait until `flag` is `epoch` or later, as int32 that wrap around, or `abort` is not 0.
 
-    flag: [1] int32, in any rank's symmetric memory; abort: [1] int32. Raises ValueError for other tensors.
+    flag: [1] int32, in any rank's symmetric memory; abort: [1] int32. Raise ValueError for other tensors.
     """
     for name, x in (("flag", flag), ("abort", abort)):
         check_shape("signal_wait", name, x, (1,))

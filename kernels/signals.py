@@ -35,13 +35,13 @@ _AHEAD: tl.constexpr = tl.constexpr(1 << 16)
 
 
 def wrapped(value: int) -> int:
-    """Returns `value` as an int32, on the host: signals may wrap around, and so may their differences."""
+    """Return `value` as an int32, on the host: signals may wrap around, and so may their differences."""
     return (value + 2**31) % 2**32 - 2**31
 
 
 @triton.jit
 def peer_pointer(addresses_ptr, peer, dtype: tl.constexpr):
-    """Returns a pointer to `peer`'s part of a symmetric buffer.
+    """Return a pointer to `peer`'s part of a symmetric buffer.
 
     addresses_ptr: [world] int64, `SymmetricBuffer.addresses`.
     """
@@ -50,7 +50,7 @@ def peer_pointer(addresses_ptr, peer, dtype: tl.constexpr):
 
 @triton.jit
 def signal(flag_ptrs, epoch, mask=None):
-    """Sets words of peers' flags to `epoch`, after everything that this program has read and written (release).
+    """Set words of peers' flags to `epoch`, after everything that this program has read and written (release).
 
     flag_ptrs: one pointer, or a block of them, which neighbouring threads signal at once: one fence for all instead of
     one for each.
@@ -61,7 +61,7 @@ def signal(flag_ptrs, epoch, mask=None):
 
 @triton.jit
 def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None, trace_ptr=None, peer=-1):
-    """Waits until words of this rank's flags are all `epoch` or later (acquire); returns False after an abort.
+    """Wait until words of this rank's flags are all `epoch` or later (acquire); return False after an abort.
 
     flag_ptrs: as for `signal`. Everything that the writers had done before is then visible to all threads of the
     program. The abort word, which ends the wait too, orders nothing. trace_ptr: the kernel's; peer: the rank that a
@@ -87,7 +87,7 @@ def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None, trace_ptr=None, peer=-1)
 
 @triton.jit
 def arrive(flags_ptr, epoch, rank, first, WORLD: tl.constexpr):
-    """Tells every rank, this one too, that the program has come here: word first + rank of its flags.
+    """Tell every rank, this one too, that the program has come here: word first + rank of its flags.
 
     flags_ptr: [WORLD] int64, addresses of int32; first: a multiple of WORLD, so that word w is written by rank w %
     WORLD alone, whatever the size of the grid: two writers of one word could overtake each other, since a rank that has
@@ -100,7 +100,7 @@ def arrive(flags_ptr, epoch, rank, first, WORLD: tl.constexpr):
 
 @triton.jit
 def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.constexpr = 0, trace_ptr=None):
-    """Waits until program p of every rank has come here in this epoch; returns False if the abort word ended the wait.
+    """Wait until program p of every rank has come here in this epoch; return False if the abort word ended the wait.
 
     Data that those programs wrote before may be read afterwards, and data that they read may be overwritten. flags_ptr:
     [WORLD] int64, addresses of int32 [rounds * programs * WORLD], rounds: how many barriers a launch has, each with its
@@ -116,7 +116,7 @@ def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.co
 
 @triton.jit
 def begin(state_ptr, abort_ptr):
-    """Returns (the epoch of this launch, whether it may run).
+    """Return (the epoch of this launch, whether it may run).
 
     state_ptr: [epoch of the launch before, programs that ended]. Only the launches of one rank access its state, one
     after another on one stream. A launch after one that was aborted does nothing: it would write data that peers may
@@ -129,7 +129,7 @@ def begin(state_ptr, abort_ptr):
 
 @triton.jit
 def advance(state_ptr, epoch):
-    """Counts a program that ends without an abort; the last one of the grid publishes the epoch.
+    """Count a program that ends without an abort; the last one of the grid publishes the epoch.
 
     By then all have read the previous epoch: each releases its reads with its count, and the last one's count acquires
     them. The next launch sees the new epoch by the order of the stream.

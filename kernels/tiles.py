@@ -15,7 +15,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(_INTERPRETED)
 
 @triton.jit
 def dot(a, b, acc):
-    """Returns acc + a b in float32; float32 operands as three tf32 products, which keeps float32's accuracy."""
+    """Return acc + a b in float32; float32 operands as three tf32 products, which keeps float32's accuracy."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
@@ -26,7 +26,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Converts float32 x to `dtype`, rounded to the nearest, ties to even; NaN stays NaN."""
+    """Convert float32 x to `dtype`, rounded to the nearest, ties to even; NaN stays NaN."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -40,7 +40,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns (pid_m, pid_n) of the `tile`-th tile, in the order of groups of GROUP_M rows, column by column.
+    """Return (pid_m, pid_n) of the `tile`-th tile, in the order of groups of GROUP_M rows, column by column.
 
     Neighbouring programs then share operands in the L2 cache.
     """

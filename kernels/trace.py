@@ -62,7 +62,7 @@ else:
 
 @triton.jit
 def now(trace_ptr):
-    """Returns the time in nanoseconds, int64; 0 without a trace."""
+    """Return the time in nanoseconds, int64; 0 without a trace."""
     if trace_ptr is not None:
         return _clock()
     else:
@@ -71,7 +71,7 @@ def now(trace_ptr):
 
 @triton.jit
 def record(trace_ptr, kind, peer, since):
-    """Adds an event of this program, which began at `since` and ends now.
+    """Add an event of this program, which began at `since` and end now.
 
     trace_ptr: [programs, _WORDS] int64, or None; a row is written by its own program alone, and by one thread of it.
     """
@@ -90,13 +90,13 @@ def record(trace_ptr, kind, peer, since):
 
 @triton.jit
 def nobody():
-    """Returns the peer of a wait that has not begun."""
+    """Return the peer of a wait that has not begun."""
     return tl.full((), _NOBODY, tl.int32)
 
 
 @triton.jit
 def last_late(behind, peer, before):
-    """Returns a peer whose signal is still missing, the highest one; `before` where all have come.
+    """Return a peer whose signal is still missing, the highest one; `before` where all have come.
 
     behind: whether a signal is missing, or a block of them; peer: the rank that gives it, or a block of ranks.
     """
@@ -108,7 +108,7 @@ def last_late(behind, peer, before):
 
 @triton.jit
 def record_wait(trace_ptr, peer, since):
-    """Adds the event of a wait; peer: as `last_late` returned it. A wait that found all signals there is no event."""
+    """Add the event of a wait; peer: as `last_late` returned it. A wait that found all signals there is no event."""
     if trace_ptr is not None:
         if peer != _NOBODY:
             record(trace_ptr, WAITING, peer, since)
@@ -168,7 +168,7 @@ class KernelTrace:
         stop_trace()
 
     def _rows(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> Tensor | None:
-        """Returns the rows of a launch, zeroed in stream order; None where it is not traced."""
+        """Return the rows of a launch, zeroed in stream order; None where it is not traced."""
         device = arguments["abort_ptr"].device
         nbytes = 8 * grid[0] * _WORDS.value
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -181,7 +181,7 @@ class KernelTrace:
         return rows
 
     def read(self) -> list[TracedLaunch]:
-        """Returns the launches that were traced so far, in the order of their launch, after all kernels have ended."""
+        """Return the launches that were traced so far, in the order of their launch, after all kernels have ended."""
         for device in {rows.device for *_, rows in self._launches if rows.is_cuda}:
             torch.cuda.synchronize(device)
         return [_read(*launch) for launch in self._launches]

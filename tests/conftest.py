@@ -27,13 +27,13 @@ ranks.PRELOADED += ["pytest", "tpfuse.train.trainer"]  # Most tests import no mo
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> object:
-    """Extends a test's time limit as far as the machine is slower when the test begins."""
+    """Extend a test's time limit as far as the machine is slower when the test begins."""
     settings = settings._replace(timeout=patient(settings.timeout))
     return pytest_timeout.pytest_timeout_set_timer(item, settings)
 
 
 @pytest.fixture(autouse=True)
 def _seed_and_threads() -> None:
-    """Sets the seed and the number of threads, so that they do not depend on the tests before this one."""
+    """Set the seed and the number of threads, so that they do not depend on the tests before this one."""
     torch.manual_seed(0)
     torch.set_num_threads(1)

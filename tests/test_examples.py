@@ -17,7 +17,7 @@ EXPLORER = ROOT / "docs" / "symmetric_memory.md"
 
 
 def _run(example: Path, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """Runs the command in the example's first line by this Python. Returns its output and errors together."""
+    """Run the command in the example's first line by this Python. Return its output and errors together."""
     settings, program, arguments = re.fullmatch(r"# ((?:\w+=\S+ )*)(torchrun|python) (.*)", _lines(example)[0]).groups()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -66,7 +66,7 @@ ADAPTER = ROOT / "tpfuse" / "drop_in" / "huggingface.py"  # it alone knows trans
 
 @functools.cache
 def _imports(file: Path) -> list[tuple[int, str]]:
-    """Returns (line, module) of every import, also inside functions; `from a import b` counts as a.b."""
+    """Return (line, module) of every import, also inside functions; `from a import b` counts as a.b."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -81,14 +81,14 @@ def _imports(file: Path) -> list[tuple[int, str]]:
 
 
 def _part(module: str) -> str | None:
-    """Returns the part of `module`, a name that begins with "tpfuse."; None if it is in tpfuse/__init__.py itself."""
+    """Return the part of `module`, a name that begins with "tpfuse."; None if it is in tpfuse/__init__.py itself."""
     names = module.split(".")[1:]
     parts = (".".join(names[:end]) for end in range(len(names), 0, -1))
     return next((part for part in parts if part in ALLOWED), None)
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """Yields (part, file) of all files except those of tpfuse/ that only start tpfuse."""
+    """Yield (part, file) of all files except those of tpfuse/ that only start tpfuse."""
     for folder in (ROOT / "tpfuse", *AT_THE_ROOT.values()):
         for file in sorted(folder.rglob("*.py")):
             names = file.relative_to(ROOT).with_suffix("").parts

@@ -17,12 +17,12 @@ FOLDERS = {"tpfuse.kernels": ROOT / "kernels", "tpfuse.models": ROOT / "models"}
 
 
 def _prose(page: Path) -> str:
-    """Returns the text of a page without its programs."""
+    """Return the text of a page without its programs."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
 
 
 def _anchors(page: Path) -> set[str]:
-    """Returns the headings of a page as GitHub links to them."""
+    """Return the headings of a page as GitHub links to them."""
     headings = re.findall(r"^#+ (.*)$", _prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -38,7 +38,7 @@ def _broken_links(page: Path) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Returns whether a dotted name is a module, or a name that a module's text defines or imports."""
+    """Return whether a dotted name is a module, or a name that a module's text defines or imports."""
     first, *rest = name.split(".")
     place, prefix = ROOT / first, first
     for index, part in enumerate(rest):
@@ -56,7 +56,7 @@ def _exists(name: str) -> bool:
 
 
 def _missing(page: Path) -> Iterator[str]:
-    """Returns the page's names of files, modules, make targets and options that do not exist."""
+    """Return the page's names of files, modules, make targets and options that do not exist."""
     text = page.read_text()
     for path in re.findall(r"`((?:kernels|tpfuse|tests|models|benchmarks|examples|docs)/[\w./*-]*)", text):
         if "NAME" not in path and not any(ROOT.glob(path.rstrip("/"))):

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` for a package whose public names are defined in other modules.
+    """Return `__getattr__` and `__dir__` for a package whose public names are defined in other modules.
 
     modules: for each public name the module that defines it, or the module that it is. After its first use a name is an
     attribute of the package.

@@ -36,7 +36,7 @@ def _decided(
     known: dict[str, Decision] | None = None,
     budget: float = 20.0,
 ) -> tuple[Decision, list[str]]:
-    """Returns the decision, and the candidates that this rank ran. seconds: each candidate's time on each rank."""
+    """Return the decision, and the candidates that this rank ran. seconds: each candidate's time on each rank."""
     group = dist.new_group()
     runs: list[str] = []
     candidates = {name: _sleeping(each[group.rank()], runs, name) for name, each in seconds.items()}
@@ -51,7 +51,7 @@ def _nothing() -> None:
 
 
 def _case(tmp_path: Path) -> str:
-    """Returns a case that no other test has: decisions hold for the job, and tests share the processes of ranks."""
+    """Return a case that no other test has: decisions hold for the job, and tests share the processes of ranks."""
     return f"a product of {tmp_path}"
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_written_is_no_error() -> None:
 
 
 def _compared(case: str, times: dict[str, float], usual: str) -> str:
-    """Returns the decision for these milliseconds. Each candidate has one outlier, downwards or upwards."""
+    """Return the decision for these milliseconds. Each candidate has one outlier, downwards or upwards."""
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch, autotune(600, file=Path("/proc/no")):
         seen: dict[str, int] = dict.fromkeys(times, 0)
@@ -149,7 +149,7 @@ def test_another_candidate_must_be_faster_than_the_usual_one_by_more_than_the_ma
 
 
 def _in_two_groups(case: str, file: str) -> str:
-    """Measures one case in two groups of one rank, each of which would decide for another candidate alone."""
+    """Measure one case in two groups of one rank, each of which would decide for another candidate alone."""
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([1])]
     seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
@@ -185,7 +185,7 @@ def test_ranks_that_disagree_end_with_both_sides_named(tmp_path: Path) -> None:
 
 
 def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], list[str]]:
-    """Makes candidate "b" raise on some ranks after a barrier; the other ranks wait in another barrier after it."""
+    """Make candidate "b" raise on some ranks after a barrier; the other ranks wait in another barrier after it."""
     before = settings().timeout
     set_settings(timeout=3.0)
     group = dist.new_group()

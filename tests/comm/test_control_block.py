@@ -32,7 +32,7 @@ def _control_block(timeout: float = 60.0) -> ControlBlock:
 
 
 def _open() -> tuple[int, int]:
-    """Returns the number of descriptors of this process, and of its mappings of tpfuse's memory."""
+    """Return the number of descriptors of this process, and of its mappings of tpfuse's memory."""
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:tpfuse")
 
@@ -59,7 +59,7 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
 
 
 def _compare() -> list[str]:
-    """Begins the same operations, other ones, and more of them than other ranks. Returns this rank's errors by turn."""
+    """Begin the same operations, other ones, and more of them than other ranks. Return this rank's errors by turn."""
     control, errors = _control_block(), []
 
     def begin(*ops: str) -> None:
@@ -113,7 +113,7 @@ def test_operations_that_differ_are_named_without_a_wait() -> None:
 def _meet_in_vain() -> tuple[str, str]:
     """Rank 0 waits for an exchange to which the others, in another operation, never come.
 
-    Returns the error, and the texts of an exchange after it.
+    Return the error, and the texts of an exchange after it.
     """
     control = _control_block()
     control.begin(f"operation of {min(control.rank, 1)}")
@@ -231,7 +231,7 @@ def test_a_rank_may_end_after_it_has_come() -> None:
     if memory.rank == 0:
 
         def ended(rank: int) -> bool:
-            """Reports at each check of rank 1's process that it has ended, but only after rank 1 has gone on."""
+            """Report at each check of rank 1's process that it has ended, but only after rank 1 has gone on."""
             look = int(looks.peers[1][0]) + 1
             memory.signal(looks, 1, 0, look)
             if look == 1:
@@ -336,7 +336,7 @@ def test_ranks_on_two_hosts_get_the_reason() -> None:
 
 
 def _poor(rank: int, function: str) -> tuple[str, bool]:
-    """Makes a system call fail on one rank."""
+    """Make a system call fail on one rank."""
     before = _open()
     many = mock.Mock(side_effect=OSError(23, "Too many open files in system"))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Unavailable) as caught:

@@ -314,14 +314,14 @@ def test_memory_that_one_rank_cannot_allocate_is_refused_on_all() -> None:
 
 
 def _say_no(found: Any, attribute: int, source: Any, target: Any) -> int:
-    """Gives the driver's answer for GPUs on PCIe."""
+    """Give the driver's answer for GPUs on PCIe."""
     assert (attribute, source.value, target.value) == (3, 1, 0)
     found._obj.value = 0
     return 0
 
 
 def _run_mps(found: Any, attribute: int, device: Any) -> int:
-    """Gives the driver's answer for this rank's GPU under MPS."""
+    """Give the driver's answer for this rank's GPU under MPS."""
     assert (attribute, device.value) == (133, 1)
     found._obj.value = 1
     return 0

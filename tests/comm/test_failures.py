@@ -25,12 +25,12 @@ from tpfuse.testing.patience import patient
 
 
 def connect(rank: Rank) -> SharedMemory:
-    """Returns a memory with a deadline that ranks on a slow machine can also meet."""
+    """Return a memory with a deadline that ranks on a slow machine can also meet."""
     return SharedMemory(rank.join(), patient(LIMIT))
 
 
 def set_timeout(memory: SharedMemory, timeout: float) -> None:
-    """Sets the deadline that a test is about, for the operations that all ranks begin now. Collective."""
+    """Set the deadline that a test is about, for the operations that all ranks begin now. Collective."""
     memory.barrier()
     memory.timeout = memory.control.timeout = timeout
 
@@ -68,7 +68,7 @@ def _wait_kernel(flags_ptr, abort_ptr, out_ptr):
 
 
 def _spin(memory: SharedMemory) -> None:
-    """Runs a kernel that waits for a signal that never comes."""
+    """Run a kernel that waits for a signal that never comes."""
     out = torch.full((1,), 7, dtype=torch.int32)
     try:
         with memory.guard("kernel", kernel=True):
@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) 
 
 
 def _sums(rank: Rank, stopped: int) -> list[int]:
-    """Computes sums; one rank is stopped in the middle of the second one."""
+    """Compute sums; one rank is stopped in the middle of the second one."""
     total = Sum(connect(rank))
 
     found = [total(1)]

@@ -20,7 +20,7 @@ from tpfuse.zero.reducer.dispatch import make_reducer
 
 
 def on_two_nodes(test: Callable[[], None]) -> Callable[[], None]:
-    """Marks a test that needs two network namespaces."""
+    """Mark a test that needs two network namespaces."""
     return pytest.mark.nodes(pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())(test))
 
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def _members(group: dist.ProcessGroup) -> list[int]:
-    """Returns the global ranks in the group's order, as the ranks themselves report them."""
+    """Return the global ranks in the group's order, as the ranks themselves report them."""
     gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(gathered, torch.tensor([dist.get_rank()]), group=group)
     return [int(rank) for rank in gathered]
@@ -84,7 +84,7 @@ def test_ranks_of_a_node_keep_their_order_wherever_they_are() -> None:
 
 
 def _part_of_the_world() -> Any:
-    """Splits ranks 1, 2, 3 without rank 0, then with it: the first split has made no group on rank 0."""
+    """Split ranks 1, 2, 3 without rank 0, then with it: the first split has made no group on rank 0."""
     rank = dist.get_rank()
     with pretended_nodes(1, 1, 1, 1) as whole:
         small = dist.new_group([1, 2, 3])
@@ -106,9 +106,9 @@ def test_a_group_that_is_not_the_world_is_split_by_its_members_alone() -> None:
 
 
 def _other_numbers_of_groups() -> tuple[list[tuple[list[int], list[int]]], int, int]:
-    """Makes the same groups twice; before the second time some ranks have made newer groups.
+    """Make the same groups twice; before the second time some ranks have made newer groups.
 
-    Returns how many names these groups have, and how many names torch has beyond those of the groups."""
+    Return how many names these groups have, and how many names torch has beyond those of the groups."""
     members, names = [], set()
     count = len(dist.distributed_c10d._world.pg_names)
     with pretended_nodes(2, 2) as group:
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def _reach() -> tuple[str, str, str]:
-    """Returns, for the whole group, within and across, the memory's backend, or the reason why there is none."""
+    """Return, for the whole group, within and across, the memory's backend, or the reason why there is none."""
     found = split_by_node(dist.group.WORLD)
     assert found is not None
 
@@ -217,7 +217,7 @@ ELEMENTS = 2**18
 
 
 def _sums() -> tuple[bool, int, int]:
-    """Returns whether both sums are right, and the bytes that this node sent for each."""
+    """Return whether both sums are right, and the bytes that this node sent for each."""
     found = split_by_node(dist.group.WORLD)
     assert found is not None
     own = torch.arange(ELEMENTS, dtype=torch.float32) % 1000 + dist.get_rank()

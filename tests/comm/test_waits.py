@@ -40,7 +40,7 @@ def _route(source: int, target: int) -> int:
 
 
 def _wait_for(messages: Messages, rank: int, peer: int, *, sends: bool) -> None:
-    """Waits for a message of `peer` or, if it sends, until `peer` releases the only slot."""
+    """Wait for a message of `peer` or, if it sends, until `peer` releases the only slot."""
     if sends:
         for _ in range(2):
             messages.send(_route(rank, peer), torch.zeros(1))

@@ -88,7 +88,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _differences(x: Launch) -> Iterator[str]:
-    """Yields the differences between Triton's own launch and the second launch of its kind, which no binder sees."""
+    """Yield the differences between Triton's own launch and the second launch of its kind, which no binder sees."""
     name = x.kernel.__name__
     launches = {
         "Triton's": lambda: x.kernel[x.grid](**x.arguments, num_warps=x.num_warps, num_stages=x.num_stages),
@@ -114,7 +114,7 @@ def _differences(x: Launch) -> Iterator[str]:
 
 
 def _variants(x: Launch) -> Iterator[Launch]:
-    """Yields the launch with one argument changed at a time."""
+    """Yield the launch with one argument changed at a time."""
     for parameter in x.kernel.params:
         value = x.arguments[parameter.name]
         others: list[Any] = []
@@ -136,7 +136,7 @@ def _variants(x: Launch) -> Iterator[Launch]:
 
 
 def _laid_out(*shape: int, dtype: torch.dtype) -> list[Tensor]:
-    """Returns tensors of this shape: contiguous twice, with other strides, transposed, and at an odd address."""
+    """Return tensors of this shape: contiguous twice, with other strides, transposed, and at an odd address."""
     *rows, columns = shape
     tensors = [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
     tensors += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., :columns]]
@@ -146,7 +146,7 @@ def _laid_out(*shape: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _endpoints(world: int) -> list[Endpoint]:
-    """Returns endpoints of two ranks, and one that may start fewer programs."""
+    """Return endpoints of two ranks, and one that may start fewer programs."""
     tables, words = torch.empty(2, world, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
     cases = [(0, 132), (1, 132), (1, 66)]
     return [
@@ -156,7 +156,7 @@ def _endpoints(world: int) -> list[Endpoint]:
 
 
 def _calls() -> Iterator[partial[Any]]:
-    """Yields calls of the launchers that plan, with one argument after another in all layouts."""
+    """Yield calls of the launchers that plan, with one argument after another in all layouts."""
     m, n, k, world = 64, 128, 256, 4
     for dtype, activation in ((torch.bfloat16, "gelu"), (torch.float32, "gelu"), (torch.bfloat16, "swiglu")):
         width = n // 2 if activation == "swiglu" else n
@@ -188,7 +188,7 @@ def _scattered(**arguments: Any) -> tuple[Tensor]:
 
 
 def _described(call: Any) -> tuple[object, ...]:
-    """Describes what a call starts.
+    """Describe what a call starts.
 
     Tensors are described by their layout and by their role in the call: an argument, a result or neither.
     """

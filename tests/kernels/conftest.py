@@ -19,7 +19,7 @@ SUMS = ("reduce_scatter", "one_shot", "two_shot")
 
 
 def _summed(rows: list[Tensor]) -> Tensor:
-    """Returns the sum of the rows in rank order, half types in float32, rounded once."""
+    """Return the sum of the rows in rank order, half types in float32, rounded once."""
     half = rows[0].dtype in (torch.bfloat16, torch.float16)
     total = rows[0].float() if half else rows[0].clone()
     for row in rows[1:]:
@@ -43,7 +43,7 @@ class Collective:
     options: Mapping[str, bool] = field(default_factory=dict)
 
     def run(self, x: Tensor, endpoint: Endpoint) -> Tensor:
-        """Calls the launcher, which is looked up at each call: for mutants it is another module's."""
+        """Call the launcher, which is looked up at each call: for mutants it is another module's."""
         launcher = getattr(importlib.import_module(f"tpfuse.kernels.{self.operator}"), f"{self.operator}_forward")
         out = torch.empty_like(x if self.gives_all else x[0])
         launcher(x if self.takes_all else x[0], out, endpoint, **self.options)
@@ -68,25 +68,25 @@ COLLECTIVES = {
 
 @pytest.fixture(params=COLLECTIVES)
 def collective(request: pytest.FixtureRequest) -> Collective:
-    """Yields every collective in turn."""
+    """Yield every collective in turn."""
     return COLLECTIVES[request.param]
 
 
 @pytest.fixture(params=SUMS)
 def sum_collective(request: pytest.FixtureRequest) -> Collective:
-    """Yields every collective that sums, in turn."""
+    """Yield every collective that sums, in turn."""
     return COLLECTIVES[request.param]
 
 
 @pytest.fixture
 def collectives() -> dict[str, Collective]:
-    """Returns all collectives by name."""
+    """Return all collectives by name."""
     return COLLECTIVES
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Returns the list to which the grid and the arguments of every launch of a planned kernel are added."""
+    """Return the list to which the grid and the arguments of every launch of a planned kernel are added."""
     seen: list[dict[str, Any]] = []
     start = launching.launch
 
@@ -118,7 +118,7 @@ KINDS = tuple(_layouts(0, 1, 1))
 
 @pytest.fixture(params=["strided", *exhaustive(*(kind for kind in KINDS if kind != "strided"))])
 def layout(request: pytest.FixtureRequest) -> Callable[[int, int, int], Tensor]:
-    """Returns layout(seed, rows, columns), a matrix of whole numbers with every kind of strides in turn.
+    """Return layout(seed, rows, columns), a matrix of whole numbers with every kind of strides in turn.
 
     The memory around its elements is NaN.
     """
@@ -127,7 +127,7 @@ def layout(request: pytest.FixtureRequest) -> Callable[[int, int, int], Tensor]:
 
 @pytest.fixture
 def tiny_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Replaces the interpreted rows' block sizes by the module's TILES, operator -> block sizes.
+    """Replace the interpreted rows' block sizes by the module's TILES, operator -> block sizes.
 
     Small tensors then have several tiles and several programs.
     """

@@ -17,7 +17,7 @@ NAMES = [name for name in ACTIVATIONS if name is not None]
 
 
 def _gradient(grad: Tensor, preactivation: Tensor, activation: str) -> Tensor:
-    """Returns the gradient that torch's eager backward computes from a stored pre-activation."""
+    """Return the gradient that torch's eager backward computes from a stored pre-activation."""
     leaf = preactivation.detach().requires_grad_()
     return torch.autograd.grad(reference.activation(leaf, activation), leaf, grad)[0]
 

@@ -17,12 +17,12 @@ RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def _state(n: int) -> list[Tensor]:
-    """Returns master and moments of a shard that has been trained."""
+    """Return master and moments of a shard that has been trained."""
     return [normal(1, n), normal(2, n) * 1e-2, normal(3, n).square() * 1e-4]
 
 
 def _update(state: list[Tensor], gradient: Tensor, step: float = 1, **options: Any) -> Tensor | None:
-    """Changes `state`; returns the parameter."""
+    """Change `state`; return the parameter."""
     parameter = options.pop("parameter", None)
     lr, number = torch.tensor([options.pop("lr", 1e-2)]), torch.tensor([step])
     master, exp_avg, exp_avg_sq = state

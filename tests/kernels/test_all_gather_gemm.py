@@ -36,13 +36,13 @@ class Channel:
         self.gathered = torch.empty(0)
 
     def gather(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Multiplies with copiers."""
+        """Multiply with copiers."""
         self.gathered = torch.empty(self.memory.world, *x.shape, dtype=x.dtype)
         weight, bias = (*args, None)[:2]
         return all_gather_gemm_forward(x, weight, bias, self.gathered, self.ready, self.end, **options)
 
     def copy(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Multiplies after the host has copied the chunks instead of copy engines."""
+        """Multiply after the host has copied the chunks instead of copy engines."""
         self.engines.send(x.contiguous(), multiplied=True, keep=False)
         self.gathered, ready = self.engines.chunks(x), self.engines.ready
         end = replace(self.engines.endpoint, programs=self.end.programs)
@@ -51,7 +51,7 @@ class Channel:
 
 
 def exact(xs: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns the product of whole numbers, rounded once."""
+    """Return the product of whole numbers, rounded once."""
     out = torch.cat(xs).double() @ weight.double().t()
     return (out if bias is None else out + bias.double()).float().to(weight.dtype)
 
@@ -162,7 +162,7 @@ def test_tma_reads_aligned_weights_of_either_layout(launches: list[dict[str, Any
 def test_how_many_copy_and_how_many_multiply(
     launches: list[dict[str, Any]], way: str, m: int, options: Any, copiers: int, programs: int
 ) -> None:
-    """Shares, flags, words and tiles limit the programs that copy and that multiply; beside copies one is spared."""
+    """Share, flags, words and tiles limit the programs that copy and that multiply; beside copies one is spared."""
     rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("all_gather_gemm", "interpreted")]
     many = [replace(row, blocks=row.blocks | {"COPIERS": 4, "BLOCK_COPY": 64}) for row in rows]
 

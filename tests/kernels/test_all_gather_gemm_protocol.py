@@ -30,7 +30,7 @@ def multiply(*args: Any, **options: Any) -> torch.Tensor:
 
 
 def inputs(epoch: int, world: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns every rank's x and the weight."""
+    """Return every rank's x and the weight."""
     m, k, n = SIZES[epoch]
     return [integers(10 * epoch + rank, m, k) for rank in range(world)], integers(epoch, n, k)
 
@@ -66,15 +66,15 @@ class Engines:
         return self._x[: m * k].view(m, k)
 
     def begin(self, epoch: int) -> None:
-        """Does the work that precedes the copies on the product's stream: it writes x into memory that was freed."""
+        """Do the work that precedes the copies on the product's stream: it writes x into memory that was freed."""
         self.x(epoch).copy_(inputs(epoch, self.world)[0][self.rank])
 
     def send(self, epoch: int) -> None:
-        """Copies, on the stream of copies."""
+        """Copy, on the stream of copies."""
         self.engines.send(self.x(epoch), multiplied=epoch not in WITHOUT_PRODUCT, keep=True)
 
     def product(self, epoch: int) -> None:
-        """Multiplies chunks that are signalled, beside the copies."""
+        """Multiply chunks that are signalled, beside the copies."""
         if epoch not in WITHOUT_PRODUCT:
             xs, weight = inputs(epoch, self.world)
             x, chunks, end = self.x(epoch), self.engines.chunks(xs[0]), self.engines.endpoint
@@ -82,13 +82,13 @@ class Engines:
             assert torch.equal(out, torch.cat(xs) @ weight.t()), f"epoch {epoch + 1}"
 
     def end(self, epoch: int) -> None:
-        """Does the work that follows the copies."""
+        """Do the work that follows the copies."""
         xs = inputs(epoch, self.world)[0]
         assert torch.equal(self.engines.chunks(xs[0]), torch.stack(xs)), f"epoch {epoch + 1}"
 
 
 def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-    """Runs every size with copies on a second stream: half of the ranks are the second streams of the others."""
+    """Run every size with copies on a second stream: half of the ranks are the second streams of the others."""
     world = memory.world // 2
     rank, copies = memory.rank % world, memory.rank >= world
     stream, events = Engines(memory, world), memory.signals("events", 1)
@@ -112,7 +112,7 @@ class GatherSuite(ProtocolSuite):
     seeds = 20
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        """Runs both ways in turn, each without rank 0 in its second call.
+        """Run both ways in turn, each without rank 0 in its second call.
 
         The barriers before these calls are needed because copies after an abort may overwrite what a peer still reads.
         """
@@ -233,6 +233,6 @@ class TestTwoStreams(GatherSuite):
 
 @pytest.mark.parametrize("what", ["P has come here", "C has copied"])
 def test_both_streams_wait_for_each_other(what: str) -> None:
-    """Copies that begin before the rows are written, or end after the operation, are found."""
+    """Copy that begin before the rows are written, or end after the operation, are found."""
     with pytest.raises(ExploreError):
         explore(without_wait(two_streams, what), 4, resident=2)

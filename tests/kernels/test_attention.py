@@ -25,7 +25,7 @@ Options = dict[str, Any]
 
 
 def _with_a_dtype_in_turn(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Gives each row one dtype in the first tier, in turn, and the other dtypes in the second tier."""
+    """Give each row one dtype in the first tier, in turn, and the other dtypes in the second tier."""
     rows = list(rows)
     first = [(*row, DTYPES[index % len(DTYPES)]) for index, row in enumerate(rows)]
     return [*first, *exhaustive(*((*row, dtype) for row in rows for dtype in DTYPES if (*row, dtype) not in first))]
@@ -39,13 +39,13 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype = F32) -> dict[str, Tenso
 
 
 def _gradient(inputs: dict[str, Tensor]) -> Tensor:
-    """Returns the gradients of out and, in the last column, of the log-sum-exp."""
+    """Return the gradients of out and, in the last column, of the log-sum-exp."""
     shape = inputs["q"].shape
     return normal(4, *shape[:3], shape[3] + 1, dtype=inputs["q"].dtype)
 
 
 def _run(inputs: dict[str, Tensor], grad: Tensor | None, **options: Any) -> list[Tensor]:
-    """Returns out and lse, and if `grad` is given the gradients of q, k and v."""
+    """Return out and lse, and if `grad` is given the gradients of q, k and v."""
     forward_options = {name: value for name, value in options.items() if name not in ("max_seqlen_k", "grad_dtype")}
     out, lse = attention_forward(**inputs, **forward_options)
     if grad is None:
@@ -73,7 +73,7 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _check(inputs: dict[str, Tensor], grad: Tensor | None, results: list[Tensor], **options: Any) -> None:
-    """Compares results of `_run` with the reference: lse is as exact as in float32, the others as in their dtype."""
+    """Compare results of `_run` with the reference: lse is as exact as in float32, the others as in their dtype."""
 
     def out_of(**x: Tensor) -> Tensor:
         return _reference(options, **x)[0]
@@ -82,7 +82,7 @@ def _check(inputs: dict[str, Tensor], grad: Tensor | None, results: list[Tensor]
         return _finite(_reference(options, **x)[1])
 
     def both_of(**x: Tensor) -> Tensor:
-        """Returns [..., D + 1], one tensor, so that one comparison measures the gradients that arrive at both."""
+        """Return [..., D + 1], one tensor, so that one comparison measures the gradients that arrive at both."""
         return torch.cat([out_of(**x), lse_of(**x).to(x["q"].dtype).unsqueeze(-1)], dim=-1)
 
     out, lse, *gradients = results
@@ -203,7 +203,7 @@ def test_dropout_drops_the_elements_of_the_explicit_mask(window: int | None) -> 
 
 
 def _documents(*ends: int, longest: int, ends_k: tuple[int, ...] | None = None) -> Options:
-    """Returns the options of documents that end at these rows of q and k, the first of which is the first's start."""
+    """Return the options of documents that end at these rows of q and k, the first of which is the first's start."""
     cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in (ends, ends_k or ends))
     lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
     return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k} | lengths

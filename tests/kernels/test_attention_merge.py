@@ -30,7 +30,7 @@ def _halves(shape: tuple[int, ...], dtype_a: torch.dtype, dtype_b: torch.dtype) 
 
 
 def _check(halves: dict[str, Tensor], out: Tensor, lse: Tensor) -> None:
-    """Compares with the reference in float64: out is as exact as in out_a's dtype, lse as in float32."""
+    """Compare with the reference in float64: out is as exact as in out_a's dtype, lse as in float32."""
 
     def merged(**x: Tensor) -> Tensor:
         return reference.attention_merge(**x)[0].to(x["out_a"].dtype)

@@ -37,7 +37,7 @@ class CollectiveSuite(ProtocolSuite):
     seeds = 30
 
     def epochs(self, memory: SimulatedMemory, sizes: Sequence[int]) -> None:
-        """Runs an epoch for each size."""
+        """Run an epoch for each size."""
         collective, end = self.collectives[self.name], connect(memory)
         for epoch, n in enumerate(sizes):
             xs = [integers(10 * epoch + rank, memory.world, n) for rank in range(memory.world)]
@@ -109,7 +109,7 @@ class TestTwoShot(CollectiveSuite):
 
 
 def _suites() -> Iterator[type[ProtocolSuite]]:
-    """Yields the suites of all kernels: those of the modules test_*_protocol.py in this folder."""
+    """Yield the suites of all kernels: those of the modules test_*_protocol.py in this folder."""
     for path in sorted(Path(__file__).parent.glob("test_*_protocol.py")):
         spec = importlib.util.spec_from_file_location(f"tpfuse_suites_{path.stem}", path)
         assert spec is not None and spec.loader is not None

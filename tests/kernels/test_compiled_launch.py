@@ -99,7 +99,7 @@ class _Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Kernel]:
-    """Yields a kernel that is launched as on a GPU."""
+    """Yield a kernel that is launched as on a GPU."""
     driver = _Driver()
     monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
@@ -226,7 +226,7 @@ def test_a_plan_launches_with_the_pointers_that_it_is_given(kernel: _Kernel) -> 
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_a_traced_launch_is_compiled_apart(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, is_planned: bool) -> None:
-    """Launches of a trace start another compiled kernel, each with its own rows; launches after it start the first."""
+    """Launch of a trace start another compiled kernel, each with its own rows; launches after it start the first."""
     monkeypatch.setattr(kernel, "arg_names", (*kernel.arg_names, "abort_ptr", "trace_ptr"))
     kernel.params += [_Parameter("abort_ptr"), _Parameter("trace_ptr")]
     given = {**ARGUMENTS, "abort_ptr": torch.zeros(1, dtype=torch.int32), "trace_ptr": None}
@@ -300,7 +300,7 @@ def test_a_plan_refuses_again_what_it_has_refused(kernel: _Kernel) -> None:
 
 
 def test_plans_are_made_again(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made again for other rows of the table, and each time when launches are recorded or interpreted."""
+    """Plan are made again for other rows of the table, and each time when launches are recorded or interpreted."""
     plan, seen = _planned()
     call = torch.empty(4, 8), None, False
     plan(*call)

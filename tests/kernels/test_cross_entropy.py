@@ -35,7 +35,7 @@ def _targets(rows: int, vocabulary: int) -> Tensor:
 def _by_kernels(
     logits: Tensor, target: Tensor, grad: Tensor | None, cuts: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Returns losses and gradient, computed from shards of the vocabulary that begin at 0 and at each cut."""
+    """Return losses and gradient, computed from shards of the vocabulary that begin at 0 and at each cut."""
     starts, stops = (0, *cuts), (*cuts, logits.shape[1])
     shards = [logits[:, start:stop] for start, stop in zip(starts, stops, strict=True)]
     statistics = [cross_entropy_forward(shard, target, start) for shard, start in zip(shards, starts, strict=True)]

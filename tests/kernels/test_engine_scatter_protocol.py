@@ -31,7 +31,7 @@ class Scatter:
         self.engines = current(engines).EngineScatter(streams, "engines", SLOT_BYTES)
 
     def inputs(self, epoch: int) -> tuple[list[Tensor], Tensor]:
-        """Returns every rank's x and the weight."""
+        """Return every rank's x and the weight."""
         m, n = SIZES[epoch]
         return [integers(10 * epoch + rank, m, K) for rank in range(self.world)], integers(epoch, n, K)
 
@@ -57,7 +57,7 @@ class Scatter:
 
 
 def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-    """Runs every size with copies on a second stream: half of the ranks are the second streams of the others."""
+    """Run every size with copies on a second stream: half of the ranks are the second streams of the others."""
     world = memory.world // 2
     rank, copies = memory.rank % world, memory.rank >= world
     stream, events = Scatter(memory, world), memory.signals("events", 1)
@@ -154,6 +154,6 @@ class TestEngineScatter(ProtocolSuite):
 
 @pytest.mark.parametrize("what", ["P has come here", "C has copied"])
 def test_both_streams_wait_for_each_other(what: str) -> None:
-    """Copies that begin before the last sum, or whose parts are overwritten, are found."""
+    """Copy that begin before the last sum, or whose parts are overwritten, are found."""
     with pytest.raises(ExploreError):
         explore(without_wait(two_streams, what), 4, resident=2)

@@ -22,7 +22,7 @@ SHAPES = sorted({(s, 64, 100) for s in SIZES} | {(63, s, 257) for s in SIZES} | 
 
 
 def _exact(x: Tensor, weight: Tensor, *terms: Tensor) -> Tensor:
-    """Returns x Wᵀ + terms of whole numbers, rounded once."""
+    """Return x Wᵀ + terms of whole numbers, rounded once."""
     out = x.double() @ weight.double().t()
     for term in terms:
         out = out + term.double()

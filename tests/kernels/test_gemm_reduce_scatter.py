@@ -26,7 +26,7 @@ Run = Callable[..., Tensor]
 
 
 def channel(memory: SimulatedMemory, **options: Any) -> Run:
-    """Returns run(x, weight, …) on a new channel, whose slots contain NaN before any rank writes there."""
+    """Return run(x, weight, …) on a new channel, whose slots contain NaN before any rank writes there."""
     endpoint = connect(memory, slot_bytes=2**17, **options)
     memory.buffer("slots", (2, 2**17), torch.uint8).local.fill_(255)
     memory.barrier()
@@ -46,7 +46,7 @@ def rows_of(rank: int, m: int, world: int) -> slice:
 
 
 def summed(partials: list[Tensor], *terms: Tensor | None) -> Tensor:
-    """Returns the sum in rank order and float32, rounded once."""
+    """Return the sum in rank order and float32, rounded once."""
     total = partials[0].float()
     for term in (*partials[1:], *terms):
         total = total if term is None else total + term.float()
@@ -54,7 +54,7 @@ def summed(partials: list[Tensor], *terms: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x Wᵀ of whole numbers, rounded once."""
+    """Return x Wᵀ of whole numbers, rounded once."""
     return (x.double() @ weight.double().t()).float().to(x.dtype)
 
 

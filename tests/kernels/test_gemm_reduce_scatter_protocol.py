@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 
 def summed(xs: Sequence[Tensor], weight: Tensor, rank: int) -> Tensor:
-    """Returns the rows of `rank`."""
+    """Return the rows of `rank`."""
     chunk = -(-len(xs[0]) // len(xs))
     return (torch.stack(list(xs)).sum(0) @ weight.t())[rank * chunk : (rank + 1) * chunk]
 
@@ -40,7 +40,7 @@ def multiply(x: Tensor, weight: Tensor, end: Endpoint) -> Tensor:
 
 
 def products(memory: SimulatedMemory, sizes: Sequence[tuple[int, int]]) -> None:
-    """Runs an epoch for each size."""
+    """Run an epoch for each size."""
     end = connect(memory, slot_bytes=4096)
     for epoch, (m, n) in enumerate(sizes):
         xs = [integers(10 * epoch + rank, m, K) for rank in range(memory.world)]

@@ -16,7 +16,7 @@ from tpfuse.testing.inputs import integers, normal
 
 
 def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None) -> dict[str, Tensor]:
-    """Returns all results of forward and backward, by name."""
+    """Return all results of forward and backward, by name."""
     weight, bias = normal(8, x.shape[1], dtype=x.dtype), normal(9, x.shape[1], dtype=x.dtype)
     results: dict[str, Tensor | None] = {}
     results["out"], summed, mean, rstd = norm_forward(

@@ -61,7 +61,7 @@ class Ring:
         return visible_ranges(self.layout.positions(rank), self.length, self.causal, self.window, cu_seqlens)
 
     def hidden(self) -> Tensor:
-        """Returns [T, T], where queries do not see keys, computed pair by pair from the definition."""
+        """Return [T, T], where queries do not see keys, computed pair by pair from the definition."""
         bounds = torch.tensor(self.documents or (0, self.length))
         position = torch.arange(self.length)
         document = torch.bucketize(position, bounds, right=True)
@@ -71,7 +71,7 @@ class Ring:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns q, k, v and the output's gradient."""
+        """Return q, k, v and the output's gradient."""
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad_out": self.heads}
         return {
             name: normal(10 * self.seed + seed, self.batch, count, self.length, self.size, dtype=self.dtype)
@@ -82,7 +82,7 @@ class Ring:
         return torch.arange(self.batch * self.heads).view(self.batch, self.heads) * 3 + 2**33
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (out, log-sum-exp)."""
+        """Return (out, log-sum-exp)."""
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
         hidden = self.hidden()
         scores = (q @ k.transpose(2, 3) * self.size**-0.5).masked_fill(hidden, -torch.inf)
@@ -94,7 +94,7 @@ class Ring:
         return p @ v, scores.logsumexp(dim=3)
 
     def counters(self) -> Tensor:
-        """Returns dropout's counters, [world, B, H, n]."""
+        """Return dropout's counters, [world, B, H, n]."""
         positions = torch.stack([self.layout.positions(rank) for rank in range(self.world)])
         return (self.head_rows().unsqueeze(-1) * WIDTH + positions[:, None, None]) * WIDTH
 
@@ -102,11 +102,11 @@ class Ring:
         return {"dropout_p": self.dropout_p, "dropout_key": torch.tensor(KEY)} if self.dropout_p else {}
 
     def block(self, rank: int) -> Tensor:
-        """Returns a rank's block [2, B, Hk, n, D]; padding may be any finite values."""
+        """Return a rank's block [2, B, Hk, n, D]; padding may be any finite values."""
         return torch.stack([self.layout.shard(self.tensors[name], rank, 2, 7.0) for name in "kv"])
 
     def forward_arguments(self, rank: int) -> dict[str, Any]:
-        """Returns the arguments of a rank's forward launch, except the blocks and where they are."""
+        """Return the arguments of a rank's forward launch, except the blocks and where they are."""
         visible_keys, _ = self.visible_ranges(rank)
         counters = {"counters": self.counters()[rank]} if self.dropout_p else {}
         q = self.layout.shard(self.tensors["q"], rank, 2)
@@ -116,7 +116,7 @@ class Ring:
 
     @cached_property
     def shards(self) -> dict[str, list[Tensor]]:
-        """Returns each rank's part of all tensors of the backward pass."""
+        """Return each rank's part of all tensors of the backward pass."""
         out, lse = self.attention(*(self.tensors[name].double() for name in "qkv"))
         layout, ranks = self.layout, range(self.world)
         tensors = self.tensors | {"out": out.to(self.dtype)}
@@ -124,7 +124,7 @@ class Ring:
         return parts | {"lse": [layout.shard(lse.float(), rank, 2, -torch.inf) for rank in ranks]}
 
     def backward_arguments(self, rank: int) -> dict[str, Any]:
-        """Returns the arguments of a rank's backward pass, except the exchange."""
+        """Return the arguments of a rank's backward pass, except the exchange."""
         visible_keys, visible_queries = self.visible_ranges(rank)
         tensors = {name: parts[rank] for name, parts in self.shards.items()}
         counters = {"counters_of_all": self.counters() if self.dropout_p else None}
@@ -137,7 +137,7 @@ class Ring:
         return tensors | where | counters | self.dropout()
 
     def check(self, ranks: Sequence[Tensors]) -> None:
-        """Compares the ranks' (out, lse, dq, dk, dv), put together, with those of the whole sequence.
+        """Compare the ranks' (out, lse, dq, dk, dv), put together, with those of the whole sequence.
 
         Besides the error that plain torch makes, the log-sum-exp is rounded between forward and backward, which is a
         relative error of the probabilities.
@@ -159,20 +159,20 @@ class Ring:
 
 
 def attend_here(ring: Ring, rank: int, **changes: Any) -> tuple[Tensor, Tensor]:
-    """Runs forward with all blocks, in a ring's order."""
+    """Run forward with all blocks, in a ring's order."""
     order = [(rank - step) % ring.world for step in range(ring.world)]
     blocks = torch.stack([ring.block(source) for source in order])
     return ring_attention_forward(blocks=blocks, sources=order, **ring.forward_arguments(rank) | changes)
 
 
 def queries_of(ring: Ring, rank: int) -> Tensors:
-    """Returns q, the output's gradient and the sums of a rank's queries."""
+    """Return q, the output's gradient and the sums of a rank's queries."""
     q, grad_out, out, lse = (ring.shards[name][rank] for name in ("q", "grad_out", "out", "lse"))
     return q, grad_out, *ring_attention_delta(grad_out, out, lse)
 
 
 def here(ring: Ring) -> list[Tensors]:
-    """Returns every rank's results from blocks that are here: dq at once, dk and dv added in rank order."""
+    """Return every rank's results from blocks that are here: dq at once, dk and dv added in rank order."""
     ranks, options = range(ring.world), ring.dropout()
     blocks = torch.stack([torch.stack([ring.shards[name][rank] for name in "kv"]) for rank in ranks])
     queries = [queries_of(ring, rank) for rank in ranks]
@@ -279,7 +279,7 @@ def test_ranks_whose_keys_no_query_sees() -> None:
 
 
 def exchanged(rings: list[Ring], way: bool) -> list[list[Tensors]]:
-    """Returns every rank's results of calls one after another on one channel; way: blocks go around the ring."""
+    """Return every rank's results of calls one after another on one channel; way: blocks go around the ring."""
     world = rings[0].world
     results: list[list[Any]] = [[None] * world for _ in rings]
 

@@ -43,7 +43,7 @@ pytestmark = [
 
 @cache
 def whole(call: int, world: int) -> tuple[SequenceLayout, bool, dict[str, Tensor], tuple[Tensor, ...]]:
-    """Returns a layout, whether it is causal, attention's inputs and results for the whole sequence, its gradients."""
+    """Return a layout, whether it is causal, attention's inputs and results for the whole sequence, its gradients."""
     tokens, padding, heads, balance, causal = CALLS[call]
     layout = SequenceLayout(world * tokens - padding, world, balance)
     counts = {"q": heads, "k": 1, "v": 1, "grad_out": heads}
@@ -71,7 +71,7 @@ class Group:
         self.exchange = current(block_exchange).BlockExchange(self.end, ready, ring)
 
     def run(self, call: int) -> tuple[Tensor, ...]:
-        """Returns this rank's result of a call of FORWARD, or its gradients of a call of BACKWARD."""
+        """Return this rank's result of a call of FORWARD, or its gradients of a call of BACKWARD."""
         layout, causal, tensors, _ = whole(call, self.world)
         padding = {"lse": -torch.inf}
         shards = {name: layout.shard(x, self.rank, 2, padding.get(name, 0)) for name, x in tensors.items()}
@@ -87,7 +87,7 @@ class Group:
         return gradients
 
     def check(self, call: int) -> None:
-        """Checks that this rank's results are those of the whole sequence."""
+        """Check that this rank's results are those of the whole sequence."""
         layout, _, tensors, gradients = whole(call, self.world)
         expected = (tensors["out"],) if call < len(FORWARD) else gradients
         tolerance = 1e-5 if call < len(FORWARD) else 1e-4
@@ -107,7 +107,7 @@ class RingSuite(ProtocolSuite):
     late_calls: ClassVar[tuple[int, int]]
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Makes calls one after another, with other data each."""
+        """Make calls one after another, with other data each."""
         group = Group(memory, self.ring)
         for call in self.calls:
             group.check(call)

@@ -32,7 +32,7 @@ class Buckets:
         self.squares = torch.full((4,), 7.0)
 
     def fill(self, seed: int, m: int) -> list[Tensor]:
-        """Returns every rank's gradients, and writes this rank's into its buffer."""
+        """Return every rank's gradients, and write this rank's into its buffer."""
         world = self.memory.world
         every = [integers(10 * seed + rank, m * world) for rank in range(world)]
         self.buffers[seed % len(self.buffers)].local[: m * world].copy_(every[self.memory.rank])
@@ -49,7 +49,7 @@ class Buckets:
 
 
 def sums(memory: SimulatedMemory, sizes: Sequence[int], buffers: int = 2) -> None:
-    """Runs an epoch for each size, in buffers that take turns, as in stage 2."""
+    """Run an epoch for each size, in buffers that take turns, as in stage 2."""
     buckets = Buckets(memory, buffers)
     for epoch, m in enumerate(sizes):
         buckets.sum(epoch, m, buckets.fill(epoch, m))

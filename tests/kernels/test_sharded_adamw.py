@@ -48,12 +48,12 @@ class Bucket:
         return cls(master, values, gradients, (normal(seed + 50, n) / 100, normal(seed + 51, n).square() / 10**4))
 
     def state(self, shard: slice) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Returns copies of a shard's master, which is None where the values are the master, and of its moments."""
+        """Return copies of a shard's master, which is None where the values are the master, and of its moments."""
         moments = tuple(x[shard].clone() for x in self.moments)
         return None if self.values.dtype == F32 else self.master[shard].clone(), *moments
 
     def after(self, shard: slice, decay_end: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
-        """Returns a shard's master, moments and values after the kernel's update from both parts of the sum."""
+        """Return a shard's master, moments and values after the kernel's update from both parts of the sum."""
         total = reference.shard_sum([x[shard] for x in self.gradients])
         state = [x[shard].clone() for x in (self.master, *self.moments, self.values)]
         for part, decay in ((slice(decay_end), 0.1), (slice(decay_end, None), 0.0)):

@@ -45,7 +45,7 @@ class Bucket:
         memory.barrier()
 
     def backward(self, step: int) -> Tensor:
-        """Writes the ranks' gradients and returns their sum."""
+        """Write the ranks' gradients and return their sum."""
         every = [integers(100 * step + rank, *self.gradients.shape) for rank in range(self.memory.world)]
         self.gradients.local.copy_(every[self.memory.rank])
         return torch.stack(every).sum(0)
@@ -66,19 +66,19 @@ class Bucket:
         )
 
     def expect(self, total: Tensor) -> None:
-        """Computes the masters after one more update."""
+        """Compute the masters after one more update."""
         decay = torch.arange(len(total)) % self.m < self.decay_end
         self.masters -= LR * RATES["weight_decay"] * decay * self.masters
         self.masters -= LR * (total / (total.abs() + 1))
 
     def check(self) -> None:
-        """Compares the parameters that a forward pass would read."""
+        """Compare the parameters that a forward pass would read."""
         assert torch.equal(self.values.local, self.masters.to(self.values.dtype))
         assert self.master is None or torch.equal(self.master, self.masters[self.shard])
 
 
 def zero(memory: SimulatedMemory, steps: int = 2) -> None:
-    """Runs two buckets: the gradients of one are summed first, as for a norm, those of the other during the update."""
+    """Run two buckets: the gradients of one are summed first, as for a norm, those of the other during the update."""
     end = connect(memory)
     buckets = Bucket(memory, end, 40, torch.float32), Bucket(memory, end, 7, torch.bfloat16)
     for step in range(steps):

@@ -50,7 +50,7 @@ json.dump(dict(found.values()), sys.stdout)
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, str]:
-    """Returns PTX by kernel, compiled in a Python that does not interpret; for a trace once for each kind of launch."""
+    """Return PTX by kernel, compiled in a Python that does not interpret; for a trace once for each kind of launch."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -62,7 +62,7 @@ ATOMIC, BARRIER, PLAIN, LABEL = "atomic", "barrier", "plain", "label"
 
 
 def instructions(ptx: str) -> list[tuple[str, set[str]]]:
-    """Returns (kind, parts of its name) of accesses to global memory, barriers and the labels of blocks, in order."""
+    """Return (kind, parts of its name) of accesses to global memory, barriers and the labels of blocks, in order."""
     result = []
     for line in ptx.splitlines():
         if not (match := INSTRUCTION.match(line)):
@@ -79,7 +79,7 @@ def instructions(ptx: str) -> list[tuple[str, set[str]]]:
 
 
 def violations(ptx: str, own_by_tma: bool = False) -> list[str]:
-    """Returns the violations of a program that signals. own_by_tma: TMA may load memory that no peer writes."""
+    """Return the violations of a program that signals. own_by_tma: TMA may load memory that no peer writes."""
     wrong = []
     code = instructions(ptx)
     for index, (kind, parts) in enumerate(code):
@@ -132,13 +132,13 @@ LOADS_OWN_BY_TMA = {  # operands that no peer writes
 
 
 def variant(name: str) -> str:
-    """Returns the part of a program's name on which the number of its signals depends."""
+    """Return the part of a program's name on which the number of its signals depends."""
     kernel, *constants = name.split()
     return " ".join([kernel, *(text for text in constants if text in ("COPIERS=0", "RING=True", "out_ptr=None"))])
 
 
 def traced(name: str) -> bool:
-    """Returns whether a program with this name was compiled for a trace."""
+    """Return whether a program with this name was compiled for a trace."""
     return "traced" in name.split()
 
 

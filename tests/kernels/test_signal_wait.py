@@ -13,7 +13,7 @@ from tpfuse.kernels.signal_wait import signal_wait
 
 
 def passing(skip: int | None = None) -> Callable[[SymmetricMemory], None]:
-    """Returns a program in which rank 0 writes, signals and waits until rank 1 has read.
+    """Return a program in which rank 0 writes, signals and waits until rank 1 has read.
 
     skip: leave one of the two waits out.
     """

@@ -22,7 +22,7 @@ Program = Callable[[SimulatedMemory], None]
 
 @triton.jit
 def neighbours_kernel(x_ptr, out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, left, right, rank):
-    """Adds the values of the two neighbours: one signal to each and one wait for each."""
+    """Add the values of the two neighbours: one signal to each and one wait for each."""
     offs = tl.arange(0, 4)
     epoch, running = begin(state_ptr, abort_ptr)
     half = (epoch & 1) * 4
@@ -39,7 +39,7 @@ def neighbours_kernel(x_ptr, out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr
 
 
 def neighbours(memory: SimulatedMemory, first_epoch: int = 0, flags_before: int = 0) -> None:
-    """Runs four epochs after `first_epoch`."""
+    """Run four epochs after `first_epoch`."""
     slots = memory.buffer("slots", (2, 4), torch.float32)
     flags, state = memory.signals("flags", 2), memory.signals("state", 2)
     state.local[0] = first_epoch
@@ -56,7 +56,7 @@ def neighbours(memory: SimulatedMemory, first_epoch: int = 0, flags_before: int 
 
 @triton.jit
 def counting_kernel(out_ptr, state_ptr, abort_ptr):
-    """Asks for the epoch and waits for nothing."""
+    """Ask for the epoch and wait for nothing."""
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         tl.store(out_ptr + tl.program_id(0), epoch)
@@ -72,7 +72,7 @@ def counting(memory: SimulatedMemory) -> None:
 
 @triton.jit
 def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, value, rank, WORLD: tl.constexpr):
-    """Uses two barriers in a launch: the next rank writes what each rank reads in between, from what it read itself."""
+    """Use two barriers in a launch: the next rank writes what each rank reads in between, from what it read itself."""
     pid = tl.program_id(0)
     epoch, running = begin(state_ptr, abort_ptr)
     half = (epoch & 1) * 6
@@ -88,7 +88,7 @@ def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, value, r
 
 
 def meeting(memory: SimulatedMemory) -> None:
-    """Runs grids of one, two and three programs, in turn."""
+    """Run grids of one, two and three programs, in turn."""
     slots = memory.buffer("slots", (2, 6), torch.int32)
     flags, state = memory.signals("flags", 6 * memory.world), memory.signals("state", 2)
     for epoch, programs in enumerate((2, 1, 3, 1, 2), 1):
@@ -108,7 +108,7 @@ def test_no_alarm(name: str, resident: int, seeds: int) -> None:
 
 
 def survivors(name: str, mutants: list[Mutant]) -> list[Mutant]:
-    """Returns the mutants that a program of this file does not fail."""
+    """Return the mutants that a program of this file does not fail."""
     this = sys.modules[__name__]
 
     def program_of(signals: ModuleType, this: ModuleType) -> Program:
@@ -178,7 +178,7 @@ FAULTS = {
 
 
 def with_function(name: str, function: str) -> Mutant:
-    """Returns the signals with one function replaced by `function`, of the same name."""
+    """Return the signals with one function replaced by `function`, of the same name."""
     source = inspect.getsource(signals) + "\n\n" + function
     return Mutant(signals.__name__, str(signals.__file__), (1, 1), name, "another function", source)
 

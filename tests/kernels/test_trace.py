@@ -138,7 +138,7 @@ def _prepared(name: str, memory: SymmetricMemory) -> tuple[Operation, Endpoint]:
 
 
 def _side_by_side(name: str, world: int, schedule: Any) -> dict[int, tuple[Tensor, int, int]]:
-    """Returns (result, when the launch began, when it ended) of every simulated rank; their programs take turns."""
+    """Return (result, when the launch began, when it ended) of every simulated rank; their programs take turns."""
     found = {}
 
     def program(memory: SimulatedMemory) -> None:
@@ -160,7 +160,7 @@ def _peers(events: list[KernelEvent], program: int, kind: str) -> list[int]:
 
 
 def _expected(name: str, rank: int, world: int, program: int) -> dict[str, list[int]]:
-    """Returns the peers of the events of a program, by kind, in order; waits may be fewer, but are no others."""
+    """Return the peers of the events of a program, by kind, in order; wait may be fewer, but are no others."""
     following, preceding = ([(rank + sign * step) % world for step in range(1, world)] for sign in (1, -1))
     if name == "all_gather_gemm":
         if program < COPIERS:
@@ -181,7 +181,7 @@ def _expected(name: str, rank: int, world: int, program: int) -> dict[str, list[
 
 
 def _check(name: str, traced: TracedLaunch, begin: int, end: int) -> set[int]:
-    """Checks the events of a launch; returns the programs that waited."""
+    """Check the events of a launch; return the programs that waited."""
     rank, world, events = traced.rank, traced.world, traced.events
     assert rank is not None and world is not None and traced.lost == 0
     assert {event.program for event in events} == set(range(PROGRAMS))
@@ -224,9 +224,9 @@ def test_events_name_the_peers_and_results_are_the_same(name: str) -> None:
 
 
 def _on_rank(name: str) -> tuple[list[TracedLaunch], int, int, bool]:
-    """Runs an operation of which rank 1 is late.
+    """Run an operation of which rank 1 is late.
 
-    Returns the traced launches, when the launch began and ended, and whether the results are those without a trace.
+    Return the traced launches, when the launch began and ended, and whether the results are those without a trace.
     """
     group = dist.group.WORLD
     assert group is not None

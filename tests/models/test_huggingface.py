@@ -121,7 +121,7 @@ def test_a_bfloat16_model_keeps_its_dtype_and_settings(tmp_path: Path) -> None:
 
 
 def _rewrite(folder: Path, change: dict[str, Tensor | None], rename: Any = str) -> None:
-    """Adds, replaces or (None) removes tensors of the file, then renames all of them."""
+    """Add, replace or (None) removes tensors of the file, then renames all of them."""
     tensors = load_file(folder / "model.safetensors") | change
     kept = {rename(name): x.contiguous() for name, x in tensors.items() if x is not None}
     save_file(kept, folder / "model.safetensors")

@@ -11,7 +11,7 @@ StandIn = Callable[..., Path]
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Returns a function that puts a program on PATH, before all others.
+    """Return a function that puts a program on PATH, before all others.
 
     It prints the value of `says` whose key is among its words, and ends with `status`. Its words of each call are a
     line of the file NAME.words beside it.

@@ -27,7 +27,7 @@ RECORDED = f"--profile.steps 3:5 --profile.trace P/trace {ENDS}"
 
 @pytest.fixture
 def small(tmp_path: Path) -> list[str]:
-    """Returns the words of a small training on two ranks."""
+    """Return the words of a small training on two ranks."""
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat and saw that the dog was at the door of the house " * 80)
     flags = f"--data.path {text} --model.n-layer 2 --model.n-embd 32 --model.n-head 4 --model.n-positions 16"

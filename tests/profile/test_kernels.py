@@ -22,7 +22,7 @@ FOLDER = Path(str(signals.__file__)).parent
 
 
 def _compiled(value: Any) -> FunctionType | None:
-    """Returns the Python function of a function that Triton compiles."""
+    """Return the Python function of a function that Triton compiles."""
     return value.fn if isinstance(value, JITFunction | InterpretedFunction) else None
 
 
@@ -33,7 +33,7 @@ def _functions() -> Iterator[FunctionType]:
 
 
 def _called(function: FunctionType, found: set[FunctionType]) -> set[FunctionType]:
-    """Returns `found` with a function and those that it calls, by the names that Python resolves in them."""
+    """Return `found` with a function and those that it calls, by the names that Python resolves in them."""
     found.add(function)
     for name in function.__code__.co_names:
         called = _compiled(function.__globals__.get(name))

@@ -15,7 +15,7 @@ from tpfuse.profile.trace_files import RankTrace, SpanNode
 
 
 def _summary(world: int) -> dict[str, Any]:
-    """Returns the summary of steps of 10 ms in which each rank waits for the next, the last ones longest."""
+    """Return the summary of steps of 10 ms in which each rank waits for the next, the last ones longest."""
     traces = []
     for rank in range(world):
         begin, end = 1_500_000, 1_600_000 + 20_000 * rank
@@ -27,7 +27,7 @@ def _summary(world: int) -> dict[str, Any]:
 
 
 def _bars(axes: Axes) -> list[tuple[str, int, float, float]]:
-    """Returns (colour, row, left, width) of each bar."""
+    """Return (colour, row, left, width) of each bar."""
     found = []
     for patch in axes.patches:
         assert isinstance(patch, Rectangle)

@@ -13,13 +13,13 @@ MS = 1_000_000
 
 
 def _span(kind: Any, name: str, begin: float, end: float, level: int, **more: Any) -> Span:
-    """Returns a span between two times in ms."""
+    """Return a span between two times in ms."""
     more["idle"] = round(more.get("idle", 0) * MS)
     return Span(kind, name, begin=round(begin * MS), end=round(end * MS), level=level, **more)
 
 
 def _trace(rank: int, world: int, spans: Sequence[Span], signals: dict[str, float] | None = None) -> RankTrace:
-    """Returns a trace. spans: in the order of their ends."""
+    """Return a trace. spans: in the order of their ends."""
     flows = {flow: round(ms * MS) for flow, ms in (signals or {}).items()}
     return RankTrace(rank, world, "boot pid net node", "cpu", {"tp": world}, 0, _nested(list(spans)), flows)
 

@@ -63,7 +63,7 @@ LAYER = "h.1.down"
 
 
 def _delayed(kind: Implementation, busy: bool, took: list[float]) -> Any:
-    """Returns a patch by which the late rank takes DELAY seconds more, of the processor's time if `busy`.
+    """Return a patch by which the late rank takes DELAY seconds more, of the processor's time if `busy`.
 
     took: gets the seconds that each delay has taken; they are more on a machine that is busy.
     """
@@ -90,7 +90,7 @@ def _is_late(op: str) -> bool:
 
 
 def _record(folder: Path, kind: Implementation, busy: bool) -> tuple[list[float], list[float]]:
-    """Records steps of a model on this rank, with the delay. Returns the seconds of steps and of delays."""
+    """Record steps of a model on this rank, with the delay. Return the seconds of steps and of delays."""
     walls: list[float] = []
     took: list[float] = []
     with use(implementation=kind):

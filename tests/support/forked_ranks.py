@@ -89,7 +89,7 @@ class Ranks:
             self.connections.append(ours)
 
     def hear(self, rank: int) -> Any:
-        """Return the next message of a rank. Raises AssertionError if there is none within `LIMIT`."""
+        """Return the next message of a rank. Raise AssertionError if there is none within `LIMIT`."""
         deadline = Deadline(LIMIT)
         while not self.connections[rank].poll(deadline.next_look()):
             assert deadline.left(), f"rank {rank} has not sent a message in time"

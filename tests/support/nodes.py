@@ -65,7 +65,7 @@ class NetworkNodes:
             raise
 
     def _hold(self, *command: str) -> None:
-        """Start a process by `command` that keeps the namespaces which `command` makes. Raises NotPermitted."""
+        """Start a process by `command` that keeps the namespaces which `command` makes. Raise NotPermitted."""
         try:
             holder = subprocess.Popen(
                 [*command, "sh", "-c", _HOLD],
@@ -196,14 +196,14 @@ def _pool() -> NodePool:
 
 
 def run_on_nodes(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(*args)` on four ranks, two on each node, as `RankPool.run`. Raises RankError and NotPermitted."""
+    """Run `function(*args)` on four ranks, two on each node, as `RankPool.run`. Raise RankError and NotPermitted."""
     return _pool().run(function, *args)
 
 
 def torchrun_on_nodes(arguments: Sequence[str], timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
     """Start a module with its arguments by torchrun on both nodes, four ranks in all; return what each node's run gave.
 
-    No process is left afterwards. Raises NotPermitted, and TimeoutExpired after `timeout` seconds (see `patience`).
+    No process is left afterwards. Raise NotPermitted, and TimeoutExpired after `timeout` seconds (see `patience`).
     """
     nodes = NetworkNodes()
 

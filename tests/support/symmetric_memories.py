@@ -88,7 +88,7 @@ def ring(
 ) -> Tensor:
     """In each round write, signal the right neighbour, read the left one's part, and signal that it is read.
 
-    first: the epoch before the first round. Returns what was read, [rounds, 5], for `check_ring` when it is there.
+    first: the epoch before the first round. Return what was read, [rounds, 5], for `check_ring` when it is there.
     """
     x, flags = memory.buffer("ring", (5,), torch.int64), memory.signals("ring's flags", 2)
     left, right = (memory.rank - 1) % memory.world, (memory.rank + 1) % memory.world

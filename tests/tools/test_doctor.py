@@ -83,7 +83,7 @@ class SimulatedMachine(Machine):
 
 
 def found(machine: Machine, status: str) -> list[str]:
-    """Returns the texts of the findings with a status."""
+    """Return the texts of the findings with a status."""
     return [finding.text for finding in doctor.examine(machine) if finding.status == status]
 
 

@@ -214,7 +214,7 @@ def check_failed(run: Path, victim: int, mode: str, reports) -> int:
 
 
 def check(run: Path, world: int, victim: int, mode: str, k: int, *, durable: bool) -> int:
-    """Run one save with a failure at the victim's k-th call, and return the step that loads. Raises AssertionError.
+    """Run one save with a failure at the victim's k-th call, and return the step that loads. Raise AssertionError.
 
     durable: whether step 10 is durable on the disk at that call.
     """

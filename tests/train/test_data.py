@@ -178,7 +178,7 @@ def test_token_files_are_one_sequence(tmp_path: Path) -> None:
 
 
 def test_batches_of_one_file_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    """Runs that were begun with an earlier version therefore continue unchanged."""
+    """Run that were begun with an earlier version therefore continue unchanged."""
     file = write_token_file(tmp_path, [(np.arange(1000) % 251).astype(np.uint16)], ByteTokenizer(), "test")
     ids, _ = Windows(file.open(), 4, 1337, "train", 3).sequences(5, 0, 3, torch.device("cpu"))
     assert ids.tolist() == [[134, 135, 136, 137], [166, 167, 168, 169], [153, 154, 155, 156]]

@@ -213,7 +213,7 @@ class _Stream:
 
 
 def test_staging_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that do not block happen late, as on a device; the staging buffers are reused nevertheless."""
+    """Copy that do not block happen late, as on a device; the staging buffers are reused nevertheless."""
     stream, copy = _Stream(), Tensor.copy_
 
     def late(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

@@ -101,7 +101,7 @@ class ControlBlock:
         return self.local.aborted[0] != 0
 
     def begin(self, op: str, *, fence: bool = False) -> int:
-        """Records that this rank begins an operation, and returns its number.
+        """Record that this rank begins an operation, and return its number.
 
         op: its name, shapes and dtypes, the same on every rank. fence: whether the record is published so that of two
         ranks that then compare at least one sees the other's record.
@@ -120,7 +120,7 @@ class ControlBlock:
         return number
 
     def begin_message(self, op: str) -> int:
-        """Records that this rank begins to send or to receive a message, and returns its number, which is below 0.
+        """Record that this rank begins to send or to receive a message, and return its number, which is below 0.
 
         Only two ranks take part, so that ranks have different messages, which are not compared.
         """
@@ -130,7 +130,7 @@ class ControlBlock:
         return -self._messages
 
     def end(self, number: int) -> None:
-        """Records that an operation or a message has ended."""
+        """Record that an operation or a message has ended."""
         self.local.words[word(number, ENDED_NS)] = time.time_ns()
 
     def compare(self) -> None:
@@ -215,7 +215,7 @@ class ControlBlock:
         return rank if self.states[rank].begun < self.local.begun else None
 
     def look(self, peer: int | None) -> None:
-        """Says that this rank waits, at this moment, for `peer`; None: for the slowest rank, if there is one."""
+        """Say that this rank waits, at this moment, for `peer`; None: for the slowest rank, if there is one."""
         awaited = self.slowest() if peer is None else peer
         waits.look(None if awaited is None else self.ranks[awaited])
 

@@ -41,7 +41,7 @@ class Mapping:
     """Anonymous shared memory, which one process makes and others map."""
 
     def __init__(self, name: str, size: int, location: tuple[int, int] | None = None) -> None:
-        """Make `size` bytes, which are zero, or maps those at `location`, (process, file descriptor) of their maker.
+        """Make `size` bytes, which are zero, or map those at `location`, (process, file descriptor) of their maker.
 
         Raise Unavailable with the reason.
         """
@@ -117,7 +117,7 @@ class RankState:
         return self.words[word(number, DIGEST)]
 
     def record(self, number: int, begun_ns: int, digest: int, text: bytes) -> None:
-        """Writes that an operation begins. text: exactly as many bytes as a record holds."""
+        """Write that an operation begins. text: exactly as many bytes as a record holds."""
         words, first = self.words, word(number, 0)
         words[first], words[first + 1], words[first + ENDED_NS], words[first + DIGEST] = number, begun_ns, 0, digest
         self.bytes[8 * (first + _WORDS) : 8 * first + _RECORD] = text

@@ -116,7 +116,7 @@ def layer_now() -> str:
 def begin(
     kind: Kind, name: str, implementation: str = "", peer: int | None = None, flow: str = "", ranks: Sequence[int] = ()
 ) -> Span | None:
-    """Marks that a span begins, and returns it for `end`; None if no observer watches."""
+    """Mark that a span begins, and return it for `end`; None if no observer watches."""
     if not _observers:
         return None
     begun = Span(kind, name, implementation, peer, flow, layer_now(), level=len(_open), ranks=tuple(ranks))
@@ -127,7 +127,7 @@ def begin(
 
 
 def end(begun: Span | None) -> None:
-    """Marks that a span ends, and with it those inside of it that have not ended. None is ignored."""
+    """Mark that a span ends, and with it those inside of it that have not ended. None is ignored."""
     while begun is not None and begun in _open:
         ended = _open.pop()
         for observer in reversed(_observers):
@@ -135,7 +135,7 @@ def end(begun: Span | None) -> None:
 
 
 def signal(flow: str) -> None:
-    """Marks that this rank signals. Call it only if `is_observed`."""
+    """Mark that this rank signals. Call it only if `is_observed`."""
     for observer in _observers:
         observer.signal(flow)
 
@@ -261,7 +261,7 @@ class Recorder:
         self.signals.append((flow, time.time_ns()))
 
     def finish(self) -> None:
-        """Fills in the times of spans on a GPU and the events of kernels, after the last span."""
+        """Fill in the times of spans on a GPU and the events of kernels, after the last span."""
         if self._cuda is not None:
             self._cuda.synchronize()
             for span, begun, ended in self._marks:

@@ -38,12 +38,12 @@ def register(block: _Block) -> None:
 
 
 def look(rank: int | None) -> None:
-    """Writes that this process waits, at this moment, for a rank of the world. None: for no rank in particular."""
+    """Write that this process waits, at this moment, for a rank of the world. None: for no rank in particular."""
     _write(rank, time.time_ns())
 
 
 def give_up(rank: int | None) -> None:
-    """Writes that this process has waited in vain for a rank of the world. It holds until `forget`."""
+    """Write that this process has waited in vain for a rank of the world. It holds until `forget`."""
     _write(rank, _FOR_GOOD)
     _write_into_store(rank)
 

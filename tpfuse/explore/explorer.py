@@ -65,7 +65,7 @@ def explore(
     ranks that all wait may look again before that. barrier_rule: a release covers only what precedes the program's last
     tl.debug_barrier(), as up to Triton 3.8. max_steps: the largest number of operations on symmetric memory in one run.
 
-    Raises RaceError, DeadlockError or ProtocolError, whose messages end with the expression that replays the run;
+    Raise RaceError, DeadlockError or ProtocolError, whose messages end with the expression that replays the run;
     ValueError without TRITON_INTERPRET=1; RuntimeError inside another exploration.
     """
     options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
@@ -127,7 +127,7 @@ class _Bounded(Choices):
 def _execute(
     program: Program, world: int, schedule: Schedule, options: RunOptions, enter: Callable[[ExploredRun], None]
 ) -> ExploredRun:
-    """Run the program under one schedule. Raises the fault that it shows."""
+    """Run the program under one schedule. Raise the fault that it shows."""
     shared: SharedBuffers
     gradients = torch.is_grad_enabled()
 

@@ -85,7 +85,7 @@ def surviving(
     program_of(*modules) makes the program from fresh copies of the targets' modules, in their order. The copies import
     each other, and modules that are imported while the program runs import the copies too. Modules that register
     something when they are imported (torch operators) cannot be targets. unchanged: the report of an exploration of the
-    unchanged program in such copies; without it the unchanged program is explored first. Raises ExploreError if the
+    unchanged program in such copies; without it the unchanged program is explored first. Raise ExploreError if the
     unchanged program fails.
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))

@@ -44,7 +44,7 @@ class Fault:
     def mutant(self) -> Mutant:
         """Return the module with all edits, applied one after another.
 
-        Raises ValueError if an expression is not in its function, or is in it more than once.
+        Raise ValueError if an expression is not in its function, or is in it more than once.
         """
         (module,) = {module_of(edit.function) for edit in self.edits}
         tree = ast.parse(inspect.getsource(module))

@@ -41,7 +41,7 @@ class Expected:
     def check(self, name: str, actual: Tensor | None, part: object = ..., term: float = 0.0) -> None:
         """Compare "out", or the gradient of input `name`, with `part` (an index) of the expected tensor.
 
-        `term` is passed to `bound`. Raises AssertionError, which names the element with the largest error, that error
+        `term` is passed to `bound`. Raise AssertionError, which names the element with the largest error, that error
         and the bound.
         """
         assert actual is not None, f"{name}: there is no gradient"
@@ -56,7 +56,7 @@ class Expected:
     def error(self, name: str, actual: Tensor | None) -> float:
         """Return the largest error of "out", or of the gradient of input `name`; inf if there is a NaN.
 
-        Raises AssertionError if there is no gradient, or if its shape or dtype is another than expected.
+        Raise AssertionError if there is no gradient, or if its shape or dtype is another than expected.
         """
         assert actual is not None, f"{name}: there is no gradient"
         _check_kind(name, actual, self.same_dtype[name])

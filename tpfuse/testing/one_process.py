@@ -71,7 +71,7 @@ class OneProcess:
     def at_once(self, program: Callable[["OneProcessMemory"], Result]) -> list[Result]:
         """Run program(memory) for every rank, each in a thread of its own; return the results in rank order.
 
-        On a CPU programs must not launch kernels, since Triton's interpreter serves one thread. Raises the first
+        On a CPU programs must not launch kernels, since Triton's interpreter serves one thread. Raise the first
         exception of a rank, or PeerTimeout if the ranks did not end in time.
         """
         results: dict[int, Result] = {}
@@ -113,7 +113,7 @@ class OneProcess:
     def alone(self, rank: int, program: Callable[["OneProcessMemory"], Result]) -> Result:
         """Run program(memory) for one rank in this thread; return its result.
 
-        Raises PeerTimeout if one of its waits did not end in time.
+        Raise PeerTimeout if one of its waits did not end in time.
         """
         with self._deadline(), self._on_stream(rank):
             result = program(self.memories[rank])
@@ -159,7 +159,7 @@ class OneProcess:
         self._meeting.abort()
 
     def meet(self, op: str, rank: int) -> None:
-        """Wait until all ranks have called it. Raises PeerTimeout once `abort` has been called."""
+        """Wait until all ranks have called it. Raise PeerTimeout once `abort` has been called."""
         try:
             self._meeting.wait()
         except threading.BrokenBarrierError:
@@ -294,7 +294,7 @@ class OneProcessMemory(SymmetricMemory):
         self.generation += 1
 
     def reset(self) -> None:
-        """Set the signals of all ranks to 0 again. Raises PeerTimeout once all waits were ended.
+        """Set the signals of all ranks to 0 again. Raise PeerTimeout once all waits were ended.
 
         In that case `OneProcess.reset` must be called instead.
         """

@@ -70,7 +70,7 @@ class Deadline:
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Return once `condition()` is true. Raises AssertionError with `what` after the `Deadline` of `seconds`."""
+    """Return once `condition()` is true. Raise AssertionError with `what` after the `Deadline` of `seconds`."""
     deadline = Deadline(seconds)
     while not condition():
         assert deadline.left(), f"{seconds} s times the slowness of the machine were not enough until: {what}"

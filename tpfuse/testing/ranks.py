@@ -130,7 +130,7 @@ def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 280.0) 
     """Run `function(*args)` in a new process and return its result.
 
     The process has no group, and no thread but its first, so that it may fork. timeout: seconds on an idle machine.
-    Raises RankError.
+    Raise RankError.
     """
     assert isinstance(function, FunctionType), f"{function}: expected a function at the top level of a module"
     ours, theirs = multiprocessing.Pipe()
@@ -210,7 +210,7 @@ class RankPool:
             self._folder = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `function(*args)` on every rank and return the results in rank order. Raises RankError."""
+        """Run `function(*args)` on every rank and return the results in rank order. Raise RankError."""
         assert isinstance(function, FunctionType), f"{function}: expected a function at the top level of a module"
         if not self._processes:
             self._start()

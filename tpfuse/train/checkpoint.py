@@ -76,7 +76,7 @@ class Checkpoint:
         return self.manifest["state"]
 
     def verify(self) -> None:
-        """Read every file once. Raises CheckpointError if a size or a SHA-256 is not the manifest's."""
+        """Read every file once. Raise CheckpointError if a size or a SHA-256 is not the manifest's."""
         for name in self.manifest["files"]:
             self._verify(name)
 
@@ -103,8 +103,8 @@ class Checkpoint:
     def load(self, shards: Shards) -> None:
         """Fill every shard from the files. Other tensors of the checkpoint are not read.
 
-        Raises CheckpointMismatch, before any shard is written, for a tensor that the checkpoint does not have or has in
-        another shape or dtype. Raises CheckpointError for a file that cannot be read, or that is not what the manifest
+        Raise CheckpointMismatch, before any shard is written, for a tensor that the checkpoint does not have or has in
+        another shape or dtype. Raise CheckpointError for a file that cannot be read, or that is not what the manifest
         says, even if another rank has verified it before.
         """
         wanted: dict[str, list[_Wanted]] = {}
@@ -199,7 +199,7 @@ def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder. It checks the manifest, but not the other files (`Checkpoint.verify`).
 
-    Raises CheckpointError.
+    Raise CheckpointError.
     """
     manifest = read_manifest(folder)
     return Checkpoint(folder, manifest["step"], manifest)
@@ -223,7 +223,7 @@ def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint of a run that is sound to the last byte, or None if the run has no checkpoint.
 
     `warn` is called for each damaged checkpoint, which is skipped. One rank should call this function and send the step
-    to the others, which then call `open_checkpoint`. Raises CheckpointError if all checkpoints are damaged, and OSError
+    to the others, which then call `open_checkpoint`. Raise CheckpointError if all checkpoints are damaged, and OSError
     if the run's folder cannot be listed.
     """
     damaged = []
@@ -340,7 +340,7 @@ def save(
     is returned as it is; a damaged one is replaced.
 
     If the disk of any rank fails (OSError), `warn` is called and None is returned; all files of this save are removed
-    as far as the disk allows. Raises ValueError for shards that are not a partition of their tensors, TypeError for a
+    as far as the disk allows. Raise ValueError for shards that are not a partition of their tensors, TypeError for a
     state that JSON cannot hold, and RuntimeError if a rank died or raised another error.
     """
     rank = 0 if group is None else group.rank()

@@ -78,7 +78,7 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def parse_command(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
-    """Parse flags, which override `default`. Raises UserError with one line. Prints help and exits if asked to."""
+    """Parse flags, which override `default`. Raise UserError with one line. Prints help and exits if asked to."""
     if HELP & set(arguments):
         _print_help(kind, default, command, everything="--help-all" in arguments)
     printed = io.StringIO()
@@ -135,13 +135,13 @@ def _one_line(message: str) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raises UserError if the file cannot be read."""
+    """Return the tables of a TOML file. Raise UserError if the file cannot be read."""
     with reading(path):
         return untrusted.read_toml(path)
 
 
 def _converted(value: Any, hint: Any, where: str) -> Any:
-    """Convert a TOML value to the type of its option. Raises UserError if the value is of another type."""
+    """Convert a TOML value to the type of its option. Raise UserError if the value is of another type."""
     if get_origin(hint) is Literal:
         if value in get_args(hint):
             return value
@@ -170,7 +170,7 @@ def stored(name: str, value: Any) -> Any:
 
 
 def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """Return `options` with the values of a TOML table. Raises UserError for unknown keys and wrong types."""
+    """Return `options` with the values of a TOML table. Raise UserError for unknown keys and wrong types."""
     hints = get_type_hints(type(options))
     names = {_key(item.name): item.name for item in fields(options)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """Return the tables of a preset. Raises UserError for a name that is not in `PRESETS`."""
+    """Return the tables of a preset. Raise UserError for a name that is not in `PRESETS`."""
     if name not in PRESETS:
         raise UserError(f"preset {name!r} is not known: expected one of {', '.join(PRESETS)}")
     folder = Path(next(iter(tpfuse.models.__path__)))
@@ -200,7 +200,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
-    """Return the options of `tpfuse train`. Raises UserError."""
+    """Return the options of `tpfuse train`. Raise UserError."""
     sources: list[tuple[str, dict[str, Any]]] = []
     out = flag_value(arguments, "--out")
     if "--resume" in arguments:
@@ -256,7 +256,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
 
 
 def renewed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a run, with today's values of `zero` if it was begun by an older tpfuse."""
+    """Return the options of a run, with today's values of `zero` if it was begun by an older tpfuse."""
     if not isinstance(options.get("zero"), dict):
         return dict(options)
     zero = dict(options["zero"])
@@ -292,7 +292,7 @@ def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple
 
 
 def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
-    """Return the options of `tpfuse prepare`. Raises UserError."""
+    """Return the options of `tpfuse prepare`. Raise UserError."""
     file = flag_value(arguments, "--config")
     out = flag_value(arguments, "--out")
     if out is None and not HELP & set(arguments):

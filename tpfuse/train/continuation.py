@@ -22,7 +22,7 @@ class Change(NamedTuple):
 
 
 def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
-    """Return the effect of each option, by its place in `resolved`. Raises TypeError for an option without one."""
+    """Return the effect of each option, by its place in `resolved`. Raise TypeError for an option without one."""
     found: dict[tuple[str, ...], Effect] = {}
     hints = get_type_hints(kind, include_extras=True)
     for item in fields(kind):

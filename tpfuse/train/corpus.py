@@ -46,7 +46,7 @@ class Corpus:
 
     @property
     def documents(self) -> bool:
-        """Return whether it is known where documents end. Raises UserError if the one file cannot be opened."""
+        """Return whether it is known where documents end. Raise UserError if the one file cannot be opened."""
         return self.several or not TextFile(self.paths[0], self.field).is_text
 
     def identity(self, tokenizer: Tokenizer) -> str:
@@ -58,7 +58,7 @@ class Corpus:
     def pieces(self, doing: str = "reading") -> Iterator[Piece]:
         """Yield all documents in order, without empty ones. doing: what the progress bar says.
 
-        Raises UserError for a file that cannot be read, or, of several, that cannot be read to its end.
+        Raise UserError for a file that cannot be read, or, of several, that cannot be read to its end.
         """
         self.left_out, self.empty, done, begun, documents = [], 0, 0, False, self.documents
         sizes = [_status(path)[0] for path in self.paths]
@@ -124,7 +124,7 @@ def _folder(root: Path) -> Iterator[Path]:
 def find_text(path: Path | None, field: str = "text") -> Corpus:
     """Return the text of a file, of all files below a folder, or of those that match a pattern, in order of names.
 
-    path: None for the source of the Python standard library. Hidden files of a folder are left out. Raises UserError if
+    path: None for the source of the Python standard library. Hidden files of a folder are left out. Raise UserError if
     there is no such file, and for a list of sources.
     """
     try:
@@ -154,7 +154,7 @@ def characters(corpora: Iterable[Corpus]) -> Iterator[str]:
 
 
 def encoded(corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None = None) -> Iterator[Tokens]:
-    """Yield the tokens of all documents in parts, and warn of what is left out. Raises UserError.
+    """Yield the tokens of all documents in parts, and warn of what is left out. Raise UserError.
 
     progress: the first `progress.pieces` pieces of the text are left out, and those that follow are counted in it.
     """

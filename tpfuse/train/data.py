@@ -68,7 +68,7 @@ class Sources:
         return hashlib.sha256(" ".join(f"{share} {files.sha256}" for share, files in parts).encode()).hexdigest()
 
     def open(self) -> Mixture:
-        """Open the files and return their tokens. Each process must open the files itself. Raises OSError."""
+        """Open the files and return their tokens. Each process must open the files itself. Raise OSError."""
         return Mixture(tuple(files.open() for files in self.files), self.shares)
 
 
@@ -82,7 +82,7 @@ class RunData:
     def open(self, val_fraction: float) -> tuple[Mixture, Mixture]:
         """Return the (training, validation) tokens. Without `val`, the last `val_fraction` of each source validates.
 
-        Raises OSError.
+        Raise OSError.
         """
         if self.val is not None:
             return self.train.open(), self.val.open()
@@ -113,7 +113,7 @@ class _Unread:
 def listed(path: Path | None) -> tuple[list[Path | None], tuple[int, ...]]:
     """Return the sources that a path names, and their shares: those of a TOML file of sources, or the path itself.
 
-    The shares are the weights, rounded to 1/1000 of all. Raises UserError for a file that is no list of sources, for a
+    The shares are the weights, rounded to 1/1000 of all. Raise UserError for a file that is no list of sources, for a
     weight that is not positive, and for one that is rounded to 0.
     """
     if path is None or path.suffix != ".toml":
@@ -142,7 +142,7 @@ def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | 
     """Return the data that the options name. Texts are encoded to token files in folder `staging`.
 
     kept: the token files that the run wrote from its texts and continues with (`kept_tokens`). Under the tokenizer
-    chars, the vocabulary is that of all texts. Raises UserError, and OSError if the folder cannot be written.
+    chars, the vocabulary is that of all texts. Raise UserError, and OSError if the folder cannot be written.
     """
     if data.val_path is not None and data.val_fraction != DataOptions.val_fraction:
         raise UserError("--data.val-fraction and --data.val-path were both given: give one of them")
@@ -161,7 +161,7 @@ def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | 
 
 
 def read_sources(path: Path, field: str, staging: Path, tokenizer: Tokenizer) -> Sources:
-    """Return the tokens of the sources that a path names. Raises UserError and OSError."""
+    """Return the tokens of the sources that a path names. Raise UserError and OSError."""
     paths, shares = listed(path)
     return Sources(tuple(_tokens(each, staging, tokenizer) for each in _found(paths, field, None, "tokens")), shares)
 
@@ -204,7 +204,7 @@ def _tokens(found: _Unread, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
 def encode_text(
     folder: Path, text: Corpus, tokenizer: Tokenizer, name: str = "tokens", continues: bool = False
 ) -> TokenFiles:
-    """Write the tokens of a text to folder/NAME.bin and return them. Raises UserError and OSError.
+    """Write the tokens of a text to folder/NAME.bin and return them. Raise UserError and OSError.
 
     continues: keep what is encoded if the process is interrupted, and begin with what another one has kept.
     """
@@ -233,7 +233,7 @@ def check_named(name: str, path: Path) -> None:
 def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
     """Return the token files, whose tokenizer must be `tokenizer`. A file without a JSON file names none.
 
-    Raises UserError if they name another tokenizer.
+    Raise UserError if they name another tokenizer.
     """
     files = open_token_files(paths, lambda: tokenizer)
     if files.tokenizer.as_json() != tokenizer.as_json():
@@ -244,7 +244,7 @@ def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
 def store(folder: Path, data: RunData, staging: Path) -> RunData:
     """Move the token files that `read_data` has written to `staging` to `folder`, and return the data of the run.
 
-    Raises OSError.
+    Raise OSError.
     """
 
     def moved(sources: Sources) -> Sources:
@@ -257,7 +257,7 @@ def store(folder: Path, data: RunData, staging: Path) -> RunData:
 def kept_tokens(folder: Path, data: DataOptions) -> tuple[Path | None, Path | None]:
     """Return the files in a run's folder with the tokens of its (training, validation) text, or None without a text.
 
-    Raises UserError if the options name a text that is not the run's.
+    Raise UserError if the options name a text that is not the run's.
     """
     before = read_toml(folder / "config.toml").get("data", {})
     train, val = folder / "data" / "tokens.bin", folder / "data" / "validation.bin"

@@ -63,7 +63,7 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, settings: dict[str, Any], n_positions: int = 0, files: dict[str, str] | None = None) -> "DecoderConfig":
-        """Return the description. n_positions: 0 for the usual length. Raises ValueError for unusable settings."""
+        """Return the description. n_positions: 0 for the usual length. Raise ValueError for unusable settings."""
         theirs = configuration(settings)
         if isinstance(settings.get("text_config"), dict):
             raise ValueError(
@@ -82,7 +82,7 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, folder: Path, n_positions: int = 0) -> "DecoderConfig":
-        """Return the description of the model in a folder. Raises ValueError, which names the file."""
+        """Return the description of the model in a folder. Raise ValueError, which names the file."""
         path = folder / "config.json"
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
@@ -104,20 +104,20 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, description: dict[str, Any]) -> "DecoderConfig":
-        """Return the description that `as_json` has returned. Raises ValueError or TypeError for another value."""
+        """Return the description that `as_json` has returned. Raise ValueError or TypeError for another value."""
         files = description["files"]
         if not all(isinstance(text, str) and name in _FILES for name, text in files.items()):
             raise ValueError(f"files: expected texts by the names {', '.join(_FILES)}")
         return cls.of(description["settings"], description["n_positions"], files)
 
     def empty(self, dtype: torch.dtype) -> nn.Module:
-        """Return the whole model with its parameters on the meta device. Raises ValueError."""
+        """Return the whole model with its parameters on the meta device. Raise ValueError."""
         quiet()
         model: nn.Module = empty_model(causal_model, self.settings, dtype)
         return model
 
     def outlined(self, mesh: DeviceMesh | None, dtype: torch.dtype, stages: Sequence[Stage] | None = None) -> nn.Module:
-        """Return this rank's shards on the meta device. mesh: tensor-parallel, or None. Raises ValueError.
+        """Return this rank's shards on the meta device. mesh: tensor-parallel, or None. Raise ValueError.
 
         stages: the pipeline stages of a rank, None for the whole model.
         """
@@ -135,7 +135,7 @@ class DecoderConfig:
     def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
         """Return the costs of each layer, of the embeddings, and of the last norm with the head, in a training step.
 
-        They are counted as for the GPT. Raises ValueError for a model that a pipeline cannot cut.
+        They are counted as for the GPT. Raise ValueError for a model that a pipeline cannot cut.
         """
         return self._part_costs
 
@@ -191,7 +191,7 @@ class DecoderConfig:
             raise ValueError(f"--data.documents mask: {reason}: give --data.documents attend") from None
 
     def find_weights(self, folder: Path) -> dict[str, list[StoredTensor]]:
-        """Return the tensors in a folder's files for each parameter, by its name. Raises ValueError."""
+        """Return the tensors in a folder's files for each parameter, by its name. Raise ValueError."""
         return find_weights(self.empty(torch.float32), folder)
 
 
@@ -199,7 +199,7 @@ class DecoderConfig:
 def _recognised(settings: str, tp: int) -> Recognised:
     """Return the plan for `tp` tensor-parallel ranks, which is proved once: that takes seconds for a large model.
 
-    settings: the contents of config.json. Raises ValueError.
+    settings: the contents of config.json. Raise ValueError.
     """
     return recognise(empty_model(causal_model, json.loads(settings), torch.float32), tp, sequence_parallel=True)
 

@@ -42,7 +42,7 @@ class DurableFile:
         return self._hash.hexdigest()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`, in as many system calls as it takes. Raises OSError."""
+        """Append all of `data`, in as many system calls as it takes. Raise OSError."""
         rest = memoryview(data).cast("B")
         self._hash.update(rest)
         self.size += len(rest)
@@ -66,7 +66,7 @@ class DurableFile:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a text file as a whole, or leave an existing one unchanged. Raises OSError."""
+    """Write a text file as a whole, or leave an existing one unchanged. Raise OSError."""
     staging = path.with_name(f".staging-{path.name}")
     staging.unlink(missing_ok=True)
     with DurableFile(staging) as file:
@@ -76,7 +76,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable. Raises OSError."""
+    """Make the names in a folder durable. Raise OSError."""
     with _naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -86,7 +86,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a new folder, and its parents if they are missing, and make all of them durable. Raises OSError."""
+    """Make a new folder, and its parents if they are missing, and make all of them durable. Raise OSError."""
     if not path.parent.is_dir():
         make_folder(path.parent)
     path.mkdir()
@@ -94,7 +94,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its contents, in no durable order. Raises OSError."""
+    """Remove a file, or a folder with its contents, in no durable order. Raise OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -102,6 +102,6 @@ def remove(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Takes constant memory. Raises OSError."""
+    """Return the SHA-256 of a file in hexadecimal. Takes constant memory. Raise OSError."""
     with _naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

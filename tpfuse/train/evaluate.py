@@ -43,7 +43,7 @@ def evaluate(run: Path, data: EvaluateDataOptions, length: int | None = None) ->
     """Return the result in one line. run: the folder of a run, or of a Hugging Face model.
 
     data: the text; without a path, the run's validation tokens. The loss on several sources is the mean of their
-    losses, with their weights. length: the tokens of a window; None for those of a training sequence. Raises UserError.
+    losses, with their weights. length: the tokens of a window; None for those of a training sequence. Raise UserError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if data.path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():

@@ -22,7 +22,7 @@ def export(run: Path, folder: Path) -> str:
 
     The GPT's weights are the float32 masters. A model of transformers has the dtype that its config.json names, else
     float32. A run that was trained in float64 is written in float64. Return in words what was written and what was
-    not. Raises UserError if the folder is not empty or the run has no checkpoint, CheckpointError if all checkpoints
+    not. Raise UserError if the folder is not empty or the run has no checkpoint, CheckpointError if all checkpoints
     are damaged, and OSError.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

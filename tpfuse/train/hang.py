@@ -34,7 +34,7 @@ class Record:
 
 
 def read_records(run: Path) -> list[Record]:
-    """Return the records of a run's last failure, in rank order. Raises UserError."""
+    """Return the records of a run's last failure, in rank order. Raise UserError."""
     records = []
     for path in run.glob("flight_record_rank*.json"):
         with reading(path):
@@ -53,7 +53,7 @@ def read_records(run: Path) -> list[Record]:
 
 
 def hang(run: Path) -> str:
-    """Return the explanation. Raises UserError for a run without records."""
+    """Return the explanation. Raise UserError for a run without records."""
     records = read_records(run)
     in_time = [record for record in records if record.missing != record.rank]
     waiting = {record.rank for record in in_time}

@@ -42,7 +42,7 @@ class Source:
     tokenizer: Tokenizer | None
 
     def weights_for(self, tokenizer: Tokenizer) -> Path | None:
-        """Return the folder to read. Raises UserError if `tokenizer`, which encoded the text, is not the model's."""
+        """Return the folder to read. Raise UserError if `tokenizer`, which encoded the text, is not the model's."""
         if not fits(tokenizer, self.config):
             raise UserError(
                 f"{self.name}: the model has {self.config.vocab_size} tokens, the text's tokenizer"
@@ -60,7 +60,7 @@ def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
     """Return the options that the source determines unless the user does, as tables of TOML.
 
     They are the model's shape and the tokenizer: tokenizer.json of the folder, or gpt2 for a vocabulary of GPT-2's
-    size. Raises UserError for a folder that is neither a Hugging Face GPT-2 nor a run.
+    size. Raise UserError for a folder that is neither a Hugging Face GPT-2 nor a run.
     """
     tokenizer = source / "tokenizer.json"
     data: dict[str, Any] = {"tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
@@ -89,7 +89,7 @@ def decoder_options(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the options that --model.from determines unless the user does, as tables of TOML.
 
     They are the length of sequences and the tokenizer: that of the folder, or, if it has no file of one, gpt2 or bytes
-    for a vocabulary of their size. Raises UserError for a folder without a model of transformers.
+    for a vocabulary of their size. Raise UserError for a folder without a model of transformers.
     """
     try:
         config = DecoderConfig.read(folder)
@@ -109,7 +109,7 @@ def _is_huggingface(folder: Path) -> bool:
 def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
     """Check the files of the source that an option names, and return it; None if no option was given.
 
-    config: the model of the options. Raises UserError if it is not the source's, and CheckpointError if all checkpoints
+    config: the model of the options. Raise UserError if it is not the source's, and CheckpointError if all checkpoints
     are damaged.
     """
     if isinstance(config, DecoderConfig):
@@ -168,7 +168,7 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
 def load_weights(folder: Path, config: ModelConfig, shards: Shards) -> None:
     """Fill the shards "model.NAME" of this rank from a source's folder, and no others.
 
-    A shorter position table takes the first rows of the source's table. Raises UserError or CheckpointError if the
+    A shorter position table takes the first rows of the source's table. Raise UserError or CheckpointError if the
     folder has changed since `find_source` checked it.
     """
     held = {name: shards[name] for name in shards if name.startswith("model.")}

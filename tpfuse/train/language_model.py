@@ -92,7 +92,7 @@ class GPTModel(LanguageModel):
 def language_model(
     config: ModelConfig, options: TrainCommand, mesh: DeviceMesh | None, device: torch.device, dtype: torch.dtype
 ) -> LanguageModel:
-    """Return the model of a description on this rank, with uninitialised parameters. Raises ValueError."""
+    """Return the model of a description on this rank, with uninitialised parameters. Raise ValueError."""
     if isinstance(config, DecoderConfig):
         return DecoderModel(config, options, mesh, device, dtype)
     return GPTModel(config, options, mesh, device, dtype)
@@ -140,7 +140,7 @@ def as_json(config: ModelConfig) -> dict[str, Any]:
 def config_from_json(description: dict[str, Any]) -> ModelConfig:
     """Return the description of a model that `as_json` has returned.
 
-    Raises Unreadable, TypeError or ValueError for another value.
+    Raise Unreadable, TypeError or ValueError for another value.
     """
     if "settings" in description:
         check(description, {"settings": dict, "n_positions": int, "files": dict}, "the model")

@@ -72,7 +72,7 @@ def device_of(info: RankInfo) -> torch.device:
 def join(info: RankInfo, device: torch.device, timeout: float) -> None:
     """Make the default process group (NCCL on GPUs, Gloo on CPU) once all ranks have started.
 
-    timeout: the seconds that this rank waits for the others, here and in each collective of the group. Raises PeerLost,
+    timeout: the seconds that this rank waits for the others, here and in each collective of the group. Raise PeerLost,
     which names the ranks that have not started.
     """
     limit = timedelta(seconds=timeout)
@@ -172,7 +172,7 @@ class _Parent:
     def wait(self, timeout: float) -> int:
         """Wait until all ranks have ended, kill those that end too late, and return the run's exit status.
 
-        timeout: the seconds that ranks get to end after the first one has ended with status 0. Raises RunError or
+        timeout: the seconds that ranks get to end after the first one has ended with status 0. Raise RunError or
         UserError if a rank or the system has reported why the run failed, and KeyboardInterrupt after a second signal.
         """
         killed: _RankProcess | None = None
@@ -246,7 +246,7 @@ def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeo
     """Run `function(info, *arguments)` in `world` new processes and return the exit status of the run.
 
     The status is 0 if all ranks return 0, else that of the first rank, in rank order, with another one. timeout: the
-    seconds that ranks get to end after the first one has ended. Raises the error that gives the reason: a RunError or
+    seconds that ranks get to end after the first one has ended. Raise the error that gives the reason: a RunError or
     UserError of a rank, a RunError if a rank was killed, and KeyboardInterrupt if a second signal has ended all ranks.
     """
     store = os.memfd_create("tpfuse-store")

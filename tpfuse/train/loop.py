@@ -64,7 +64,7 @@ _RECENT = 5  # the last intervals between rows, from which the remaining time is
 def train_rank(info: RankInfo, run: PreparedRun) -> int:
     """Join the other ranks, train, leave them and return 0. One rank alone needs no process group.
 
-    Raises RunError if the run cannot continue, and PeerLost, which is a RunError, if other ranks do not answer.
+    Raise RunError if the run cannot continue, and PeerLost, which is a RunError, if other ranks do not answer.
     """
     stop = StopRequest(insistent=info.world == 1)
     use(implementation=run.options.parallel.impl, kernels=run.options.kernels)
@@ -181,7 +181,7 @@ class TrainingLoop:
         self.retry = Retry()
 
     def _resume(self, folder: Path) -> None:
-        """Load the checkpoint; every rank reads its shards. Raises RunError on all ranks if one cannot."""
+        """Load the checkpoint; every rank reads its shards. Raise RunError on all ranks if one cannot."""
         opened: list[checkpoint.Checkpoint] = []
 
         def load() -> None:
@@ -201,7 +201,7 @@ class TrainingLoop:
         self._compare(opened[0])
 
     def _compare(self, saved: checkpoint.Checkpoint) -> None:
-        """Compare what was loaded with what was saved. Raises RunError on all ranks if anything differs."""
+        """Compare what was loaded with what was saved. Raise RunError on all ranks if anything differs."""
         trainer, state = self.trainer, saved.state
         tensors = checkpoint.differing(saved, trainer.shards(), trainer.world_group)
         trainer.optimizer.release()
@@ -238,7 +238,7 @@ class TrainingLoop:
         }
 
     def _on_all_ranks(self, load: Callable[[], None]) -> None:
-        """Call `load` on every rank. Raises RunError on all ranks if one cannot load."""
+        """Call `load` on every rank. Raise RunError on all ranks if one cannot load."""
 
         def outcome() -> tuple[str, int] | None:
             try:

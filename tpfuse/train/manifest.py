@@ -185,7 +185,7 @@ def owned_shards(name: str, shards: Sequence[Shard]) -> Iterator[tuple[str, Shar
 
 
 def describe(shards: Shards) -> Description:
-    """Describe the shards that this rank holds and writes. Raises ValueError for a shard that cannot be saved."""
+    """Describe the shards that this rank holds and writes. Raise ValueError for a shard that cannot be saved."""
     description: Description = {}
     for name, held in shards.items():
         if "#" in name:
@@ -206,7 +206,7 @@ def describe(shards: Shards) -> Description:
 def tensor_table(described: list[Description]) -> dict[str, Any]:
     """Return the manifest's tensors from every rank's description.
 
-    Raises ValueError if ranks disagree or slices are missing.
+    Raise ValueError if ranks disagree or slices are missing.
     """
     table: dict[str, Any] = {}
     for rank, description in enumerate(described):
@@ -233,7 +233,7 @@ def encode(body: dict[str, Any]) -> bytes:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a step's folder, checked against its SHA-256 and the folder's name.
 
-    Raises CheckpointError.
+    Raise CheckpointError.
     """
     file = folder / MANIFEST
     try:

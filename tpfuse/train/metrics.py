@@ -55,7 +55,7 @@ class Row:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete rows of a metrics.jsonl, and no rows if there is no file.
 
-    A line may be incomplete if the run was killed or the disk was full. Raises UserError if the path is not a readable
+    A line may be incomplete if the run was killed or the disk was full. Raise UserError if the path is not a readable
     file.
     """
     if not path.exists():

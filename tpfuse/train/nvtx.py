@@ -22,7 +22,7 @@ _COLOURS: dict[Kind, int] = {  # alpha, red, green, blue
 
 
 def nvtx_package() -> ModuleType:
-    """Return the package nvtx. Raises UserError if it is not installed."""
+    """Return the package nvtx. Raise UserError if it is not installed."""
     try:
         import nvtx
     except ImportError:

@@ -7,7 +7,7 @@ from tpfuse.train.errors import UserError
 
 
 def optional_package(name: str, needed: str) -> Any:
-    """Return a package of the extra `data`. Raises UserError, which says what needs it, if it is not installed."""
+    """Return a package of the extra `data`. Raise UserError, which says what needs it, if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -34,7 +34,7 @@ def stages_per_rank(parallel: ParallelOptions) -> int:
 
 
 def stage_owners(parallel: ParallelOptions) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage. Raises ValueError for stages that the schedule does not have."""
+    """Return the pipeline rank of each stage. Raise ValueError for stages that the schedule does not have."""
     return stage_ranks(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel))
 
 
@@ -63,7 +63,7 @@ def _accepts(parallel: ParallelOptions, micro_batches: int) -> bool:
 def pipeline_order(options: TrainCommand) -> Order:
     """Return the order of a step. options: with the layout filled in.
 
-    Raises ValueError for a number of micro-batches, or of stages, that the schedule refuses.
+    Raise ValueError for a number of micro-batches, or of stages, that the schedule refuses.
     """
     parallel = options.parallel
     stage_owners(parallel)
@@ -77,12 +77,12 @@ def predicted_timeline(options: TrainCommand, config: Described) -> Timeline:
 
 
 def pipeline_costs(options: TrainCommand, config: Described) -> list[Cost]:
-    """Return the costs of the stages, as they are counted for the cut. Raises as `pipeline_stages` does."""
+    """Return the costs of the stages, as they are counted for the cut. Raise as `pipeline_stages` does."""
     return stage_costs(pipeline_stages(options, config), *config.part_costs())
 
 
 def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
-    """Return the stages of the model on all pipeline ranks. Raises ValueError for layers that cannot be cut so."""
+    """Return the stages of the model on all pipeline ranks. Raise ValueError for layers that cannot be cut so."""
     owners, costs = stage_owners(options.parallel), config.part_costs()
     if options.parallel.pp_layers:
         return explicit_cut(options.parallel.pp_layers, len(costs[0]), len(owners))
@@ -90,6 +90,6 @@ def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
 
 
 def own_stages(options: TrainCommand, config: Described, rank: int) -> list[Stage]:
-    """Return the stages of a pipeline rank. Raises as `pipeline_stages` does."""
+    """Return the stages of a pipeline rank. Raise as `pipeline_stages` does."""
     owners = stage_owners(options.parallel)
     return [stage for stage, owner in zip(pipeline_stages(options, config), owners, strict=True) if owner == rank]

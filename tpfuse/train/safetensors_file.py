@@ -41,7 +41,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def write_safetensors(file: DurableFile, tensors: dict[str, Tensor]) -> None:
-    """Write tensors, which must not be empty, of the dtypes in DTYPES. Raises OSError."""
+    """Write tensors, which must not be empty, of the dtypes in DTYPES. Raise OSError."""
     assert sys.byteorder == "little"
     # Tensors with large elements come first, so that every tensor starts at a multiple of its element size, which
     # readers require.

@@ -25,7 +25,7 @@ BETWEEN = "\n------\n"  # separates two samples
 def load_run(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
     """Return the model of a run's newest good checkpoint, and its tokenizer.
 
-    The model is float32, or float64 if it was trained in float64. Raises UserError if there is no checkpoint, and
+    The model is float32, or float64 if it was trained in float64. Raise UserError if there is no checkpoint, and
     CheckpointError if all are damaged.
     """
     saved, state, config, tokenizer = open_run(folder)
@@ -39,7 +39,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokeniz
 def load_model(folder: Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
     """Return the model of a run (`load_run`), or of the Hugging Face folder, and its tokenizer.
 
-    The model of a Hugging Face folder is float32. Raises UserError, and CheckpointError for a damaged run.
+    The model of a Hugging Face folder is float32. Raise UserError, and CheckpointError for a damaged run.
     """
     if not (folder / "config.json").is_file():
         return load_run(folder, device)
@@ -66,7 +66,7 @@ def _shards(model: LanguageModel) -> Shards:
 def sample(folder: Path, options: SampleCommand) -> str:
     """Return the prompt and its continuation up to the token that ends a text; `BETWEEN` separates several samples.
 
-    Raises UserError for bad options.
+    Raise UserError for bad options.
     """
     at_least = {"tokens": (options.tokens, 1), "top-k": (options.top_k, 1), "samples": (options.samples, 1)}
     for name, (value, least) in at_least.items():

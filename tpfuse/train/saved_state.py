@@ -25,7 +25,7 @@ _SCHEMA = {
 
 
 def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], ModelConfig]:
-    """Return the state and the model of a checkpoint of `tpfuse train`. Raises CheckpointError for another state."""
+    """Return the state and the model of a checkpoint of `tpfuse train`. Raise CheckpointError for another state."""
     try:
         check(checkpoint.state, _SCHEMA, "state")
         return checkpoint.state, config_from_json(checkpoint.state["model"])
@@ -44,7 +44,7 @@ def fits(tokenizer: Tokenizer, config: ModelConfig) -> bool:
 def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], ModelConfig, Tokenizer]:
     """Return a run's newest good checkpoint, its state and model, and the run's tokenizer.
 
-    Raises UserError if there is no checkpoint, or no tokenizer that fits it, and CheckpointError if all checkpoints are
+    Raise UserError if there is no checkpoint, or no tokenizer that fits it, and CheckpointError if all checkpoints are
     damaged.
     """
     saved = newest_good(folder, warn=warn) if folder.is_dir() else None

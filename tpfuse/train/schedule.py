@@ -13,7 +13,7 @@ def steps_of(length: int | str, tokens_per_step: int, name: str = "length", ahea
     """Return a length in steps. length: a number of steps, or a text such as "375e6tokens", which is rounded up.
 
     ahead: see `learning_rate`; with it the result is the number of the step by which these tokens have been trained
-    on, which may be negative. Raises UserError, which names the option --optim.`name`, for any other text.
+    on, which may be negative. Raise UserError, which names the option --optim.`name`, for any other text.
     """
     if isinstance(length, int):
         return length

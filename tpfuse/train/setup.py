@@ -67,7 +67,7 @@ class PreparedRun:
 def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     """Return `options` with dp filled in for `world` ranks.
 
-    world: None for the number of ranks that fits this machine (see `ParallelOptions`). Raises UserError if the world is
+    world: None for the number of ranks that fits this machine (see `ParallelOptions`). Raise UserError if the world is
     not tp x cp x dp x pp, or if a machine with GPUs has too few of them.
     """
     parallel = options.parallel
@@ -246,7 +246,7 @@ def _check_lengths(options: TrainCommand, data: RunData) -> None:
 
 
 def _check_documents(files: TokenFiles) -> None:
-    """Raise UserError if it is not known where documents begin in the training tokens. Raises OSError."""
+    """Raise UserError if it is not known where documents begin in the training tokens. Raise OSError."""
     start = document_start(files.tokenizer)
     if start is None:
         kind = files.tokenizer.as_json()["kind"]
@@ -274,7 +274,7 @@ def _run_folder(options: TrainCommand) -> Path:
 
 
 def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None) -> ModelConfig:
-    """Return the model of these options, whose layout is filled in. Raises UserError if its ranks cannot share it.
+    """Return the model of these options, whose layout is filled in. Raise UserError if its ranks cannot share it.
 
     vocab_size: the vocabulary of a GPT. run: the run to continue, whose newest checkpoint describes a model of
     transformers too, if the folder of --model.from is gone.
@@ -356,7 +356,7 @@ def _check_context(parallel: ParallelOptions, config: ModelConfig) -> None:
 def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
     """Return how many context-parallel ranks exchange heads under ulysses_ring, and 1 under the other schedules.
 
-    heads: the attention heads of one tensor-parallel rank. Raises ValueError if no number of ranks fits.
+    heads: the attention heads of one tensor-parallel rank. Raise ValueError if no number of ranks fits.
     """
     if parallel.cp == 1 or parallel.cp_schedule != "ulysses_ring":
         return 1
@@ -366,7 +366,7 @@ def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
 def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> PreparedRun:
     """Check the options, the data and the run folder, and then write the files that ranks read.
 
-    options: with the layout filled in. local_ranks: the number of ranks on this host; None for all. Raises UserError
+    options: with the layout filled in. local_ranks: the number of ranks on this host; None for all. Raise UserError
     (nothing has been written then), and CheckpointError if all checkpoints to resume from are damaged.
     """
     check_options(options)
@@ -445,7 +445,7 @@ _locked: dict[tuple[int, int], int] = {}  # descriptors of run folders, by devic
 
 
 def _lock(folder: Path) -> None:
-    """Lock a run folder until this process ends. Raises UserError if another run has locked it."""
+    """Lock a run folder until this process ends. Raise UserError if another run has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     key = status.st_dev, status.st_ino
@@ -512,7 +512,7 @@ def _described(config: ModelConfig) -> dict[str, Any]:
 
 
 def prepare(options: PrepareCommand) -> str:
-    """Write the token file of `tpfuse prepare` and return a line that describes it. Raises UserError."""
+    """Write the token file of `tpfuse prepare` and return a line that describes it. Raise UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
     data = options.data

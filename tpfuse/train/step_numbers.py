@@ -6,7 +6,7 @@ from tpfuse.train.errors import UserError
 
 
 def profiled_steps(text: str) -> range:
-    """Return the steps that the option names: one number, or the first and the last. Raises UserError."""
+    """Return the steps that the option names: one number, or the first and the last. Raise UserError."""
     found = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", text)
     if found is not None:
         first = int(found[1])

@@ -75,17 +75,17 @@ class TextFile:
         return 0 if self._raw is None or self._raw.closed else self._raw.tell()
 
     def open(self) -> IO[bytes]:
-        """Return the file, decompressed. Raises OSError."""
+        """Return the file, decompressed. Raise OSError."""
         self._raw = self.path.open("rb")
         return self._raw if self._opened is None else self._opened(self._raw)
 
     def head(self) -> bytes:
-        """Return the first bytes of the file, decompressed. Raises OSError."""
+        """Return the first bytes of the file, decompressed. Raise OSError."""
         with self.open() as file:
             return file.read(_PART)
 
     def text(self) -> io.TextIOWrapper:
-        """Open the text in UTF-8, or in UTF-16 with a byte order mark, which is left out. Raises OSError."""
+        """Open the text in UTF-8, or in UTF-16 with a byte order mark, which is left out. Raise OSError."""
         head = self.head()
         encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
         return io.TextIOWrapper(self.open(), encoding=encoding, newline="")
@@ -93,7 +93,7 @@ class TextFile:
     def pieces(self) -> Iterator[Piece]:
         """Yield the documents of the file. Empty and missing values are empty documents.
 
-        Raises UserError, which names the file and says what to do.
+        Raise UserError, which names the file and says what to do.
         """
         try:
             yield from self._read(self)
@@ -144,7 +144,7 @@ def _text(file: TextFile) -> Iterator[Piece]:
 
 
 def _document(file: TextFile, place: str, record: object) -> Piece:
-    """Return the document of a record. Raises UserError if the record has no text in the field."""
+    """Return the document of a record. Raise UserError if the record has no text in the field."""
     where, field = f"{file.path}, {place}", file.field
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a record with a field {field!r}, found {quoted(record)}")
@@ -271,7 +271,7 @@ class _Zstandard(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as there is data. Raises EOFError."""
+        """Fill the buffer as far as there is data. Raise EOFError."""
         while not self._ready:
             data = self._rest or self._raw.read(_PART // 8)
             if not data:

@@ -57,7 +57,7 @@ class _File:
             raise DamagedTokens(f"{self.path} has another header than before")
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens [start, stop), which must be fewer than 2^28. Raises DamagedTokens."""
+        """Return tokens [start, stop), which must be fewer than 2^28. Raise DamagedTokens."""
         width, offset = self.layout.width, self.layout.offset
         data = os.pread(self._descriptor, width * (stop - start), offset + width * start)
         if len(data) < width * (stop - start):
@@ -126,11 +126,11 @@ class TokenFiles:
         return sum(layout.count for layout in self.layouts)
 
     def open(self) -> FileTokens:
-        """Open the files and return their tokens. Each process must open the files itself. Raises OSError."""
+        """Open the files and return their tokens. Each process must open the files itself. Raise OSError."""
         return FileTokens(_opened(self.layouts, self.tokenizer.vocab_size), 0, self.count)
 
     def moved(self, folder: Path) -> "TokenFiles":
-        """Move the one file, and the JSON file beside it, to a folder of the same disk. Raises OSError."""
+        """Move the one file, and the JSON file beside it, to a folder of the same disk. Raise OSError."""
         (layout,) = self.layouts
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / layout.path.name
@@ -151,7 +151,7 @@ def _opened(layouts: Sequence[TokenLayout], vocab_size: int) -> list[_File]:
 def token_paths(path: Path) -> tuple[Path, ...] | None:
     """Return the token files that `--data.path` names, in the order of their names; None if it names text.
 
-    They are a file NAME.bin or NAME.npy, such files of a folder, or the files that match a pattern. Raises UserError
+    They are a file NAME.bin or NAME.npy, such files of a folder, or the files that match a pattern. Raise UserError
     for a pattern that matches no file or other files too, and for a folder with both training and validation files,
     such as llm.c's NAME_train_000001.bin and NAME_val_000000.bin.
     """
@@ -171,12 +171,12 @@ def token_paths(path: Path) -> tuple[Path, ...] | None:
 
 
 def is_pattern(path: Path) -> bool:
-    """Return whether a path names the files that match it. Raises OSError."""
+    """Return whether a path names the files that match it. Raise OSError."""
     return glob.has_magic(str(path)) and not path.exists()
 
 
 def matches(pattern: Path) -> list[Path]:
-    """Return the files that match a pattern, in the order of their names. Raises UserError if there are none."""
+    """Return the files that match a pattern, in the order of their names. Raise UserError if there are none."""
     files = sorted(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
     if not files:
         raise UserError(f"no file matches {pattern}")
@@ -246,7 +246,7 @@ def write_token_file(
     """Write folder/NAME.bin and folder/NAME.json and return them. tokens: the parts of the sequence, in order.
 
     progress: the first `progress.tokens` tokens are written already, and if the process is interrupted, what is
-    written is kept. Nothing of these names exists before all tokens are written. Raises OSError, and what `tokens`
+    written is kept. Nothing of these names exists before all tokens are written. Raise OSError, and what `tokens`
     raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -291,7 +291,7 @@ def write_token_file(
 
 
 def _read_description(path: Path) -> dict[str, Any]:
-    """Return the contents of the JSON file beside a token file. Raises UserError."""
+    """Return the contents of the JSON file beside a token file. Raise UserError."""
     beside = path.with_suffix(".json")
     try:
         description: dict[str, Any] = read_json(beside, {"tokenizer": {"kind": str}, "sha256": str})
@@ -305,7 +305,7 @@ def _read_description(path: Path) -> dict[str, Any]:
 def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the contents of the JSON file beside each file; an empty list if no file has one.
 
-    Raises UserError if only some files have one, and if they name different tokenizers.
+    Raise UserError if only some files have one, and if they name different tokenizers.
     """
     if not any(path.with_suffix(".json").exists() for path in paths):
         return []
@@ -317,7 +317,7 @@ def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
-    """Return the tokenizer that files beside the token files name; None if there are none. Raises UserError.
+    """Return the tokenizer that files beside the token files name; None if there are none. Raise UserError.
 
     They are the JSON files, or meta.pkl of nanoGPT for files without a header.
     """
@@ -334,7 +334,7 @@ def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
 
 
 def _of_nanogpt(meta: Path) -> CharTokenizer:
-    """Return the tokenizer of meta.pkl, which nanoGPT's prepare.py writes for characters. Raises UserError."""
+    """Return the tokenizer of meta.pkl, which nanoGPT's prepare.py writes for characters. Raise UserError."""
     with reading(meta):
         characters = read_pickle(meta, {"itos": {EACH: str}})["itos"]
     text = "".join(characters.get(index, "") for index in range(len(characters)))
@@ -351,7 +351,7 @@ def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) 
     million tokens each would take minutes to read whenever a run starts, and the blocks suffice to notice that a run
     continues with other data. The digest of several files is that of their digests.
 
-    Raises UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, and a token outside
+    Raise UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, and a token outside
     the vocabulary.
     """
     layouts = tuple(map(token_layout, paths))

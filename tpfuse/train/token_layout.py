@@ -54,7 +54,7 @@ class TokenLayout:
 
 
 def token_layout(path: Path) -> TokenLayout:
-    """Return the layout of a token file, checked against the file's length. Raises UserError."""
+    """Return the layout of a token file, checked against the file's length. Raise UserError."""
     with reading(path):
         size = check_regular(path)
         with path.open("rb") as file:

@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
     end_of_text: int | None = None
 
     def encode(self, text: str) -> Tokens:
-        """Return the token ids of `text` alone. Raises UserError for text that the vocabulary cannot express."""
+        """Return the token ids of `text` alone. Raise UserError for text that the vocabulary cannot express."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
@@ -250,7 +250,7 @@ def _proved_cut(tokenizer: Tokenizer, text: str) -> int:
 
 
 def from_json(description: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that `as_json` has described. Raises UserError for another description."""
+    """Return the tokenizer that `as_json` has described. Raise UserError for another description."""
     kind = description.get("kind")
     if kind == "bytes":
         return ByteTokenizer()
@@ -270,7 +270,7 @@ def from_json(description: dict[str, Any]) -> Tokenizer:
 
 
 def _of_library(text: str, source: object) -> FileTokenizer:
-    """Return the library's tokenizer of a JSON text. Raises UserError for a text that the library does not accept."""
+    """Return the library's tokenizer of a JSON text. Raise UserError for a text that the library does not accept."""
     try:
         return FileTokenizer(text)
     except UserError:
@@ -281,7 +281,7 @@ def _of_library(text: str, source: object) -> FileTokenizer:
 
 
 def build_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer that `--data.tokenizer` names. Raises UserError.
+    """Return the tokenizer that `--data.tokenizer` names. Raise UserError.
 
     texts: what chars takes its characters from; no other tokenizer reads them.
     """
@@ -305,7 +305,7 @@ def build_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the tokenizer's file in a Hugging Face folder. Raises UserError if there is none that can be used."""
+    """Return the tokenizer's file in a Hugging Face folder. Raise UserError if there is none that can be used."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
@@ -322,7 +322,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _of_file(text: str, name: str) -> Tokenizer:
-    """Return the tokenizer of a run's tokenizer.json, or of a file of the library. Raises UserError."""
+    """Return the tokenizer of a run's tokenizer.json, or of a file of the library. Raise UserError."""
     try:
         description = parsed_json(text, {"kind": str})
     except Unreadable:

@@ -39,7 +39,7 @@ class TorchProfile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Write the files, and let an error of the steps go on. Raises OSError if they cannot be written."""
+        """Write the files, and let an error of the steps go on. Raise OSError if they cannot be written."""
         self._profiler.stop()  # a process whose profiler still runs crashes at its end
         try:
             self._trace.parent.mkdir(parents=True, exist_ok=True)

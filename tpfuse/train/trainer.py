@@ -137,7 +137,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.compute_dtype)
 
     def _engine(self) -> GradientBuckets | FullySharded:
-        """Makes ZeRO's engine."""
+        """Make ZeRO's engine."""
         zero = self.options.zero
         tied = tied_parameters(self.config)
         return shard(
@@ -221,7 +221,7 @@ class Trainer:
     def train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
         """Train on batch `self.step` and increment the step.
 
-        Raises RunError, which names the step and the layer, before the update if the loss or the gradient is not finite
+        Raise RunError, which names the step and the layer, before the update if the loss or the gradient is not finite
         on any rank.
         """
         options = self.options
@@ -296,7 +296,7 @@ class Trainer:
         return squared, loss, counted * self.dp / self.world, stopping > 0, idle
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
-        """Halve the loss scale and make no update in float16. Raises RunError if that cannot help."""
+        """Halve the loss scale and make no update in float16. Raise RunError if that cannot help."""
         if self._scales and result.loss == result.loss and self.loss_scale > 1.0:
             self._rescale(0.5)
             self.steps_since_overflow = 0
@@ -327,7 +327,7 @@ class Trainer:
     def evaluate(self, windows: Windows, batches: int, first: int = 0) -> float:
         """Return the loss in nats per token over `batches` batches from number `first` on, without dropout.
 
-        Raises RunError if no target of them has a loss.
+        Raise RunError if no target of them has a loss.
         """
         total, labels = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
         for number in range(first, first + batches):
@@ -412,7 +412,7 @@ class Trainer:
     def load(self, saved: Checkpoint) -> bool:
         """Fill this rank's shards from a checkpoint. All ranks must call `restore` afterwards.
 
-        Return False if PowerSGD starts without its remainders, because the checkpoint has none for this layout. Raises
+        Return False if PowerSGD starts without its remainders, because the checkpoint has none for this layout. Raise
         the errors of `Checkpoint.load`.
         """
         whole = self.layout["powersgd"] is None or saved.state.get("layout") == self.layout

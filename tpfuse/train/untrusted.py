@@ -56,7 +56,7 @@ def quoted(value: object) -> str:
 def check_regular(path: Path) -> int:
     """Return the size of a file in bytes. The file is not opened, since a pipe would make the reader wait.
 
-    Raises Unreadable if it is not a regular file, and OSError if it does not exist.
+    Raise Unreadable if it is not a regular file, and OSError if it does not exist.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -71,7 +71,7 @@ def check_fetched(head: bytes) -> None:
 
 
 def read_bytes(path: Path, most: int | None = MOST) -> bytes:
-    """Return the bytes of a regular file, at most `most` of them (None: any number). Raises Unreadable and OSError."""
+    """Return the bytes of a regular file, at most `most` of them (None: any number). Raise Unreadable and OSError."""
     size = check_regular(path)
     if most is not None and size > most:
         raise Unreadable(f"expected at most {most} bytes, found {size}")
@@ -82,7 +82,7 @@ def read_bytes(path: Path, most: int | None = MOST) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file. Raises Unreadable and OSError."""
+    """Return the text of a UTF-8 file. Raise Unreadable and OSError."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -90,12 +90,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, schema: Any) -> Any:
-    """Return a JSON document that has the schema. Raises Unreadable and OSError."""
+    """Return a JSON document that has the schema. Raise Unreadable and OSError."""
     return parsed_json(read_text(path), schema)
 
 
 def parsed_json(text: str | bytes, schema: Any) -> Any:
-    """Return the JSON document in a text, which must have the schema. Raises Unreadable."""
+    """Return the JSON document in a text, which must have the schema. Raise Unreadable."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def parsed_json(text: str | bytes, schema: Any) -> Any:
 
 
 def read_pickle(path: Path, schema: Any) -> Any:
-    """Return the plain containers in a pickle, which must have the schema. Raises Unreadable and OSError."""
+    """Return the plain containers in a pickle, which must have the schema. Raise Unreadable and OSError."""
     data = read_bytes(path)
     try:
         for instruction, argument, _ in pickletools.genops(data):
@@ -122,7 +122,7 @@ def read_pickle(path: Path, schema: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return a TOML document. Raises Unreadable and OSError."""
+    """Return a TOML document. Raise Unreadable and OSError."""
     try:
         return tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:

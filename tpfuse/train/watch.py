@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def open_server(run: Path, port: int) -> ThreadingHTTPServer:
-    """Return the server of a run, which answers after `serve_forever`. port: 0 for any. Raises UserError."""
+    """Return the server of a run, which answers after `serve_forever`. port: 0 for any. Raise UserError."""
     if not (run / "config.toml").is_file():
         raise UserError(f"{run} is no run: expected a folder that `tpfuse train` has written")
     try:
@@ -81,7 +81,7 @@ def open_server(run: Path, port: int) -> ThreadingHTTPServer:
 
 
 def watch(run: Path, port: int) -> None:
-    """Serve the page until Ctrl-C. Raises UserError for a folder that is no run, and for a port in use."""
+    """Serve the page until Ctrl-C. Raise UserError for a folder that is no run, and for a port in use."""
     with open_server(run, port) as server:
         say(f"http://{_ADDRESS}:{server.server_port}/ shows {run}; Ctrl-C ends this")
         try:

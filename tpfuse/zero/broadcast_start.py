@@ -25,7 +25,7 @@ def broadcast_model(
     """Copy the parameters and buffers of the group's first rank to all its ranks; for DTensors, the local shards.
 
     tied: the names of parameters that are then copied from the first rank of `tied_group`. Collective: the ranks of a
-    group are done with `group` before they come to `tied_group`. Raises ValueError on every rank if names, shapes or
+    group are done with `group` before they come to `tied_group`. Raise ValueError on every rank if names, shapes or
     dtypes differ, for a name that no parameter has, and PeerTimeout if a rank does not take part.
     """
     parameters = dict(model.named_parameters())

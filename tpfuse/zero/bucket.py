@@ -159,7 +159,7 @@ class Bucket:
         self.reducer.start_reduce(self.index)
 
     def reduce(self) -> None:
-        """Wait until `reduced_shard` is computed. Raises PeerTimeout."""
+        """Wait until `reduced_shard` is computed. Raise PeerTimeout."""
         self.reducer.reduced_shard(self.index)
 
     def end_backward(self) -> None:

@@ -85,7 +85,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 def kind_of(name: str, parameter: Tensor, partial: Collection[str], tied: Collection[str] = ()) -> Kind:
     """Return the kind of a parameter. partial: names of those whose gradients are partial sums over the tp ranks.
 
-    tied: names of those that another pipeline stage has too. Raises ValueError for a name in both.
+    tied: names of those that another pipeline stage has too. Raise ValueError for a name in both.
     """
     if name in tied:
         if name in partial:

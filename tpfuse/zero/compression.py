@@ -121,7 +121,7 @@ class PowerSGDCompression(Compression):
     def all_reduce(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """Replace x [m] by its sum over the group, approximated in `matrices`. Raises PeerTimeout.
+        """Replace x [m] by its sum over the group, approximated in `matrices`. Raise PeerTimeout.
 
         Two sums are communicated: that of the uncompressed elements and all P, then that of all Q'.
         """
@@ -178,7 +178,7 @@ class PowerSGDCompression(Compression):
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from the result of `state_dict`. Raises ValueError if its factors have another rank."""
+        """Continue from the result of `state_dict`. Raise ValueError if its factors have another rank."""
         states = {}
         for name, tensors in state.items():
             group, index, start = map(int, name.split("."))
@@ -208,7 +208,7 @@ def _sum_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traff
 
 
 def compression_of(name: str, *, seed: int = 0) -> Compression | None:
-    """Return the compression of this name: "none", "bf16" or "powersgd-RANK". Raises ValueError for another name."""
+    """Return the compression of this name: "none", "bf16" or "powersgd-RANK". Raise ValueError for another name."""
     if name == "none":
         return None
     if name == "bf16":

@@ -80,10 +80,10 @@ def shard(
     compression: for stages 0 to 2: the compression of gradients that nodes send each other
     (`tpfuse.zero.compression`).
 
-    Collective. Raises ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
+    Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
     parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
-    that two units share). Raises ValueError on every rank if data-parallel ranks have parameters of other names, shapes
-    or dtypes. Raises PeerTimeout.
+    that two units share). Raise ValueError on every rank if data-parallel ranks have parameters of other names, shapes
+    or dtypes. Raise PeerTimeout.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -156,7 +156,7 @@ def adamw(
 
     betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. offload: for stages 0 to
     2: the place of moments and float32 masters (`tpfuse.zero.offload`): "none" (the parameters' device), "host" (the
-    host's memory) or a folder on a local disk. Collective for a folder. Raises ValueError, on every rank, if a rank
+    host's memory) or a folder on a local disk. Collective for a folder. Raise ValueError, on every rank, if a rank
     cannot use the folder.
     """
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}

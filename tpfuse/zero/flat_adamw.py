@@ -77,7 +77,7 @@ class FlatAdamW:
     def step(self, lr: float, factor: float = 1.0) -> None:
         """Update the parameters with the buckets' gradients times `factor`. Then every rank has all new parameters.
 
-        Raises ValueError if the buckets were not finished (`finish()`) since the last update. Raises PeerTimeout; some
+        Raise ValueError if the buckets were not finished (`finish()`) since the last update. Raise PeerTimeout; some
         parameters may then be new and others old, so continue from a checkpoint.
         """
         self._buckets.take_sums()

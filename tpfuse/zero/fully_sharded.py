@@ -281,7 +281,7 @@ class FullySharded(MicroBatches):
     def _complete(self, *, sums: bool) -> None:
         """Reduce the gradients of a pipeline's step. After another step the backward pass has reduced them already.
 
-        Raises Disagreement on every rank if ranks have run other units, and ValueError if a gathered parameter was
+        Raise Disagreement on every rank if ranks have run other units, and ValueError if a gathered parameter was
         written to.
         """
         self._check_gathered()
@@ -365,7 +365,7 @@ class FullySharded(MicroBatches):
         self._drop()
 
     def discard(self) -> None:
-        """See `MicroBatches`. Raises Disagreement on all ranks if only some have run a backward pass."""
+        """See `MicroBatches`. Raise Disagreement on all ranks if only some have run a backward pass."""
         unused = self.unused
         if self.state is StepState.REDUCING:
             self._order.end("zero_grad() without a backward pass" if unused else "zero_grad() after a backward pass")
@@ -435,7 +435,7 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
     """Return two one-dimensional meshes: the ranks that share a copy of the model, and those with the same shard of it.
 
     mesh: all its dimensions except "tp" and "pp" are data-parallel; together they are `replicas` × shards. Collective:
-    all ranks of the mesh must call it. Raises ValueError if these ranks are not in ascending order.
+    all ranks of the mesh must call it. Raise ValueError if these ranks are not in ascending order.
     """
     names = _data_dimensions(mesh)
     wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
@@ -494,7 +494,7 @@ def _check_units(model: nn.Module, units: list[nn.Module]) -> None:
 
 
 def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
-    """Return the dtype of the parameters. Raises ValueError if they cannot be sharded."""
+    """Return the dtype of the parameters. Raise ValueError if they cannot be sharded."""
     unit_of = dict.fromkeys(model.modules(), model)
     for name, module in model.named_modules():
         if isinstance(getattr(module, "sum_gradients", None), Borrowed):

@@ -321,7 +321,7 @@ class _Taking:
 def _trained(model: nn.Module) -> dict[str, Parameter]:
     """Return the parameters that require a gradient, in the model's order.
 
-    Raises ValueError if there is none, and for one of a complex dtype.
+    Raise ValueError if there is none, and for one of a complex dtype.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():

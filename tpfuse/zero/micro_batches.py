@@ -73,9 +73,9 @@ class MicroBatches(ABC):
         again: whether this may replace a last micro-batch that has begun but has no gradients yet, as after
         `ZeroOptimizer.zero_grad()`.
 
-        Raises ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, if a
+        Raise ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, if a
         parameter was frozen, unfrozen, converted or replaced since the engine was made, and for `backwards` without
-        `last`. Raises PeerTimeout.
+        `last`. Raise PeerTimeout.
         """
         if backwards < 1 or (backwards > 1 and not last):
             raise ValueError(f"start(last={last}, backwards={backwards}): expected at least 1, and 1 without last")
@@ -111,7 +111,7 @@ class MicroBatches(ABC):
         The gradients of a parameter that has had fewer of them than others, or none, are complete at the end of it.
         The replicas of a rank must mark the same passes. They are then at the same point of the pipeline's schedule
         whenever they wait for each other: if one of them waited for gradients of a later pass, that pass might wait,
-        through other ranks of the pipeline, for what the first one has not sent yet. Raises PeerTimeout.
+        through other ranks of the pipeline, for what the first one has not sent yet. Raise PeerTimeout.
         """
 
     def _check_parameters(self) -> None:
@@ -140,10 +140,10 @@ class MicroBatches(ABC):
         """
 
     def finish(self, *, sums: bool = True) -> None:
-        """Wait until this rank has its summed gradients, after the last micro-batch. Raises PeerTimeout.
+        """Wait until this rank has its summed gradients, after the last micro-batch. Raise PeerTimeout.
 
         sums: pass False if the caller needs neither the sums nor their norm before the update. The update then computes
-        them itself where it can, which saves one pass over memory. Raises ValueError if no micro-batch was the last.
+        them itself where it can, which saves one pass over memory. Raise ValueError if no micro-batch was the last.
         """
         if self.state is not StepState.REDUCING:
             raise ValueError(
@@ -162,7 +162,7 @@ class MicroBatches(ABC):
         """Discard the gradients since the last update, in a step that did not fail; the next `start()` begins a step.
 
         Every rank must call it, even if none of its gradients has arrived: a rank that has begun the last micro-batch
-        finishes its reduction first, since other ranks may wait for it. Raises PeerTimeout.
+        finishes its reduction first, since other ranks may wait for it. Raise PeerTimeout.
         """
         if self.state is StepState.REDUCING:
             self.finish()
@@ -179,7 +179,7 @@ class MicroBatches(ABC):
 
         Collective: every rank must call it, wherever its own step has ended. Ranks that still wait for others in this
         engine then raise PeerTimeout and must call it too. Memory in which tensor-parallel operators failed has its own
-        `reset()`. After an error in an update some parameters may be new, so continue from a checkpoint. Raises
+        `reset()`. After an error in an update some parameters may be new, so continue from a checkpoint. Raise
         PeerTimeout if a rank does not call it.
         """
         self._abandon(begun=self.state is not StepState.IDLE)
@@ -201,7 +201,7 @@ class MicroBatches(ABC):
         """Return the names of the parameters with a gradient that is not finite in this rank's shards."""
 
     def take_sums(self) -> None:
-        """Mark the sums of `finish()` as used, before an update. Raises ValueError if there are no new sums."""
+        """Mark the sums of `finish()` as used, before an update. Raise ValueError if there are no new sums."""
         if self.state is not StepState.SUMMED:
             raise ValueError(
                 f"an update without new gradients, {self._situation}: call finish() after the last backward pass, and"

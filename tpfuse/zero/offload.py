@@ -88,7 +88,7 @@ class FileStore(StateStore):
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        """See `StateStore`. Raises ValueError if the file is full."""
+        """See `StateStore`. Raise ValueError if the file is full."""
         start = -(-self._used // dtype.itemsize) * dtype.itemsize
         stop = start + size * dtype.itemsize
         if stop > len(self._bytes):
@@ -172,7 +172,7 @@ def state_bytes(layouts: Iterable[BucketLayout], stage: int) -> int:
 def state_store(offload: str | PathLike[str], device: torch.device, nbytes: int) -> StateStore:
     """Return the store of this name: "none" (the device), "host", or a folder for a file of `nbytes`.
 
-    Raises ValueError if the folder cannot be used.
+    Raise ValueError if the folder cannot be used.
     """
     if offload == "none":
         return DeviceStore(device)

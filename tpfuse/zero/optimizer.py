@@ -109,7 +109,7 @@ class ZeroOptimizer(Optimizer):
         """Begin a step, and discard gradients that have arrived since the last update. set_to_none has no effect.
 
         To skip an update, call this instead of `step` on every rank, also on a rank without gradients. Without an
-        update since the last call the ranks reduce their gradients first, so call it once per step. Raises ValueError
+        update since the last call the ranks reduce their gradients first, so call it once per step. Raise ValueError
         if the model's parameters are not those that the engine took.
         """
         self._clip = self._labels = None
@@ -121,7 +121,7 @@ class ZeroOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Accumulate the gradients of backward passes in this block on each rank; the one after it reduces their sum.
 
-        Forward passes belong in the block too. Raises ValueError if a backward pass outside of such a block came before
+        Forward passes belong in the block too. Raise ValueError if a backward pass outside of such a block came before
         it in the same step.
         """
         if self.engine.state is not StepState.REDUCING or not self.engine.unused:
@@ -139,7 +139,7 @@ class ZeroOptimizer(Optimizer):
         which counts once.
 
         Call it between `zero_grad()` and `clip_grad_norm_()` or `step()`, for each micro-batch, on every rank and in
-        every step, or never. Raises ValueError at another time, and for anything but one number. The next
+        every step, or never. Raise ValueError at another time, and for anything but one number. The next
         `clip_grad_norm_()` or `step()` sums the numbers. It raises ValueError on every rank if this was not called on
         some rank, or if there is no label on any.
         """
@@ -202,7 +202,7 @@ class ZeroOptimizer(Optimizer):
         """Update all parameters with the mean gradient; afterwards every rank has the new ones.
 
         closure: a function that computes the loss and its backward pass; it is called first, and its loss is returned.
-        Raises ValueError if `zero_grad()` was not called since the last step, and if the groups differ in lr, betas or
+        Raise ValueError if `zero_grad()` was not called since the last step, and if the groups differ in lr, betas or
         eps.
         """
         loss = None
@@ -260,7 +260,7 @@ class ZeroOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict` on this rank; no communication.
 
-        Raises ValueError, before it changes anything, if this rank holds other rectangles: after a change of the number
+        Raise ValueError, before it changes anything, if this rank holds other rectangles: after a change of the number
         of ranks, the stage, the bucket size or the model.
         """
         if not {"state", "param_groups", "updates", "compression"} <= set(state_dict):

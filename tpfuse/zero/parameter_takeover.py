@@ -50,7 +50,7 @@ def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) ->
     """Stop a model's own sums of gradients over the ranks of a context; return the number of these ranks, or 1.
 
     The module with a context has it as `sum_over_context` (`tpfuse.drop_in.parallel_forward`, `tpfuse.models.gpt`).
-    data_group: the ranks over which the engine sums instead. Raises ValueError, before it changes the model, if some
+    data_group: the ranks over which the engine sums instead. Raise ValueError, before it changes the model, if some
     rank of the context is not among them: its part of the sum would be lost.
     """
     size = 1

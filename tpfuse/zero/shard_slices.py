@@ -38,7 +38,7 @@ class StateRectangle:
 def rectangles(shape: tuple[int, ...], owned: range) -> list[tuple[Slices, range]]:
     """Return the range `owned` of a row-major tensor's flat elements as rectangles, each with its part of the range.
 
-    The rectangles are in order and not empty, and there are as few contiguous ones as possible. Raises ValueError for a
+    The rectangles are in order and not empty, and there are as few contiguous ones as possible. Raise ValueError for a
     range that is not inside the tensor.
     """
     size = math.prod(shape)
@@ -82,7 +82,7 @@ def state_rectangles(
 
     shape: the shape of the global parameter. local_slices: the local shard's slices of it
     (`tpfuse.comm.layout.local_slices`). owned: a range of the local shard's flat elements. tensors: these elements by
-    kind, [len(owned)] contiguous. is_owner: passed on. Raises ValueError for a range that is not inside the local
+    kind, [len(owned)] contiguous. is_owner: passed on. Raise ValueError for a range that is not inside the local
     shard, or tensors of another size.
     """
     local = tuple(stop - start for start, stop in local_slices)

@@ -36,7 +36,7 @@ class ShardedAdamW:
     def step(self, lr: float, factor: float = 1.0) -> None:
         """Update the shards with the gradients times `factor`, then free the gradients.
 
-        Raises ValueError if the engine was not finished (`finish()`) since the last update.
+        Raise ValueError if the engine was not finished (`finish()`) since the last update.
         """
         self._engine.take_sums()
         self._step += 1

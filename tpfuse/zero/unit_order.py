@@ -45,11 +45,11 @@ class UnitOrder:
         self._ranks = self._gather(dist.get_rank())
 
     def begin(self, operation: Operation, unit: int) -> None:
-        """Begin an operation of a unit. Raises PeerTimeout, and Disagreement on every rank if one runs another one."""
+        """Begin an operation of a unit. Raise PeerTimeout, and Disagreement on every rank if one runs another one."""
         self._run(unit * len(_OPERATIONS) + _OPERATIONS.index(operation))
 
     def end(self, end: End) -> None:
-        """End a step. Raises PeerTimeout, and Disagreement on every rank if one runs or has run something else."""
+        """End a step. Raise PeerTimeout, and Disagreement on every rank if one runs or has run something else."""
         self._run(-1 - _ENDS.index(end))
         digest, self._digest = self._digest, 0
         if not self._each:  # also after a step like the one before: another rank may have run something else

@@ -60,7 +60,7 @@ def test_every_collective_is_exact(name: Implementation, dtypes: tuple[torch.dty
 
 
 def _taken(name: Implementation, triton: bool) -> str:
-    """Returns the class that computes each collective. A maximum of integers is direct if there is symmetric memory."""
+    """Return the class that computes each collective. A maximum of integers is direct if there is symmetric memory."""
     group, taken = dist.group.WORLD, []
 
     def spy(kind: type, method: str) -> None:
@@ -119,7 +119,7 @@ def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> 
 
 @on_ranks(2)
 def test_tensors_above_a_slot_go_through_it_in_pieces() -> None:
-    """Runs kernels with slots that hold less than a row."""
+    """Run kernels with slots that hold less than a row."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
     launched = FusedCollectives(symmetric_memory(group, torch.device("cpu")), slot_bytes=128)
     whole = integers(1, world, world, 50)
@@ -226,7 +226,7 @@ def test_sums_are_rounded_once_and_the_same_on_all_ranks(world: int) -> None:
 
 
 def _late(objects: bool) -> str:
-    """Uses a Gloo group of its own, which no rank can use after the time-out."""
+    """Use a Gloo group of its own, which no rank can use after the time-out."""
     group = dist.new_group()
     if dist.get_rank() == 1:
         dist.barrier()

@@ -36,7 +36,7 @@ class TestDirectCollectives(ProtocolSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Runs several epochs of every collective, in slots of three or four elements a row; then some under way."""
+        """Run several epochs of every collective, in slots of three or four elements a row; then some under way."""
         current(direct).ONE_SHOT_BYTES = 12
         rank, world = memory.rank, memory.world
         collectives = current(direct).DirectCollectives(memory, 16 * world, 32 * world)

@@ -28,7 +28,7 @@ ROUTES = [Route("x", 0, 1, 2), Route("y", 1, 0, 2), Route("z", 2, 0, 1)]
 
 
 def opened(name: Implementation, group: dist.ProcessGroup, timeout: float) -> Messages:
-    """Returns the routes; waits have this deadline after they are open."""
+    """Return the routes; wait have this deadline after they are open."""
     set_settings(timeout=patient(LIMIT))
     with use(implementation=name):
         messages = open_messages(group, CPU, torch.float32, ROUTES, 40)
@@ -47,13 +47,13 @@ def memory_of(group: dist.ProcessGroup) -> SharedMemory:
 
 
 def send(messages: Messages, count: int) -> None:
-    """Sends on route x from rank 0."""
+    """Send on route x from rank 0."""
     for number in range(count):
         messages.send(0, torch.full((10,), float(number)))
 
 
 def receive(messages: Messages, count: int) -> None:
-    """Receives on route x at rank 1."""
+    """Receive on route x at rank 1."""
     for number in range(count):
         message = messages.receive(0, (10,), torch.float32)
         assert message.tensor.tolist() == [float(number)] * 10

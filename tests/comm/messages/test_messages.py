@@ -45,7 +45,7 @@ def opened(
 
 
 def content(number: int, source: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a message's numbers, which are different in messages that are near each other."""
+    """Return a message's numbers, which are different in messages that are near each other."""
     size = torch.Size(shape).numel()
     return ((torch.arange(size) + 5 * number + 3 * source) % 101).view(shape).to(dtype)
 
@@ -55,7 +55,7 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 
 def ring(world: int, slots: int) -> list[Route]:
-    """Returns the routes from every rank to both of its neighbours."""
+    """Return the routes from every rank to both of its neighbours."""
     return [
         Route(f"numbers {way} from rank {rank}", rank, (rank + step) % world, slots)
         for step, way in ((1, "up"), (-1, "down"))

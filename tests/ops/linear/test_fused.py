@@ -103,7 +103,7 @@ def test_engines_and_programs_take_turns(world: int) -> None:
 
 
 def test_the_explorer_finds_no_error() -> None:
-    """Signals must order the accesses of copies too."""
+    """Signal must order the accesses of copies too."""
 
     def program(memory: SimulatedMemory) -> None:
         products = FusedLinear(memory, engine_bytes=4 * 8 * 3)

@@ -180,7 +180,7 @@ class DirectCollectives:
     def _one_shot(
         self, op: str, x: Tensor, out: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]
     ) -> Iterator[None]:
-        """Reduces in one epoch: every rank reads and combines whole tensors."""
+        """Reduce in one epoch: every rank reads and combines whole tensors."""
         channel = self._channel_of(x)
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
@@ -193,7 +193,7 @@ class DirectCollectives:
             combine(slots, _cut(out, start, size))
 
     def _all_reduce_two_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        """Reduces in two epochs: every rank sums its part in the first, and reads the other parts in the second."""
+        """Reduce in two epochs: every rank sums its part in the first, and reads the other parts in the second."""
         channel, this_rank, world = self._channel_of(x), self.memory.rank, self.memory.world
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):

@@ -71,7 +71,7 @@ class Messages(ABC):
         """
 
     def release(self, route: int, message: Message) -> None:
-        """Says that the current stream reads the message no longer. Each message is released once, in any order.
+        """Say that the current stream reads the message no longer. Each message is released once, in any order.
 
         Raise ValueError for a message that is not held.
         """
@@ -124,7 +124,7 @@ class Messages(ABC):
         return route, number, f"receive {route.name}, message {number}"
 
     def _received(self, index: int, tensor: Tensor) -> Message:
-        """Return the next message of a route with this tensor, and counts it."""
+        """Return the next message of a route with this tensor, and count it."""
         message = Message(tensor, self._next[index])
         self._held[index, message.number] = message
         self._next[index] += 1

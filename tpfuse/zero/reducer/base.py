@@ -98,7 +98,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a step: wait until the gradient buffer of every bucket may be written. Raises PeerTimeout."""
+        """Begin a step: wait until the gradient buffer of every bucket may be written. Raise PeerTimeout."""
 
     @abstractmethod
     def gradient_buffer(self, index: int) -> Tensor:
@@ -106,7 +106,7 @@ class GradientReducer(ABC):
 
         This method may communicate: at stage 2 it may sum an earlier bucket, and wait until all ranks have read the
         bucket that was in this buffer before. At stage 2, request the buffers in the order of buckets, each after
-        `start_reduce` of the one before. Raises PeerTimeout.
+        `start_reduce` of the one before. Raise PeerTimeout.
         """
 
     @abstractmethod
@@ -119,7 +119,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def reduced_shard(self, index: int) -> Tensor:
-        """Return the sum over ranks of the gradients of this rank's shard. Raises PeerTimeout.
+        """Return the sum over ranks of the gradients of this rank's shard. Raise PeerTimeout.
 
         This method may sum and wait. If ranks share memory the sum is float32 (float64 for float64), except the whole
         sums of stage 0; otherwise it has the dtype `sent`.
@@ -137,20 +137,20 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def update(self, updates: Sequence[ShardUpdate]) -> None:
-        """Apply one update to each bucket, and wait until all ranks' new parameters are here. Raises PeerTimeout.
+        """Apply one update to each bucket, and wait until all ranks' new parameters are here. Raise PeerTimeout.
 
         If `reduced_shard` of a bucket was not requested in this step, the update sums its gradients too.
         """
 
     @abstractmethod
     def publish(self) -> None:
-        """Send the parameters of this rank's shards to all ranks, and receive theirs. Raises PeerTimeout."""
+        """Send the parameters of this rank's shards to all ranks, and receive theirs. Raise PeerTimeout."""
 
     @abstractmethod
     def abandon(self, *, begun: bool) -> None:
         """Discard the gradients of a step, wherever each rank is in it; the next call must be `begin`.
 
-        begun: whether this rank's last `begin` was for this step. Raises PeerTimeout if a rank does not call it.
+        begun: whether this rank's last `begin` was for this step. Raise PeerTimeout if a rank does not call it.
         """
 
     def free(self) -> None:  # noqa: B027 - most reducers have nothing to free

@@ -24,7 +24,7 @@ class Compression(ABC):
     def all_reduce(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """Replace x [m] float32, of bucket `index`, by its sum over the group. Raises PeerTimeout."""
+        """Replace x [m] float32, of bucket `index`, by its sum over the group. Raise PeerTimeout."""
 
     def reduce_scatter(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
@@ -42,7 +42,7 @@ class Compression(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from the result of `state_dict` on this rank. Raises ValueError for a state of another kind."""
+        """Continue from the result of `state_dict` on this rank. Raise ValueError for a state of another kind."""
         if state:
             raise ValueError("the state is PowerSGD's: expected the empty state of compression in bfloat16")
 
