@@ -6,7 +6,7 @@ The model has 4 layers, 8 heads, sdpa attention and random weights in float32. A
 with labels over one sequence; gradients are dropped before each. tp_plan="auto" loads the same weights from a folder;
 torch's plan is parallelize_module with ColwiseParallel and RowwiseParallel where tp_plan has colwise and rowwise, on
 whole sequences. tpfuse runs with sequence parallelism and without it. Losses must agree to 1e-5 of their value. Ranks
-have one thread each; the single process has as many threads as there are ranks. The candidates take turns.
+have one thread each; the single process has as many threads as there are ranks. The candidates alternate.
 """
 
 import os
@@ -31,7 +31,7 @@ OURS, OURS_WHOLE, TRANSFORMERS, TORCH, ALONE = (
     "tpfuse", "tpfuse_whole_sequences", "transformers_tp_plan", "torch_parallelize_module", "one_process",
 )  # fmt: skip
 _LAYERS = 4
-_calls: dict[str, Any] = {}  # the calls of this rank that take turns
+_calls: dict[str, Any] = {}  # the calls of this rank that alternate
 
 
 def _call(model: torch.nn.Module, ids: Tensor) -> Any:

@@ -6,8 +6,8 @@ learning rate 1e-3 to 1e-4 with 100 steps of warm-up, beta2 0.99, decay 0.1, cli
 
     python -m benchmarks.bench_nanogpt --nanogpt PATH_TO_CHECKOUT --text input.txt
 
-Speed: both programs train by turns for some hundred steps, several times; the figure is the ratio of the medians of all
-step times. Each program's own clock measures them, with everything in the loop included and a line of log for every
+Speed: both programs train alternately for some hundred steps, several times; the figure is the ratio of the medians of
+all step times. Each program's own clock measures them, with everything in the loop included and a line of log for every
 step. Loss: both programs train 2000 steps and evaluate 200 batches.
 """
 

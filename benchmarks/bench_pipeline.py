@@ -7,11 +7,11 @@ each half of a backward pass. The measured idle share of each rank is compared w
 source, where p is the number of ranks, v that of the stages of each, and m that of the micro-batches. The most
 micro-batches in flight are compared with the formulas for 1f1b and interleaved_1f1b.
 
-step: a training step of the preset that `make train` runs, on two pipeline ranks, by turns over shared memory and over
-Gloo (--parallel.impl collective): 1f1b with the usual 8 micro-batches and with 16, and interleaved_1f1b, which sends
-three times as many messages, with 16. Losses of the first steps must be equal. The limit of the ratio is the time over
-Gloo in relation to a step in which no rank waits for a message that was sent: the order is played with the durations of
-its passes, as measured over shared memory with their sends, and the time outside of the pipeline is added.
+step: a training step of the preset that `make train` runs, on two pipeline ranks, over shared memory and over Gloo
+(--parallel.impl collective) alternately: 1f1b with the usual 8 micro-batches and with 16, and interleaved_1f1b, which
+sends three times as many messages, with 16. Losses of the first steps must be equal. The limit of the ratio is the time
+over Gloo in relation to a step in which no rank waits for a message that was sent: the order is simulated with the
+durations of its passes, as measured over shared memory with their sends, and the time outside of the pipeline is added.
 """
 
 import statistics
@@ -94,15 +94,15 @@ class _Sleep(Function):
 
 def idle_shares(schedule: PipelineSchedule, stages: int, micro_batches: int) -> tuple[float, float, int]:
     """Return (seconds of computing, end of the last action in seconds, most micro-batches in flight) of this rank."""
-    group, played = dist.group.WORLD, order(schedule, dist.get_world_size(), stages, micro_batches)
-    layers = nn.ParameterList([torch.ones(8) for _ in range(played.stages)])
+    group, simulated = dist.group.WORLD, order(schedule, dist.get_world_size(), stages, micro_batches)
+    layers = nn.ParameterList([torch.ones(8) for _ in range(simulated.stages)])
 
     def compute(stage: int, x: Tensor | None, batch: Tensor) -> Tensor:
         y = apply(_Sleep, batch.clone().requires_grad_() if x is None else x, layers[stage])
-        return y.sum() if stage == played.stages - 1 else y
+        return y.sum() if stage == simulated.stages - 1 else y
 
-    modules = {stage: [nn.ParameterList([layers[stage]])] for stage in range(played.stages)}
-    runner = Runner(played, compute, modules, group, torch.device("cpu"))
+    modules = {stage: [nn.ParameterList([layers[stage]])] for stage in range(simulated.stages)}
+    runner = Runner(simulated, compute, modules, group, torch.device("cpu"))
     batches = [torch.ones(8) for _ in range(micro_batches)]
     for _ in range(2):  # the first step opens the routes
         dist.barrier()
@@ -184,10 +184,10 @@ def turn(name: Implementation) -> Turn:
     return seconds, seconds - statistics.fmean(intervals[-1].end for intervals in steps), passes
 
 
-def without_messages(played: Order, turns: list[Turn]) -> float:
+def without_messages(simulated: Order, turns: list[Turn]) -> float:
     """Return the seconds of a step whose messages arrive as they are sent. turns: of all ranks in one round."""
     passes = {action: seconds for _, _, of_rank in turns for action, seconds in of_rank.items()}
-    return timeline(played, passes.__getitem__).length + min(outside for _, outside, _ in turns)
+    return timeline(simulated, passes.__getitem__).length + min(outside for _, outside, _ in turns)
 
 
 def step(rounds: int, schedule: PipelineSchedule, micro_batch: int, keep: bool) -> None:
@@ -200,8 +200,8 @@ def step(rounds: int, schedule: PipelineSchedule, micro_batch: int, keep: bool) 
         turns = {name: pool.run(turn, name) for name in ("direct", "collective")}
         for name, of_ranks in turns.items():
             times[name].append(max(seconds for seconds, _, _ in of_ranks))
-        played = order(schedule, 2, usual_stages(schedule), preset(1)[0].train.batch // micro_batch)
-        times["without_messages"].append(without_messages(played, turns["direct"]))
+        simulated = order(schedule, 2, usual_stages(schedule), preset(1)[0].train.batch // micro_batch)
+        times["without_messages"].append(without_messages(simulated, turns["direct"]))
     pool.close()
     ratio, limit = (
         statistics.median(b / a for a, b in zip(times[name], times["collective"], strict=True))

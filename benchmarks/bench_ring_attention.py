@@ -15,7 +15,7 @@ the gradients of keys and values travel with their block.
 turns with an ideal, in which each rank computes 1 / ranks of the work and waits for no rank: the whole sequence of 1 /
 ranks of the heads.
 
-Candidates take turns, and each round begins with another one. A turn is as long as its slowest rank.
+Candidates alternate, and each round begins with another one. A turn is as long as its slowest rank.
 `bench_tensor_parallel` describes how the processes without a turn sleep, and how the share of the cores that other
 programs took is measured.
 """
@@ -48,7 +48,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_calls: dict[str, Callable[[], list[Tensor]]] = {}  # the calls of this rank that take turns
+_calls: dict[str, Callable[[], list[Tensor]]] = {}  # the calls of this rank that alternate
 
 
 @dataclass(frozen=True)

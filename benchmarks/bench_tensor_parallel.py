@@ -1,4 +1,4 @@
-"""Time tensor parallelism on CPU ranks: tpfuse, torch's own over Gloo, and one process with as many threads, by turns.
+"""Time tensor parallelism on CPU ranks alternately: tpfuse, torch's over Gloo, and one process with as many threads.
 
     python -m benchmarks.bench_tensor_parallel [--ranks 2] [--rounds 15] [mlp gpt]
 
@@ -54,7 +54,7 @@ _SECONDS = 0.15  # the approximate duration of a turn
 _LINE = "{:<15}" + "{:>12}" * 3 + "{:>13}{:>7}{:>11}{:>16}"
 Call = Callable[[], object]
 
-_calls: dict[str, Call] = {}  # the calls of this rank that take turns
+_calls: dict[str, Call] = {}  # the calls of this rank that alternate
 
 
 @dataclass(frozen=True)

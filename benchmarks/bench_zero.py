@@ -1,4 +1,4 @@
-"""Time ZeRO on CPU ranks: training steps and updates by tpfuse, by torch over Gloo, and alone, by turns.
+"""Time ZeRO on CPU ranks: training steps and updates by tpfuse, by torch over Gloo, and alone, alternately.
 
     python -m benchmarks.bench_zero [--worlds 2 4] [--rounds 9] [--quick] [training update]
 
@@ -17,7 +17,7 @@ update: an update of 50M float32 parameters, from whole gradients on every rank 
 (`benchmarks.zero_update`).
 
 Every candidate's result is checked first: with plain AdamW on the whole batch, and with the sum of all gradients.
-Candidates take turns, and each round begins with another one; a turn is as long as its slowest rank.
+Candidates alternate, and each round begins with another one; a turn is as long as its slowest rank.
 `bench_tensor_parallel` describes how the processes without a turn sleep, and how the share of the cores that other
 programs took is measured.
 """
@@ -42,7 +42,7 @@ SUBJECTS: dict[str, tuple[Training | Update, Training | Update]] = {  # (the ful
     "update": (Update(), Update(2, 48)),
 }
 
-_calls: dict[str, Call] = {}  # the calls of this rank that take turns
+_calls: dict[str, Call] = {}  # the calls of this rank that alternate
 
 
 def prepare(subject: Training | Update) -> list[str]:

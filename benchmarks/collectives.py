@@ -1,4 +1,4 @@
-"""Time collectives: through symmetric memory, by NCCL or Gloo, by MPI, and one plain copy of as many bytes, by turns.
+"""Time collectives alternately: through symmetric memory, by NCCL or Gloo, by MPI, and a plain copy of as many bytes.
 
     python -m benchmarks.collectives [--ranks 2 4] [--rounds 15]     CPU ranks of this machine
     torchrun --nproc-per-node 8 -m benchmarks.collectives            the GPUs of a node; CPU ranks where there is none
@@ -10,7 +10,7 @@ for all-gather, reduce-scatter and all-to-all, 2 (n - 1) / n for all-reduce, 1 f
 (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). tpfuse has no broadcast and no reduce through symmetric memory.
 
 Outputs are in memory that exists already, for all candidates. Results are checked first, to the bit. CPU ranks have one
-thread each. A round times several calls of one candidate after a barrier, on rank 0, and candidates take turns. The
+thread each. A round times several calls of one candidate after a barrier, on rank 0, and candidates alternate. The
 bound is the copy: no collective of these sizes can read and write less than the copy does.
 """
 

@@ -1,6 +1,6 @@
 """The steps of `benchmarks.first_contact`: on a GPU, or in a rehearsal, interpreted on a CPU.
 
-A rehearsal takes the same steps. Shapes are tiny, an operator has one case, ranks of one process take turns in the
+A rehearsal takes the same steps. Shapes are tiny, an operator has one case, ranks of one process alternate in the
 explorer instead of running at the same time, tests that need a GPU skip themselves, and the tuner's clock is the
 host's.
 """

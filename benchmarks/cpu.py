@@ -54,7 +54,7 @@ from benchmarks.zero_update import Update
 from tpfuse.comm.host import replace_file
 from tpfuse.testing.ranks import RankPool
 
-WHAT = "tpfuse beside its peers on the CPU: medians, by turns"
+WHAT = "tpfuse beside its peers on the CPU: medians, alternately"
 RANKS = 2
 MINUTES = 20.0  # the longest run; benchmarks that are left then count as failed
 OPERATORS = ("gemm", "attention", "layer_norm", "rms_norm", "linear_cross_entropy", "adamw")
@@ -245,7 +245,7 @@ def page_of(head: Row, rows: Sequence[Row]) -> str:
         "",
         f"`{head['command']}` measured these times on {head['date']} at commit {head['commit']}, with torch",
         f"{head['torch']}, Triton {head['triton']} and Python {head['python']}. Times are medians, all candidates of a",
-        "line took turns, and tensors are float32. Bandwidths are bus bandwidths. An operator ran in one process with",
+        "line alternated, and tensors are float32. Bandwidths are bus bandwidths. An operator ran in one process with",
         f"a thread for each core; everything else ran on {RANKS} ranks of one thread each, and the single process",
         f"beside them had {RANKS} threads. Other programs took at most {max(others, default=0.0):.0%} of the cores.",
         "",

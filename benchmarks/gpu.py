@@ -37,7 +37,7 @@ from benchmarks.node import BY_HAND, SYMMETRIC
 from tpfuse.comm.host import replace_file
 from tpfuse.kernels.configurations import TABLE, read_table
 
-WHAT = "tpfuse's operators beside their peers on a GPU: medians, by turns"
+WHAT = "tpfuse's operators beside their peers on a GPU: medians, alternately"
 UNKNOWN = "not measured yet"
 NODES = "nodes"  # the name of the steps between several GPUs
 GROUPS = ("device", "timings", NODES, "torch.compile", "more timings")
@@ -327,7 +327,7 @@ def keep(folder: Path, results: Path) -> None:
             "",
             f"`{head['command']}` measured these times on {head['date']} at commit {head['commit']}, with torch",
             f"{head['torch']}, CUDA {head.get('cuda')}, driver {head.get('driver')} and Triton {head['triton']}, in",
-            "bfloat16. Times are medians on the device, and all candidates of a line took turns.",
+            "bfloat16. Times are medians on the device, and all candidates of a line alternated.",
             "",
             *table_lines(kept),
         ]

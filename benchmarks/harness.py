@@ -177,7 +177,7 @@ def new_cpu_bench(seed: int, seconds: float) -> Bench:
 
 @dataclass(frozen=True)
 class TimedMode:
-    """Candidates that are timed by turns. mode: "forward", "backward", ….
+    """Candidates that are timed alternately. mode: "forward", "backward", ….
 
     flops, moved: the least operations and bytes of device memory that it takes, for the bound. memory: whether the peak
     is measured too.

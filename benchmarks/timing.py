@@ -1,9 +1,9 @@
-"""Time calls: the time on the device, against peers that take turns, and the ceilings of that device.
+"""Time calls: the time on the device, against peers that alternate, and the ceilings of that device.
 
 On a GPU the time is between two events on the stream. Before the first event other memory is read until nothing else is
 in the L2 cache. It is read and not written: written data would go to memory during the call. The stream is held long
 enough for the host to launch the whole call, so that the figure is the device's time and not that of Python (which is
-measured too, `Timing.host`). Candidates take turns within a round, and each round starts with another candidate, so
+measured too, `Timing.host`). Candidates alternate within a round, and each round starts with another candidate, so
 that changes of clocks and temperature affect all candidates equally.
 """
 
@@ -133,7 +133,7 @@ def one_line(error: BaseException) -> str:
 def alternate(
     candidates: Sequence[Candidate], clock: CallClock, seconds: float, *, least: int = 7, most: int = 50
 ) -> dict[str, Timing | str]:
-    """Time all candidates by turns, for about `seconds` (without warm-up) but `least` to `most` rounds.
+    """Time all candidates alternately, for about `seconds` (without warm-up) but `least` to `most` rounds.
 
     A candidate that raises has the error in place of its timing; the other candidates continue.
     """

@@ -71,7 +71,7 @@ def now(trace_ptr):
 
 @triton.jit
 def record(trace_ptr, kind, peer, since):
-    """Add an event of this program, which began at `since` and end now.
+    """Add an event of this program, which began at `since` and ends now.
 
     trace_ptr: [programs, _WORDS] int64, or None; a row is written by its own program alone, and by one thread of it.
     """

@@ -1,4 +1,4 @@
-"""Candidates take turns, their errors are kept, and the ceilings are computed from the measured times."""
+"""Candidates alternate, their errors are kept, and the ceilings are computed from the measured times."""
 
 import torch
 

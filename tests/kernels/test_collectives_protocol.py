@@ -20,7 +20,7 @@ from tpfuse.kernels import all_gather, all_reduce, all_to_all, endpoint, reduce_
 from tpfuse.ops.linear import engine_gather, engine_scatter
 from tpfuse.testing.inputs import integers
 
-SIZES = (40, 7, 50)  # grids of several programs and of one take turns
+SIZES = (40, 7, 50)  # grids of several programs and of one alternate
 
 TILES = {name: {"BLOCK": 16} for name in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")}
 

@@ -16,7 +16,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 from tpfuse.testing.inputs import integers
 
-SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: grids of several programs and of one take turns
+SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: grids of several programs and of one alternate
 K = 4
 
 
@@ -117,7 +117,7 @@ class TestGemmReduceScatter(ProtocolSuite):
 
 @pytest.mark.exhaustive
 def test_a_channel_shared_with_collectives() -> None:
-    """Epochs take turns: both kernels write halves and words of the same slots and flags."""
+    """Epochs alternate: both kernels write halves and words of the same slots and flags."""
 
     def program(memory: SimulatedMemory) -> None:
         end, world = connect(memory, slot_bytes=4096), memory.world

@@ -15,7 +15,7 @@ from tpfuse.kernels import signals
 from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.testing.inputs import integers
 
-SIZES = (40, 7, 50, 16)  # elements of a shard: grids of several programs and of one take turns
+SIZES = (40, 7, 50, 16)  # elements of a shard: grids of several programs and of one alternate
 LARGEST = 50
 TILES = {"shard_sum": {"BLOCK": 16}, "all_reduce": {"BLOCK": 16}}
 
@@ -49,7 +49,7 @@ class Buckets:
 
 
 def sums(memory: SimulatedMemory, sizes: Sequence[int], buffers: int = 2) -> None:
-    """Run an epoch for each size, in buffers that take turns, as in stage 2."""
+    """Run an epoch for each size, in alternating buffers, as in stage 2."""
     buckets = Buckets(memory, buffers)
     for epoch, m in enumerate(sizes):
         buckets.sum(epoch, m, buckets.fill(epoch, m))

@@ -138,7 +138,7 @@ def _prepared(name: str, memory: SymmetricMemory) -> tuple[Operation, Endpoint]:
 
 
 def _side_by_side(name: str, world: int, schedule: Any) -> dict[int, tuple[Tensor, int, int]]:
-    """Return (result, when the launch began, when it ended) of every simulated rank; their programs take turns."""
+    """Return (result, when the launch began, when it ended) of every simulated rank; their programs interleave."""
     found = {}
 
     def program(memory: SimulatedMemory) -> None:

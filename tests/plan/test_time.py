@@ -130,12 +130,12 @@ def test_the_simulated_step_of_a_pipeline_takes_the_time_of_its_passes() -> None
     for schedule, turns in (("1f1b", 1), ("zbv", 2)):
         layout = replace(LAYOUT, pp=4, schedule=schedule, stages_per_rank=turns, micro_batch=4)  # type: ignore[arg-type]
         for blocks in ((), (32 - 4 * turns + 1,) + (1,) * (4 * turns - 1)):
-            times, played = (step(SIZES, layout, CLUSTER, TPFUSE, blocks) for step in (step_times, simulated_step))
+            times, simulated = (step(SIZES, layout, CLUSTER, TPFUSE, blocks) for step in (step_times, simulated_step))
             apart = times.pipeline + times.data + times.optimizer + TPFUSE.step_operators * GPU.host_seconds
-            assert played.length == pytest.approx(times.total - apart, rel=0.02), schedule
-            last = played.order.rank_of[-1]
-            assert played.busy(last) == pytest.approx(times.total - apart - times.bubble, rel=1e-9), schedule
-            idle = played.idle_share(last)
+            assert simulated.length == pytest.approx(times.total - apart, rel=0.02), schedule
+            last = simulated.order.rank_of[-1]
+            assert simulated.busy(last) == pytest.approx(times.total - apart - times.bubble, rel=1e-9), schedule
+            idle = simulated.idle_share(last)
             assert idle == pytest.approx(times.bubble / (times.total - apart), abs=0.01), schedule
 
 

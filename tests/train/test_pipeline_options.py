@@ -70,8 +70,8 @@ def test_predicted_idle_shares_are_those_of_the_papers_where_stages_are_equal() 
     """A pipeline of p ranks and m micro-batches idles for (p - 1) / (m + p - 1) of the step (arXiv:1811.06965)."""
     config = replace(CONFIG, n_layer=4, vocab_size=1)
     blocks, _, head = config.part_costs()
-    played = predicted_timeline(options_of("--parallel.pp 4 --train.batch 8 --train.micro-batch 1"), config)
-    idle = [played.idle_share(rank) for rank in range(4)]
+    simulated = predicted_timeline(options_of("--parallel.pp 4 --train.batch 8 --train.micro-batch 1"), config)
+    idle = [simulated.idle_share(rank) for rank in range(4)]
     longer = (blocks[-1] + head).flops / blocks[-1].flops  # the last stage also has the head
     assert idle[0] == idle[1] == idle[2] and idle[3] < idle[0]
     assert idle[0] == pytest.approx(3 / 11, abs=2 * (longer - 1))

@@ -53,13 +53,13 @@ def test_boxes_are_the_intervals_and_idle_shares_stand_beside_them() -> None:
     measured = timeline(predicted.order, lambda action: 0.002 * usual_seconds(action), delay=0.003)
     figure = picture(predicted, measured, 7)
     assert figure.get_suptitle() == "zbv: 6 micro-batches on 3 pipeline ranks with 2 stages each"
-    for axes, played in zip(figure.axes, (predicted, measured), strict=True):
-        expected = [[(each.start, each.end) for each in row] for row in played.intervals]
+    for axes, drawn in zip(figure.axes, (predicted, measured), strict=True):
+        expected = [[(each.start, each.end) for each in row] for row in drawn.intervals]
         for row, of_rank in zip(_boxes(axes), expected, strict=True):
             np.testing.assert_allclose(row, of_rank, rtol=1e-12)
         shares = [text for text in _texts(axes) if text.endswith("idle")]
-        assert shares == [f"{played.idle_share(rank):.1%} idle" for rank in range(3)]
-        assert axes.get_xlim() == (0, played.length)
+        assert shares == [f"{drawn.idle_share(rank):.1%} idle" for rank in range(3)]
+        assert axes.get_xlim() == (0, drawn.length)
     assert [axes.get_title(loc="left")[:9] for axes in figure.axes] == ["Predicted", "Measured "]
     formatter = cast(Any, figure.axes[1].xaxis.get_major_formatter())
     assert formatter(0.25, 0) == "250", "ms"

@@ -87,7 +87,7 @@ class CudaCalls:
         return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") == "1"
 
     def shared_by_mps(self) -> bool:
-        """Return whether kernels of several processes run on the GPU at once; without MPS they take turns."""
+        """Return whether kernels of several processes run on the GPU at once; without MPS they are time-sliced."""
         return mps_enabled(self.device.index) is True
 
     def allocate(self, size: int, group_name: str) -> Tensor:

@@ -54,7 +54,7 @@ class Watchdog:
 
 
 def is_late(control: ControlBlock, peer: int | None, waited: float) -> bool:
-    """Return whether an operation that has waited so many seconds in a kernel must end.
+    """Return whether an operation that has waited this long in a kernel must end.
 
     peer: the only rank that it waits for; None: any rank.
     """

@@ -60,7 +60,7 @@ def explore(
     """Run `program(memory)` on ranks 0 to world - 1 of a simulated symmetric memory under each schedule.
 
     schedules: by default sequential, round-robin and PCT with each of `seeds`. resident: how many programs of a grid
-    take turns (1: one after another, so that a program that waits for a later one of its own grid never ends).
+    interleave (1: one after another, so that a program that waits for a later one of its own grid never ends).
     timeouts: if no rank can continue, end the waits (PeerTimeout) instead of reporting a deadlock. patience: how often
     ranks that all wait may look again before that. barrier_rule: a release covers only what precedes the program's last
     tl.debug_barrier(), as up to Triton 3.8. max_steps: the largest number of operations on symmetric memory in one run.

@@ -1,4 +1,4 @@
-"""The run of a protocol under one schedule: the ranks are threads that take turns, and their memory is checked."""
+"""The run of a protocol under one schedule: ranks are threads, one of which runs at a time, on checked memory."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -125,7 +125,7 @@ class ExploredRun:
         begin: Callable[[tuple[int, ...]], None],
         kernel: Callable[[], object],
     ) -> None:
-        """Let up to `resident` programs take turns; they begin in the order of the grid."""
+        """Interleave up to `resident` programs; they begin in the order of the grid."""
         children: list[Task] = []
 
         def live(task: Task, chain: int, index: tuple[int, ...]) -> None:

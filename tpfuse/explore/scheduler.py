@@ -1,4 +1,4 @@
-"""Threads that take turns: exactly one thread runs at a time, and another one continues only when `switch` is called.
+"""Threads of which exactly one runs at a time; another one continues only when `switch` is called.
 
 A run is therefore a list of choices, and the same choices give the same run. A thread that reads a word twice and finds
 the same value waits until another thread changes a word that it has read. When all threads wait, they may look
@@ -18,7 +18,7 @@ GRID, PLACE = "the end of its grid", "its turn to begin"  # reasons for which a 
 
 
 class Task:
-    """A thread that takes turns with the others: a rank, or a program of its grid.
+    """A thread of the scheduler: a rank, or a program of its grid.
 
     held: the reason why it cannot continue by itself; empty if it can. watched: the words whose change it waits for;
     None if it does not wait for any. where: the description of the line at which it waits.
@@ -36,7 +36,7 @@ class Task:
 
 
 class Scheduler:
-    """A run of several threads that take turns.
+    """A run of several threads, one at a time.
 
     on_stall: called when no thread can continue; returns whether it has ended waits. describe: returns more text for
     the message of a deadlock. save, restore: keep and put back state that belongs to the running thread. wrap: turns a

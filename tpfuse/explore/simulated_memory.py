@@ -1,4 +1,4 @@
-"""Symmetric memory of ranks that take turns in one process, in which every access and every wait is checked."""
+"""Symmetric memory of ranks that run one at a time in one process, in which every access and every wait is checked."""
 
 import contextlib
 from collections.abc import Iterator

@@ -60,7 +60,7 @@ def usual_cut(sizes: ModelSizes, schedule: PipelineSchedule, ranks: int, turns: 
 
 
 def cut_of(blocks: Sequence[int], rank_of: Sequence[int]) -> Cut:
-    """Return the cut into stages of so many blocks. rank_of: the rank of each stage."""
+    """Return the cut into stages of these numbers of blocks. rank_of: the rank of each stage."""
     stages = [StageKind(count, stage == 0, stage == len(blocks) - 1) for stage, count in enumerate(blocks)]
     kinds = tuple(dict.fromkeys(stages))
     indices = tuple(map(kinds.index, stages))

@@ -5,7 +5,7 @@
         ranks.in_turn(program)  # no kernel waits or does anything: kernels are compiled and loaded, buffers are made
     ranks.at_once(program)      # program(memory) on every rank
 
-On a GPU each rank has a thread and a stream of its own; processes that share a GPU would take turns instead. Buffers
+On a GPU each rank has a thread and a stream of its own; processes that share a GPU would be time-sliced. Buffers
 are plain tensors, and launches that wait for peers have so few programs that the grids of all ranks fit on the device
 at the same time.
 

@@ -1,4 +1,4 @@
-"""Played orders have the idle shares and the micro-batches in flight of the papers, and slots that are enough."""
+"""Simulated orders have the idle shares and the micro-batches in flight of the papers, and slots that are enough."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from tpfuse.parallel.pipeline.timeline import Timeline, most_in_flight, slots, t
 Slots = Mapping[tuple[int, bool], int]  # the slots for messages to a stage, of its activations or of its gradients
 
 
-def played(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int) -> Timeline:
+def simulated(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int) -> Timeline:
     """Return the timeline of an order with the usual durations."""
     return timeline(order(schedule, ranks, turns, micro_batches))
 
@@ -28,14 +28,14 @@ def check_idle(found: Timeline, idle: int, of: int) -> None:
 @pytest.mark.parametrize("ranks", range(1, 6))
 def test_the_bubble_of_one_stage_a_rank(schedule: PipelineSchedule, ranks: int) -> None:
     for count in range(1, 13):
-        check_idle(played(schedule, ranks, 1, count), ranks - 1, count + ranks - 1)
+        check_idle(simulated(schedule, ranks, 1, count), ranks - 1, count + ranks - 1)
 
 
 @pytest.mark.parametrize("ranks", range(1, 6))
 @pytest.mark.parametrize("turns", [2, 3])
 def test_more_stages_a_rank_make_the_bubble_smaller(ranks: int, turns: int) -> None:
     for rounds in (1, 2, 4):  # arXiv:2104.04473, section 2.2
-        found = played("interleaved_1f1b", ranks, turns, rounds * ranks)
+        found = simulated("interleaved_1f1b", ranks, turns, rounds * ranks)
         check_idle(found, ranks - 1, turns * rounds * ranks + ranks - 1)
 
 
@@ -55,7 +55,7 @@ def test_the_bubble_of_a_split_backward(ranks: int, turns: int, forward: float, 
 @pytest.mark.parametrize("ranks", range(1, 6))
 def test_zbv_is_idle_only_until_the_last_rank_has_begun(ranks: int) -> None:
     for count in range(2 * ranks, 13, 2):
-        found = played("zbv", ranks, 2, count)
+        found = simulated("zbv", ranks, 2, count)
         assert found.length == 2 * 3 * count + ranks - 1
         assert [row[0].start for row in found.intervals] == list(range(ranks))
 

@@ -197,18 +197,18 @@ def holding_bytes(holding: Holding, stages: Sequence[Held], passed: int) -> int:
     return saved + gradients + passed * holding.passed
 
 
-def slots(played: Timeline) -> dict[tuple[int, bool], int]:
+def slots(simulated: Timeline) -> dict[tuple[int, bool], int]:
     """Return the slots for messages to each stage with which no sender ever waits.
 
-    played: the order, of which all actions take their usual time. The keys are the stage, and whether the messages are
-    activations, which the previous stage sends; otherwise they are gradients. A slot is in use from the end of the
+    simulated: the order, in which all actions take their usual time. The keys are the stage, and whether the messages
+    are activations, which the previous stage sends; otherwise they are gradients. A slot is in use from the end of the
     action that sends the message to the end of the backward pass that frees it. Since that order keeps to these
     slots, no order of events on real ranks can make them wait for each other in a circle.
     """
-    last = played.order.stages - 1
+    last = simulated.order.stages - 1
     sent: dict[tuple[int, bool], list[float]] = {}
     freed: list[list[float]] = [[] for _ in range(last + 1)]
-    for row in played.intervals:
+    for row in simulated.intervals:
         for (kind, stage, _), _, end in row:
             if kind is Kind.FORWARD:
                 if stage < last:

@@ -26,7 +26,7 @@ from tpfuse.plan.time import StepTimes, step_times
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import check_options, model_config, with_layout
 
-# A context-parallel rank has at least so many tokens of a sequence: inside a node as many as a tile of attention has
+# A context-parallel rank has at least this many tokens of a sequence: inside a node as many as a tile of attention has
 # rows; across nodes, where these ranks belong only if sequences are long, a thirty-second of the sequences in the last
 # stage of Llama 3's training.
 LEAST_TOKENS, LEAST_TOKENS_ACROSS = 128, 4096
