@@ -1,12 +1,13 @@
 # OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/context_parallel.py
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpfuse
 
 dist.init_process_group("gloo")
-mesh = tpfuse.build_mesh("cpu", dp=1, tp=1, cp=dist.get_world_size())  # with tp=2 too, four ranks
+mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("cp", "tp"))
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=8

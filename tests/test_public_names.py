@@ -13,11 +13,11 @@ import tpfuse
 LAYERS = "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm Dropout"
 NAMES = {
     "tpfuse": """
-        ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm
-        all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
-        ring_attention SequenceLayout ZeroOptimizer Pipeline GPT recomputed profile
-        build_mesh use symmetric_memory explain parallelize restore FusedColwiseParallel FusedRowwiseParallel
-        FusedSequenceParallel FusedPrepareModuleInput autotune PeerTimeout Disagreement
+        ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm GPT
+        parallelize restore FusedColwiseParallel FusedRowwiseParallel FusedSequenceParallel FusedPrepareModuleInput
+        Pipeline ZeroOptimizer zero ring_attention SequenceLayout attention gemm all_gather_linear
+        linear_reduce_scatter linear_all_reduce linear_cross_entropy use autotune explain symmetric_memory explore
+        profile PeerTimeout Disagreement
     """,
     "tpfuse.layers": LAYERS,
     "tpfuse.profile": "record",

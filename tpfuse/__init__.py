@@ -16,48 +16,56 @@ from tpfuse._version import __version__ as __version__
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 _MODULES = {
+    # layers
     "ColumnParallelLinear": "tpfuse.layers.column_parallel_linear",
     "RowParallelLinear": "tpfuse.layers.row_parallel_linear",
     "VocabParallelEmbedding": "tpfuse.layers.vocab_parallel_embedding",
     "PositionEmbedding": "tpfuse.layers.position_embedding",
     "LayerNorm": "tpfuse.layers.layer_norm",
     "RMSNorm": "tpfuse.layers.rms_norm",
-    "all_gather_linear": "tpfuse.ops.linear.all_gather_linear",
-    "linear_reduce_scatter": "tpfuse.ops.linear.linear_reduce_scatter",
-    "linear_all_reduce": "tpfuse.ops.linear.linear_all_reduce",
-    "gemm": "tpfuse.ops.gemm",
-    "attention": "tpfuse.ops.attention",
-    "linear_cross_entropy": "tpfuse.ops.linear_cross_entropy",
-    "ring_attention": "tpfuse.ops.ring_attention.ring_attention",
-    "SequenceLayout": "tpfuse.ops.ring_attention.layout",
-    "ZeroOptimizer": "tpfuse.zero.optimizer",
-    "Pipeline": "tpfuse.parallel.pipeline.pipeline",
+    # models
     "GPT": "tpfuse.models.gpt",
-    "recomputed": "tpfuse.parallel.recompute",
-    "profile": "tpfuse.profile",
-    "build_mesh": "tpfuse.comm.mesh",
-    "use": "tpfuse.switches",
-    "symmetric_memory": "tpfuse.comm.dispatch",
-    "explain": "tpfuse.layers.explain",
     "parallelize": "tpfuse.drop_in.parallelize",
     "restore": "tpfuse.drop_in.parallelize",
     "FusedColwiseParallel": "tpfuse.drop_in.styles",
     "FusedRowwiseParallel": "tpfuse.drop_in.styles",
     "FusedSequenceParallel": "tpfuse.drop_in.styles",
     "FusedPrepareModuleInput": "tpfuse.drop_in.styles",
+    # training
+    "Pipeline": "tpfuse.parallel.pipeline.pipeline",
+    "ZeroOptimizer": "tpfuse.zero.optimizer",
+    "zero": "tpfuse.zero",
+    # operators
+    "ring_attention": "tpfuse.ops.ring_attention.ring_attention",
+    "SequenceLayout": "tpfuse.ops.ring_attention.layout",
+    "attention": "tpfuse.ops.attention",
+    "gemm": "tpfuse.ops.gemm",
+    "all_gather_linear": "tpfuse.ops.linear.all_gather_linear",
+    "linear_reduce_scatter": "tpfuse.ops.linear.linear_reduce_scatter",
+    "linear_all_reduce": "tpfuse.ops.linear.linear_all_reduce",
+    "linear_cross_entropy": "tpfuse.ops.linear_cross_entropy",
+    # implementations
+    "use": "tpfuse.switches",
     "autotune": "tpfuse.comm.autotune",
+    "explain": "tpfuse.layers.explain",
+    # kernels of your own
+    "symmetric_memory": "tpfuse.comm.dispatch",
+    "explore": "tpfuse.explore",
+    # when something is slow or wrong
+    "profile": "tpfuse.profile",
     "PeerTimeout": "tpfuse.comm.errors",
     "Disagreement": "tpfuse.comm.errors",
 }
 __all__ = [*_MODULES]
 
 if TYPE_CHECKING:  # These are the same names for editors and type checkers. A test compares them with the table.
+    from tpfuse import explore as explore
     from tpfuse import profile as profile
+    from tpfuse import zero as zero
     from tpfuse.comm.autotune import autotune as autotune
     from tpfuse.comm.dispatch import symmetric_memory as symmetric_memory
     from tpfuse.comm.errors import Disagreement as Disagreement
     from tpfuse.comm.errors import PeerTimeout as PeerTimeout
-    from tpfuse.comm.mesh import build_mesh as build_mesh
     from tpfuse.drop_in.parallelize import parallelize as parallelize
     from tpfuse.drop_in.parallelize import restore as restore
     from tpfuse.drop_in.styles import FusedColwiseParallel as FusedColwiseParallel
@@ -81,7 +89,6 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.ops.ring_attention.layout import SequenceLayout as SequenceLayout
     from tpfuse.ops.ring_attention.ring_attention import ring_attention as ring_attention
     from tpfuse.parallel.pipeline.pipeline import Pipeline as Pipeline
-    from tpfuse.parallel.recompute import recomputed as recomputed
     from tpfuse.switches import use as use
     from tpfuse.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 else:

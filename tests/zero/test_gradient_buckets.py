@@ -231,7 +231,7 @@ def _refusals() -> None:
     norm.sum_gradients = True  # type: ignore[assignment]
     for model, given, options, message in (
         (layer.parameters(), mesh, {}, r"^shard got a generator: expected the model, an nn\.Module"),
-        (layer, "WORLD", {}, "^shard: mesh is 'WORLD': expected a DeviceMesh, as tpfuse.build_mesh returns it"),
+        (layer, "WORLD", {}, "^shard: mesh is 'WORLD': expected a DeviceMesh, or None"),
         (layer, mesh.get_group("tp"), {}, "^shard: mesh is a ProcessGroup: expected a DeviceMesh"),
         (layer, init_device_mesh("cpu", (2,)), {}, "mesh has the dimensions None: expected names among pp, dp"),
         (layer, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), {}, r"mesh has the dimensions \('ep',\): expec"),

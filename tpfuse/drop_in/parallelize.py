@@ -48,16 +48,15 @@ def parallelize(
 
     model: whole, with the same weights on all ranks (those of the mesh's first rank count), or on the meta device.
     mesh: one-dimensional, or with a dimension "tp" for tensor parallelism, a dimension "cp" (or "ring" and "ulysses")
-    for context parallelism, or both, as `tpfuse.build_mesh` makes it. plan: "auto" recognises decoders of Hugging
-    Face's transformers by their structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by
-    patterns of module names, in which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the
-    activations between attention and MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`,
-    if the mesh has a dimension for it. weights: the folder of a Hugging Face model, or a safetensors file, that fills
-    the model, which may be empty (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts
-    them to the dtype of the model's parameters. check: run the model on a few tokens before and after, without
-    dropout; if the logits, the loss or a gradient differs by more than rounding (with weights: is not finite), or if
-    the logits differ between ranks, the model is restored and the call raises ValueError. Each rank needs memory for
-    the gradients of the whole model.
+    for context parallelism, or both. plan: "auto" recognises decoders of Hugging Face's transformers by their
+    structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by patterns of module names, in
+    which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the activations between attention and
+    MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`, if the mesh has a dimension for
+    it. weights: the folder of a Hugging Face model, or a safetensors file, that fills the model, which may be empty
+    (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts them to the dtype of the
+    model's parameters. check: run the model on a few tokens before and after, without dropout; if the logits, the loss
+    or a gradient differs by more than rounding (with weights: is not finite), or if the logits differ between ranks,
+    the model is restored and the call raises ValueError. Each rank needs memory for the gradients of the whole model.
 
     The forward pass of a model of transformers takes and returns whole sequences on all ranks. With labels, its loss is
     computed without whole logits, and there are no logits in training (`tpfuse.drop_in.parallel_forward`). Gradients

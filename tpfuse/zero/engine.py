@@ -58,9 +58,9 @@ def shard(
     model: its parameters, of any shapes, are plain or DTensors on the mesh's dimension "tp". Data-parallel ranks get
     the parameters and buffers of the first of them, as under DDP.
 
-    mesh: all ranks that train the model, as `tpfuse.build_mesh` returns it: a mesh whose dimensions are named among
-    "pp", "dp", "cp" (or "ring" and "ulysses") and "tp". Ranks along "dp" and "cp" have the same parameters and
-    different tokens; gradients are summed over them. None: all ranks of torch's default group are data-parallel.
+    mesh: all ranks that train the model: a mesh whose dimensions are named among "pp", "dp", "cp" (or "ring" and
+    "ulysses") and "tp". Ranks along "dp" and "cp" have the same parameters and different tokens; gradients are summed
+    over them. None: all ranks of torch's default group are data-parallel.
 
     stage: 0 (nothing is sharded), 1 (AdamW's state), 2 (gradients too) or 3 (parameters too). Stage 3 on one
     data-parallel rank has nothing to shard, and is stage 2.
@@ -181,15 +181,12 @@ def _check_mesh(mesh: object) -> None:
     if mesh is None:
         return
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"shard: mesh is {shown(mesh)}: expected a DeviceMesh, as tpfuse.build_mesh returns it, or None if all"
-            " ranks are data-parallel"
-        )
+        raise ValueError(f"shard: mesh is {shown(mesh)}: expected a DeviceMesh, or None if all ranks are data-parallel")
     names = mesh.mesh_dim_names
     if not names or not set(names) <= set(AXES):
         raise ValueError(
             f"shard: mesh has the dimensions {names}: expected names among {', '.join(AXES)}, as in"
-            ' init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), or tpfuse.build_mesh'
+            ' init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))'
         )
     check_order(mesh)
     root = mesh._get_root_mesh()
@@ -204,7 +201,7 @@ def _check_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Raise ValueError if tensor-parallel ranks of the model are not those along "tp" of the mesh."""
     tensor = None if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"]
     known = [] if tensor is None else tensor.mesh.flatten().tolist()
-    way = 'pass the mesh of all ranks, with the model\'s dimension named "tp", as tpfuse.build_mesh returns it'
+    way = 'pass the mesh of all ranks, with the model\'s dimension named "tp"'
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
             ranks = parameter.device_mesh.mesh.flatten().tolist()

@@ -64,7 +64,7 @@ def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) ->
         if not shared <= ranks:
             raise ValueError(
                 f"the data-parallel ranks are {sorted(ranks)}: expected the ranks {sorted(shared)} of the model's"
-                ' context too: pass a mesh with the dimension "cp", as tpfuse.build_mesh returns it'
+                ' context too: pass a mesh with the dimension "cp"'
             )
         setattr(module, "sum_over_context", Borrowed(None, own=context))  # noqa: B010 (see above)
         size = context.size
