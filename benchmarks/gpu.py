@@ -51,7 +51,7 @@ LIMITS = {
     "tpfuse/comm/collectives/fused.py: _PROGRAMS": f"{_TORCHRUN} benchmarks.collectives",
     "tpfuse/ops/linear/fused.py: ENGINE_BYTES": f"{_TORCHRUN} benchmarks.node",
     "tpfuse/ops/ring_attention/fused.py: ROUND_BYTES": f"{_LONG} --parallel.cp-schedule ring",
-    "tpfuse/ops/ring_attention/ring_attention.py: GATHERED_BYTES": f"{_LONG} --parallel.cp-schedule all_gather",
+    "tpfuse/ops/ring_attention/schedule.py: GATHERED_BYTES": f"{_LONG} --parallel.cp-schedule all_gather",
 }
 # The options of `tpfuse train` whose speed is a figure: one model on each GPU, the same while a trace is recorded, and
 # one model that eight GPUs share, as tensor-parallel ranks and as stages of a pipeline.

@@ -68,7 +68,7 @@ def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, command
     file.write_text("[parallel]\nreplicas = 2\n")
     shared = _table(commands.do("memory", file, "--ranks", "4"))["optimizer"]
     assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
-    file.write_text('[zero]\noffload = "optimizer"\n')
+    file.write_text('[zero]\noffload = "host"\n')
     assert "are in the host's memory" in commands.do("memory", file)
     for text, error in (
         ("[parallel]\nreplicas = 3\n", "parallel.replicas 3 does not divide 4 data-parallel ranks"),

@@ -122,13 +122,11 @@ REFUSED = {
     "plan --model tiny --nodes 3": "--gpus 8 cannot be divided equally among --nodes 3",
     "plan --model tiny --gpu h1000": "unknown GPU 'h1000'",
     "plan --model tiny --gpu absent.toml": "there is no file absent.toml",
-    "plan --model tiny --links nvlink3": "h100 has no nvlink3: its links are nvlink4, pcie5",
     "plan --model tiny --network fast": "network 'fast': expected the Gb/s of each GPU",
     "plan --model tiny --batch -1": "--batch -1: expected at least 1",
     "plan --model gpt2-1558m --batch 1 --gpus 512 --tokens 128": (
         "a batch of 1 sequences cannot be divided among 512 GPUs by any layout (tp can be one of [1]): --batch 512 can"
     ),
-    "plan --model tiny --gpus 1 --picture x.png": "--picture x.png: no layout that fits is a pipeline",
     "plan --model tiny --toml /nowhere/x.toml": "cannot write /nowhere/x.toml: No such file or directory",
     "plan --layers 96 --width 12288 --heads 96 --batch 96 --gpus 8": "; 64 of these GPUs are enough: ",
     "export {run}": "Missing from tpfuse export: FOLDER",

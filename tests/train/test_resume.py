@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -33,12 +34,12 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import set_settings
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.train import trainer as trainer_module
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.trainer import Trainer
+from tpfuse.zero import engine, offload
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 Layout = dict[str, Any]
@@ -229,11 +230,12 @@ def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_resumes
 @on_ranks(2)
 def test_all_ranks_end_if_one_has_no_space_for_its_state() -> None:
     """The second rank has a full disk."""
-    full = mock.Mock(side_effect=ValueError("offload /x has too little space"))
-    expected = "another rank has no space for its optimizer state"
+    folder, full = tempfile.gettempdir(), mock.Mock(side_effect=ValueError("offload /x has too little space"))
+    expected = f"offload {folder}: another rank cannot keep its optimizer state there"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(offload, "_IN_MEMORY", ()))
         if dist.get_rank() == 1:
             expected = "offload /x has too little space"
-            stack.enter_context(mock.patch.object(trainer_module, "state_store", full))
+            stack.enter_context(mock.patch.object(engine, "state_store", full))
         with pytest.raises(RunError, match=f"^{expected}$"):
-            new_trainer(options_of(dp=2, stage=1))
+            new_trainer(options_of(dp=2, stage=1, offload=folder))

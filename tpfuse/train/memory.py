@@ -73,7 +73,7 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
     parallel = replace(
         parallel, tp=command.tp or parallel.tp, cp=command.cp or parallel.cp, pp=command.pp or parallel.pp
     )
-    ranks = command.ranks or parallel.tp * parallel.cp * parallel.pp * (parallel.data_ranks or 1)
+    ranks = command.ranks or parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
     if command.recompute is not None:
         train = replace(train, recompute=command.recompute)
     if command.micro_batch:
