@@ -19,7 +19,7 @@ import torch
 import triton
 
 from benchmarks import timing
-from benchmarks.timing import CallClock, Candidate, Ceilings, DeviceClock, HostClock, Timing
+from benchmarks.timing import BenchClock, Candidate, Ceilings, DeviceClock, HostClock, Timing
 from tpfuse.choices import Kernels
 from tpfuse.comm.host import processor
 from tpfuse.switches import use
@@ -128,7 +128,7 @@ class Bench(Draw):
     """The device that cases run on, and the source of their inputs."""
 
     interpreted: bool
-    clock: CallClock
+    clock: BenchClock
     ceilings: Ceilings
     seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `TimedMode`; 0: one round
     compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
@@ -140,7 +140,7 @@ def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
     device = torch.device("cpu" if interpreted else "cuda")
     if interpreted:
         torch.set_num_threads(1)  # the tensors are tiny
-    clock: CallClock = HostClock() if interpreted else DeviceClock(device)
+    clock: BenchClock = HostClock() if interpreted else DeviceClock(device)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
     generator = torch.Generator(device).manual_seed(seed)
     return Bench(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.cuda_stand_in import StandIn
 from tpfuse.comm import control_block
-from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
+from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.rank_state import RECORDS, RankState
 
@@ -51,7 +51,7 @@ class _Calls(StandIn):
     def allocate(self, size: int, group_name: str) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8)
 
-    def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
+    def rendezvous(self, tensor: Tensor, group_name: str) -> DriverHandle:
         others = [torch.zeros_like(tensor) for _ in range(self.group.size() - 1)]
         return _Allocations([tensor, *others])
 

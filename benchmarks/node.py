@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
-from benchmarks.shapes import ModelSizes, layers, model
+from benchmarks.shapes import LayerSizes, layers, model
 from benchmarks.timing import one_line
 from tpfuse.choices import Implementation
 from tpfuse.kernels.launch import INTERPRETED
@@ -39,7 +39,7 @@ from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.switches import use
 from tpfuse.testing.compare import check_error
 
-MODELS = (ModelSizes("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
+MODELS = (LayerSizes("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 BY_HAND = "by hand"  # torch's product, and the library's collective before or after it
 SYMMETRIC = "torch.ops.symm_mem"

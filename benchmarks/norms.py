@@ -9,7 +9,7 @@ from functools import partial
 
 from benchmarks.candidates import Function, compiled, described, fresh_compiler
 from benchmarks.harness import Bench, BenchCase, Built, Scale
-from benchmarks.shapes import MODELS, TOKENS, ModelSizes
+from benchmarks.shapes import MODELS, TOKENS, LayerSizes
 from tpfuse.tools.operators.layer_norm import NormShape
 
 LARGE = 1 << 27  # elements
@@ -27,7 +27,7 @@ def _build(shape: NormShape, plain: Function, liger: Function, bench: Bench) -> 
 def norm_cases(
     operator: str,
     scale: Scale,
-    models: tuple[ModelSizes, ...],
+    models: tuple[LayerSizes, ...],
     shape: Callable[[str, int, int], NormShape],
     plain: Function,
     liger: Function,

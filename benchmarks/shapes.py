@@ -27,7 +27,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class LayerSizes:
     """The sizes that determine the shapes."""
 
     name: str
@@ -45,12 +45,12 @@ class ModelSizes:
 
 
 MODELS = (
-    ModelSizes("124m", 768, 12, 12, 4 * 768, False, 50257),
-    ModelSizes("350m", 1024, 16, 16, 4 * 1024, False, 50257),
-    ModelSizes("774m", 1280, 20, 20, 4 * 1280, False, 50257),
-    ModelSizes("1558m", 1600, 25, 25, 4 * 1600, False, 50257),
-    ModelSizes("7b", 4096, 32, 32, 11008, True, 32000),
-    ModelSizes("70b", 8192, 64, 8, 28672, True, 32000),
+    LayerSizes("124m", 768, 12, 12, 4 * 768, False, 50257),
+    LayerSizes("350m", 1024, 16, 16, 4 * 1024, False, 50257),
+    LayerSizes("774m", 1280, 20, 20, 4 * 1280, False, 50257),
+    LayerSizes("1558m", 1600, 25, 25, 4 * 1600, False, 50257),
+    LayerSizes("7b", 4096, 32, 32, 11008, True, 32000),
+    LayerSizes("70b", 8192, 64, 8, 28672, True, 32000),
 )
 
 
@@ -68,7 +68,7 @@ class LayerProduct:
         return f"{self.names[0]}, {self.M} x {self.N} x {self.K}"
 
 
-def layers(model: ModelSizes, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
+def layers(model: LayerSizes, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
     """Yield (layer, N, K, activation) of one rank; nothing where tp does not divide the heads."""
     if model.heads % tp or model.kv_heads % tp or model.mlp % tp:
         return
@@ -89,6 +89,6 @@ def products(tokens: int = TOKENS) -> list[LayerProduct]:
     return [LayerProduct(tuple(names), tokens, n, k, activation) for (n, k, activation), names in names_of.items()]
 
 
-def model(name: str) -> ModelSizes:
+def model(name: str) -> LayerSizes:
     """Return the model of this name."""
     return next(model for model in MODELS if model.name == name)

@@ -47,7 +47,7 @@ class Timing:
     seconds: list[float] = field(default_factory=list)
 
 
-class CallClock(Protocol):
+class BenchClock(Protocol):
     """The interface of a clock that times calls; tests have clocks of their own."""
 
     def warm_up(self, candidate: Candidate) -> float:
@@ -131,7 +131,7 @@ def one_line(error: BaseException) -> str:
 
 
 def alternate(
-    candidates: Sequence[Candidate], clock: CallClock, seconds: float, *, least: int = 7, most: int = 50
+    candidates: Sequence[Candidate], clock: BenchClock, seconds: float, *, least: int = 7, most: int = 50
 ) -> dict[str, Timing | str]:
     """Time all candidates alternately, for about `seconds` (without warm-up) but `least` to `most` rounds.
 
@@ -148,14 +148,14 @@ def alternate(
     return results
 
 
-def _warmed_up(candidate: Candidate, clock: CallClock) -> Timing | str:
+def _warmed_up(candidate: Candidate, clock: BenchClock) -> Timing | str:
     try:
         return Timing(clock.warm_up(candidate))
     except Exception as error:
         return one_line(error)
 
 
-def _timed(candidate: Candidate, clock: CallClock, timing: Timing | str) -> Timing | str:
+def _timed(candidate: Candidate, clock: BenchClock, timing: Timing | str) -> Timing | str:
     if isinstance(timing, str):
         return timing
     try:
@@ -201,7 +201,7 @@ class Ceilings:
         return max(flops / self.matrix, moved / self.copy)
 
 
-def measure_ceilings(device: torch.device, clock: CallClock, *, tiny: bool = False) -> Ceilings:
+def measure_ceilings(device: torch.device, clock: BenchClock, *, tiny: bool = False) -> Ceilings:
     """Return the best rate of some large bf16 products by torch (cuBLAS), and that of a copy of 2 GiB.
 
     Both are medians, with random data.
@@ -213,12 +213,12 @@ def measure_ceilings(device: torch.device, clock: CallClock, *, tiny: bool = Fal
     return Ceilings(rate, 2 * source.nbytes / _median(lambda: target.copy_(source), clock))
 
 
-def _matrix_rate(m: int, n: int, k: int, device: torch.device, clock: CallClock) -> float:
+def _matrix_rate(m: int, n: int, k: int, device: torch.device, clock: BenchClock) -> float:
     a, b = (torch.randn(rows, k, device=device).to(torch.bfloat16) for rows in (m, n))
     return 2 * m * n * k / _median(lambda: a @ b.T, clock)
 
 
-def _median(call: Callable[[], Tensor], clock: CallClock) -> float:
+def _median(call: Callable[[], Tensor], clock: BenchClock) -> float:
     timing = alternate([Candidate("call", lambda _: call())], clock, seconds=1.0, least=7, most=20)["call"]
     if isinstance(timing, str):
         raise RuntimeError(f"the ceilings of this device cannot be measured: {timing}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.shapes import TENSOR_PARALLEL, ModelSizes, layers, model
+from benchmarks.shapes import TENSOR_PARALLEL, LayerSizes, layers, model
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import multiprocessors, recording
 
@@ -20,7 +20,7 @@ TOKENS = (2048, 4096, 8192, 16384)
 # The GPT-2 models and Llama 2 70B, whose products Llama 3 70B shares; Llama 3 8B: arXiv:2407.21783, table 3.
 MODELS = (
     *(model(name) for name in ("124m", "350m", "774m", "1558m")),
-    ModelSizes("8b", 4096, 32, 8, 14336, True, 128256),
+    LayerSizes("8b", 4096, 32, 8, 14336, True, 128256),
     model("70b"),
 )
 
@@ -52,7 +52,7 @@ class WaveProduct:
         return 1 - row.idle(sizes) / 100
 
 
-def products(shapes: ModelSizes, ranks: int, tokens: int) -> list[WaveProduct]:
+def products(shapes: LayerSizes, ranks: int, tokens: int) -> list[WaveProduct]:
     """Return the products of a layer forward, with sequence parallelism, in the order of `shapes.layers`."""
     result = []
     for layer, n, k, activation in layers(shapes, ranks):
@@ -62,7 +62,7 @@ def products(shapes: ModelSizes, ranks: int, tokens: int) -> list[WaveProduct]:
     return result
 
 
-def shares() -> Iterator[tuple[ModelSizes, int, int, list[float], float]]:
+def shares() -> Iterator[tuple[LayerSizes, int, int, list[float], float]]:
     """Yield (model, ranks, tokens, the share of each product, their mean weighted by time).
 
     Only numbers of ranks that divide the heads are included.

@@ -10,7 +10,7 @@ from tpfuse import Pipeline
 WIDTH, VOCABULARY, MICRO_BATCHES = 64, 32, 8
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.mlp = (
@@ -28,7 +28,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight

@@ -175,3 +175,13 @@ def test_installed_packages_are_those_that_exist() -> None:
 def test_no_file_is_called_utils_or_helpers() -> None:
     for folder in ("kernels", "models", "tpfuse", "tests"):
         assert not [path for path in (ROOT / folder).rglob("*.py") if path.stem in ("utils", "helpers")]
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    files: dict[str, set[str]] = {}
+    for folder in ("kernels", "models", "tpfuse", "benchmarks", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    files.setdefault(node.name, set()).add(str(file.relative_to(ROOT)))
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}

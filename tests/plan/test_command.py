@@ -10,7 +10,7 @@ import pytest
 
 from tpfuse.cli import run
 from tpfuse.plan.command.report import slower
-from tpfuse.plan.command.search import Candidate
+from tpfuse.plan.command.search import PlanCandidate
 from tpfuse.plan.memory import RankMemory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes
@@ -85,10 +85,10 @@ def test_many_gpus_are_expected_to_fail(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_slower_names_the_kinds_that_take_more() -> None:
     layout, memory = RankLayout(1, 1, 8, 1, "1f1b", 1, 0, "none", 1, 8), RankMemory()
-    best = Candidate(layout, memory, StepTimes(products=8.0, bubble=1.0, data=1.0))
+    best = PlanCandidate(layout, memory, StepTimes(products=8.0, bubble=1.0, data=1.0))
 
     def told(**times: float) -> str:
-        return slower(best, Candidate(layout, memory, StepTimes(**times)))
+        return slower(best, PlanCandidate(layout, memory, StepTimes(**times)))
 
     assert told(products=8.0, bubble=2.2, data=0.5) == "7.0% slower: the bubble adds 12.0%"
     assert told(products=9.0, bubble=2.0, data=0.5) == "15.0% slower: matrix products add 10.0%, the bubble 10.0%"

@@ -13,7 +13,7 @@ from tpfuse.parallel.pipeline.order import SCHEDULES, order, stage_ranks
 from tpfuse.plan.command.planned import PlannedModel, planned_model
 from tpfuse.plan.command.report import train_arguments
 from tpfuse.plan.command.search import (
-    Candidate,
+    PlanCandidate,
     SearchResult,
     accepts,
     divisors,
@@ -128,8 +128,8 @@ def test_what_the_search_leaves_out_is_not_better(factor: float) -> None:
 
 
 def test_of_layouts_that_take_equally_long_the_simplest_is_first() -> None:
-    def of(seconds: float, zero: int, recompute: Recompute = "none") -> Candidate:
-        return Candidate(
+    def of(seconds: float, zero: int, recompute: Recompute = "none") -> PlanCandidate:
+        return PlanCandidate(
             RankLayout(1, 1, 8, 1, "1f1b", 1, zero, recompute, 1, 8), RankMemory(), StepTimes(products=seconds)
         )
 

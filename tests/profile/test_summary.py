@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tpfuse.comm.trace import Launch, Span
+from tpfuse.comm.trace import LaunchMark, Span
 from tpfuse.profile.summary import Place, summarise, table, times_of
 from tpfuse.profile.trace_files import RankTrace, _nested
 
@@ -84,7 +84,7 @@ def test_waits_inside_kernels_are_waits(device: str, wait: float, copy: float) -
     """Interpreted programs run one after another, so their times are summed; for those of a GPU the mean counts."""
     operator = _span("operator", OP, 0, 10, 1, implementation="fused", layer="h.3", idle=3)
     events = [(0, "waiting", 1, 1, 3), (0, "computing", 1, 3, 5), (1, "copying", 1, 5, 6)]
-    launch = Launch("kernel", 0, 2, 0, [(*event[:3], event[3] * MS, event[4] * MS) for event in events])
+    launch = LaunchMark("kernel", 0, 2, 0, [(*event[:3], event[3] * MS, event[4] * MS) for event in events])
     roots = _nested([operator, _span("step", "step 1", 0, 10, 0)])
     trace = RankTrace(0, 2, "host", device, {}, 0, roots, {}, {id(operator): [launch]})
     (places,) = times_of([trace])
@@ -99,7 +99,7 @@ def test_waits_inside_kernels_are_no_longer_than_their_operator() -> None:
     operator = _span("operator", OP, 0, 10, 1, implementation="fused", layer="h.3")
     events = [(0, "copying", 1, 0, 4 * MS), (0, "waiting", 1, 4 * MS, 15 * MS)]
     roots = _nested([operator, _span("step", "step 1", 0, 10, 0)])
-    trace = RankTrace(0, 2, "host", "cuda", {}, 0, roots, {}, {id(operator): [Launch("kernel", 0, 1, 0, events)]})
+    trace = RankTrace(0, 2, "host", "cuda", {}, 0, roots, {}, {id(operator): [LaunchMark("kernel", 0, 1, 0, events)]})
     times = times_of([trace])[0][Place("h.3", "linear_reduce_scatter", "fused")]
     assert (times.communication, dict(times.waits), times.computing) == (4 * MS, {1: 6 * MS}, 0)
 

@@ -359,7 +359,7 @@ def test_launches_belong_to_their_operator_and_name_ranks_of_the_world() -> None
         kernels.launched += 1
         trace.end(operator)
     recorder.finish()
-    assert recorder.launches == [trace.Launch("kernel 1", 0, 3, 1, [(0, "waiting", 5, 1, 2)])]
+    assert recorder.launches == [trace.LaunchMark("kernel 1", 0, 3, 1, [(0, "waiting", 5, 1, 2)])]
 
 
 def test_events_of_a_gpu_begin_with_their_operator(tmp_path: Path) -> None:

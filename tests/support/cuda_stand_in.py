@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
+from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
 from tpfuse.comm.rank_state import Mapping
 from tpfuse.comm.symmetric_memory import wrapped
 
@@ -126,7 +126,7 @@ class StandIn(CudaCalls):
         self.live.append((tensor, mapping))
         return tensor
 
-    def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
+    def rendezvous(self, tensor: Tensor, group_name: str) -> DriverHandle:
         mapping = next(mapping for x, mapping in self.live if x is tensor)
         place = os.getpid(), mapping.descriptor, len(mapping.memory)
         places: list[tuple[int, int, int]] = [(0, 0, 0)] * self.group.size()

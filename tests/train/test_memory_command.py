@@ -78,7 +78,7 @@ def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, command
         file.write_text(text)
         assert error in commands.fail("memory", file, "--ranks", "4")
     commands.do("memory", file, "--vocab-size", "77")
-    assert "--pp -1: expected at least 0" in commands.fail("memory", "gpt2-124m", "--pp", "-1")
+    assert "--pp -1: expected at least 1" in commands.fail("memory", "gpt2-124m", "--pp", "-1")
 
 
 @pytest.mark.parametrize(

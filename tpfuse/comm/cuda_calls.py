@@ -23,7 +23,7 @@ _NATIVE_ATOMICS = 3  # a value of CUdevice_P2PAttribute
 _MPS_ENABLED = 133  # a value of CUdevice_attribute
 
 
-class Handle(Protocol):
+class DriverHandle(Protocol):
     """The result of a rendezvous: one allocation of every rank, as this rank's device addresses it."""
 
     @property
@@ -95,12 +95,12 @@ class CudaCalls:
         tensor: Tensor = _torch().empty_strided_p2p((size,), (1,), torch.uint8, self.device, group_name)
         return tensor
 
-    def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
+    def rendezvous(self, tensor: Tensor, group_name: str) -> DriverHandle:
         """Map every rank's allocation and return the handle. Collective."""
         # The import registers operators, so it is left to processes with a GPU.
         from torch.distributed import _symmetric_memory as symmetric
 
-        handle: Handle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
+        handle: DriverHandle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
         return handle
 
     def addresses(self, values: Sequence[int]) -> Tensor:

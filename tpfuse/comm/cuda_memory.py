@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
+from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
@@ -41,7 +41,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._calls.synchronize()
         self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
         # Each buffer's tensor and handle are kept here, because the peers' tensors do not own their memory.
-        self._allocations: dict[str, tuple[Tensor, Handle]] = {}
+        self._allocations: dict[str, tuple[Tensor, DriverHandle]] = {}
         self._begun: Event | None = None
         self._inside = False
         self._last: tuple[int, Event] | None = None  # the stream and the end of the last operation that ran
@@ -186,7 +186,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._calls.synchronize()
 
 
-def _part(handle: Handle, rank: int, size: int, offset: int) -> Tensor:
+def _part(handle: DriverHandle, rank: int, size: int, offset: int) -> Tensor:
     """Return another rank's tensor. offset: the number of bytes from the beginning of its allocation."""
     return handle.get_buffer(rank, (size,), torch.uint8, offset)
 

@@ -59,7 +59,7 @@ class Span:
     ranks: tuple[int, ...] = ()
 
 
-class Launch(NamedTuple):
+class LaunchMark(NamedTuple):
     """A launch of a kernel by a fused operator.
 
     operator: the index of the operator's span among those that have ended. programs: the size of the grid. lost: the
@@ -217,7 +217,7 @@ class Recorder:
     kernels: "KernelTrace | None" = None
     ended: list[Span] = field(default_factory=list)
     signals: list[tuple[str, int]] = field(default_factory=list)
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[LaunchMark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._cuda = _CudaMarks(self.device) if self.device.type == "cuda" else None
@@ -277,7 +277,7 @@ class Recorder:
                     (event.program, event.kind, _world_rank(event.peer, peers), event.begin_ns, event.end_ns)
                     for event in launch.events
                 ]
-                self.launches.append(Launch(launch.kernel, places[id(span)], launch.programs, launch.lost, events))
+                self.launches.append(LaunchMark(launch.kernel, places[id(span)], launch.programs, launch.lost, events))
         self._operators.clear()
 
 

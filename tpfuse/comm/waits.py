@@ -19,18 +19,18 @@ _FOR_GOOD = -1  # the time of a wait that was given up
 _RECENT = 1.0  # seconds: a process that waits looks more often, unless it is stopped
 
 
-class _Block(Protocol):
+class _WaitBlock(Protocol):
     """A control block. own_words: the int64 words of this process's state in it."""
 
     own_words: memoryview
 
 
-_blocks: list["weakref.ref[_Block]"] = []  # the control blocks of this process
+_blocks: list["weakref.ref[_WaitBlock]"] = []  # the control blocks of this process
 _in_store = False  # whether this process has written into the store
 _NO_STORE = (RuntimeError, KeyError, ValueError)  # what torch raises if the store fails, or if there is none
 
 
-def register(block: _Block) -> None:
+def register(block: _WaitBlock) -> None:
     """Write the waits of this process into one more control block, as long as it exists."""
     global _blocks
     # A new list, because the thread of a watchdog may be reading the old one.

@@ -23,7 +23,7 @@ from tpfuse.ops.dense_attention import AttentionCall, dense_attention
 from tpfuse.switches import chosen_kernels, use_triton
 
 
-class Options(TypedDict, total=False):
+class AttentionOptions(TypedDict, total=False):
     """The keywords of `attention` that do not change what it returns."""
 
     causal: bool
@@ -43,13 +43,13 @@ class Options(TypedDict, total=False):
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tpfuse.comm.trace import FORMAT, Launch, Span
+from tpfuse.comm.trace import FORMAT, LaunchMark, Span
 from tpfuse.train.errors import UserError
 from tpfuse.train.untrusted import Unreadable, read_json
 
@@ -57,9 +57,9 @@ class RankTrace:
     clock_error: int
     roots: list[SpanNode]
     signals: dict[str, int]
-    launches: dict[int, list[Launch]] = field(default_factory=dict)
+    launches: dict[int, list[LaunchMark]] = field(default_factory=dict)
 
-    def launches_of(self, span: Span) -> list[Launch]:
+    def launches_of(self, span: Span) -> list[LaunchMark]:
         """Return the launches of an operator."""
         return self.launches.get(id(span), [])
 
@@ -92,7 +92,7 @@ def _read(path: Path) -> RankTrace:
         offset = found["clock_offset_ns"]
         spans = [_span(values, offset) for values in found["spans"]]
         signals = {str(flow): int(when) + offset for flow, when in found["signals"]}
-        launches: dict[int, list[Launch]] = {}
+        launches: dict[int, list[LaunchMark]] = {}
         for values in found["launches"]:
             launch = _launch(values, spans, offset, found["device"])
             launches.setdefault(id(spans[launch.operator]), []).append(launch)
@@ -112,10 +112,10 @@ def _span(values: list[Any], offset: int) -> Span:
     return span
 
 
-def _launch(values: list[Any], spans: list[Span], offset: int, device: str) -> Launch:
-    launch = Launch(*values)
+def _launch(values: list[Any], spans: list[Span], offset: int, device: str) -> LaunchMark:
+    launch = LaunchMark(*values)
     if not (isinstance(launch.operator, int) and 0 <= launch.operator < len(spans) and launch.programs > 0):
-        raise Unreadable(f"a launch has the fields {Launch._fields}, found {values[:4]}")
+        raise Unreadable(f"a launch has the fields {LaunchMark._fields}, found {values[:4]}")
     if any(
         len(event) != len(_EVENT) or not all(isinstance(v, kind) for v, kind in zip(event, _EVENT, strict=True))
         for event in launch.events

@@ -542,6 +542,5 @@ FIRST: dict[type, tuple[str, ...]] = {
         "model.preset", "model.from", "data.path", "train.steps", "train.batch", "train.micro-batch", "optim.lr",
         "parallel.tp", "parallel.cp", "parallel.pp", "zero.stage", "out", "resume",
     ),
-    PlanCommand: ("model", "tokens", "batch", "gpus", "gpu", "nodes", "network", "toml", "calibrate"),
 }  # fmt: skip
 """The options that --help shows, for commands with more than 15 of them. --help-all shows all."""

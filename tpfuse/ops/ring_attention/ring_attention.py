@@ -37,7 +37,7 @@ from tpfuse.ops.ring_attention.schedule import SCHEDULES
 from tpfuse.ops.ring_attention.traced import attend_traced
 
 
-class Options(TypedDict, total=False):
+class RingKeywords(TypedDict, total=False):
     """The keywords of `ring_attention` that do not change what it returns."""
 
     causal: bool
@@ -55,13 +55,19 @@ class Options(TypedDict, total=False):
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RingKeywords],
 ) -> Tensor: ...
 
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[RingKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from tpfuse.plan.command.planned import PlannedModel
-from tpfuse.plan.command.search import EQUAL, Candidate, SearchResult, usable_memory
+from tpfuse.plan.command.search import EQUAL, PlanCandidate, SearchResult, usable_memory
 from tpfuse.plan.hardware import Cluster
 from tpfuse.plan.memory import RankMemory
 from tpfuse.plan.reliability import Reliability, reliability
@@ -48,7 +48,7 @@ class PlanReport:
     sources: Mapping[str, str]
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> PlanCandidate:
         """Return the layout to choose."""
         return self.found.best[0]
 
@@ -58,17 +58,17 @@ class PlanReport:
         nodes = self.cluster.gpus // self.cluster.per_node
         return reliability(self.cluster.gpus, nodes, _MASTER_BYTES * self.model.parameters)
 
-    def tokens_per_second(self, candidate: Candidate) -> float:
+    def tokens_per_second(self, candidate: PlanCandidate) -> float:
         """Return the predicted tokens per second of all GPUs."""
         return candidate.layout.batch * self.model.sizes.tokens / candidate.times.total
 
-    def utilization(self, candidate: Candidate) -> float:
+    def utilization(self, candidate: PlanCandidate) -> float:
         """Return the model FLOPs utilization: the share of the GPUs' highest rate that the model's operations reach."""
         gpu = self.cluster.gpu
         rate = gpu.half_rate if self.model.program.parameter_bytes == 2 else gpu.single_rate
         return self.tokens_per_second(candidate) * self.model.sizes.flops_per_token / (rate * self.cluster.gpus)
 
-    def price(self, candidate: Candidate) -> float:
+    def price(self, candidate: PlanCandidate) -> float:
         """Return the dollars of a million tokens; 0 if the price of the GPU is not known."""
         return self.cluster.gpu.price * self.cluster.gpus / 3600 * 1e6 / self.tokens_per_second(candidate)
 
@@ -120,7 +120,7 @@ class PlanReport:
             )
         return heading
 
-    def _columns(self, shown: Sequence[Candidate]) -> dict[str, list[str]]:
+    def _columns(self, shown: Sequence[PlanCandidate]) -> dict[str, list[str]]:
         layouts = [each.layout for each in shown]
         return {
             "": _numbers(shown),
@@ -183,7 +183,7 @@ class PlanReport:
             "sources": dict(self.sources),
         }
 
-    def _entry(self, candidate: Candidate) -> dict[str, Any]:
+    def _entry(self, candidate: PlanCandidate) -> dict[str, Any]:
         entry: dict[str, Any] = {
             "layout": asdict(candidate.layout),
             "tokens_per_second": self.tokens_per_second(candidate),
@@ -196,7 +196,7 @@ class PlanReport:
         return entry | ({"dollars_per_million_tokens": self.price(candidate)} if self.cluster.gpu.price else {})
 
 
-def slower(best: Candidate, other: Candidate) -> str:
+def slower(best: PlanCandidate, other: PlanCandidate) -> str:
     """Return in words how much slower a layout is than the best, and on which kinds of time it spends more.
 
     The shares are those of the best step.
@@ -215,7 +215,7 @@ def _further(count: int, fate: str) -> list[str]:
     return [f"{count:,} further combinations of tp, cp, dp and pp {fate}."] if count else []
 
 
-def missing(candidate: Candidate, cluster: Cluster) -> float:
+def missing(candidate: PlanCandidate, cluster: Cluster) -> float:
     """Return how many GiB a layout needs more than are usable."""
     return (candidate.memory.total - usable_memory(cluster)) / GIB
 
@@ -264,7 +264,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.{2 if value >= 1 else 3}f}"
 
 
-def _numbers(shown: Sequence[Candidate]) -> list[str]:
+def _numbers(shown: Sequence[PlanCandidate]) -> list[str]:
     return [str(index) for index in range(1, len(shown) + 1)]
 
 

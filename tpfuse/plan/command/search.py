@@ -37,7 +37,7 @@ _USABLE = 0.97  # the share of a GPU's memory that a layout may need, since pred
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A layout with its predicted memory and times."""
 
     layout: RankLayout
@@ -55,20 +55,20 @@ class SearchResult:
     """The result of a search."""
 
     # The layouts that fit the memory, fastest first.
-    fitting: list[Candidate]
+    fitting: list[PlanCandidate]
     # For each (tp, cp, dp, pp) of which no layout fits, the one that needs the least memory; the least of them first.
-    nearest: list[Candidate]
+    nearest: list[PlanCandidate]
     # The number of layouts that were tried.
     compared: int
 
     @cached_property
-    def best(self) -> list[Candidate]:
+    def best(self) -> list[PlanCandidate]:
         """Return the layout to choose for each (tp, cp, dp, pp), fastest first.
 
         Predictions within 1 % count as ties. Of the layouts that tie with the fastest, choose the one that shards and
         recomputes the least, and of these the fastest.
         """
-        groups: dict[tuple[int, int, int, int], list[Candidate]] = {}
+        groups: dict[tuple[int, int, int, int], list[PlanCandidate]] = {}
         for each in self.fitting:
             group = groups.setdefault(each.shape, [each])
             if each.times.total <= (1 + EQUAL) * group[0].times.total:
@@ -77,15 +77,15 @@ class SearchResult:
         return sorted(simplest, key=lambda each: each.times.total)
 
 
-def _complexity(candidate: Candidate) -> tuple[int, int, float]:
+def _complexity(candidate: PlanCandidate) -> tuple[int, int, float]:
     layout = candidate.layout
     return layout.zero, RECOMPUTES.index(layout.recompute), candidate.times.total
 
 
 def search(model: PlannedModel, cluster: Cluster) -> SearchResult:
     """Return the layouts of the model on all GPUs of the cluster."""
-    fitting: list[Candidate] = []
-    nearest: list[Candidate] = []
+    fitting: list[PlanCandidate] = []
+    nearest: list[PlanCandidate] = []
     compared = 0
     for shape in shapes(model, cluster):
         group = _Group(model, cluster)
@@ -95,7 +95,7 @@ def search(model: PlannedModel, cluster: Cluster) -> SearchResult:
         fitting += group.fitting
         if not group.fitting and group.least is not None:
             layout, memory = group.least
-            nearest.append(Candidate(layout, memory, step_times(model.sizes, layout, cluster, model.program)))
+            nearest.append(PlanCandidate(layout, memory, step_times(model.sizes, layout, cluster, model.program)))
     fitting.sort(key=lambda each: (each.times.total, each.memory.total))
     return SearchResult(fitting, sorted(nearest, key=lambda each: each.memory.total), compared)
 
@@ -105,7 +105,7 @@ class _Group:
 
     def __init__(self, model: PlannedModel, cluster: Cluster) -> None:
         self.model, self.cluster = model, cluster
-        self.fitting: list[Candidate] = []
+        self.fitting: list[PlanCandidate] = []
         self.least: tuple[RankLayout, RankMemory] | None = None
         self.compared = 0
 
@@ -134,7 +134,7 @@ class _Group:
             if self.least is None or memory.total < self.least[1].total:
                 self.least = tried, memory
             if memory.total <= usable_memory(self.cluster):
-                self.fitting.append(Candidate(tried, memory, step_times(sizes, tried, self.cluster, program)))
+                self.fitting.append(PlanCandidate(tried, memory, step_times(sizes, tried, self.cluster, program)))
                 return True
         return False
 

@@ -109,7 +109,7 @@ def _alone(
     return out, preactivation, gathered[0]
 
 
-class _Linear(torch.autograd.Function):
+class _GatherLinear(torch.autograd.Function):
     """A linear layer. The kernel computes the output and the gradient of x.
 
     The gradient of the weight is computed from the gathered rows, so that it is wrong if these are wrong.
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None, copied: bool) -> Tensor:
-    return apply(_Linear, x, weight, bias, activation, copied)
+    return apply(_GatherLinear, x, weight, bias, activation, copied)
 
 
 def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> T
     return out
 
 
-class _Linear(torch.autograd.Function):
+class _ScatterLinear(torch.autograd.Function):
     """A linear layer. The kernel computes the output and the gradient of x."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, copied: bool
 ) -> Tensor:
-    return apply(_Linear, x, weight, bias, residual, copied)
+    return apply(_ScatterLinear, x, weight, bias, residual, copied)
 
 
 def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
