@@ -100,6 +100,7 @@ def test_layers_are_one_graph(sequence_parallel: bool) -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_several_products_of_one_gather_are_one_graph() -> None:
     group, world = group_of(tensor_mesh()), 2
