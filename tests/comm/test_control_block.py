@@ -1,4 +1,4 @@
-"""The control block of the ranks of one host: exchanges, comparisons and resets, also if a rank is missing."""
+"""The control block of the ranks of one host: exchanges, comparisons and resets, even if a rank is missing."""
 
 import fcntl
 import gc

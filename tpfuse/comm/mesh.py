@@ -154,7 +154,7 @@ def shown(value: object) -> str:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Return torch's default process group; None for one rank, also if torch.distributed is not initialised."""
+    """Return torch's default process group; None for one rank, even if torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 

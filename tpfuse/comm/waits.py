@@ -1,10 +1,10 @@
-"""Which rank each process waits for: so the ranks of a chain name the rank at its end, for which all of them wait.
+"""Record whom each process waits for, so that every rank in a chain of waits names the rank that started it.
 
-In a pipeline rank 0 waits for rank 1, which waits for rank 2, which has stopped. A process that waits writes for which
-rank, and when it last looked, into its state in each of its control blocks, and again at each look. A process that is
-stopped looks no longer. So a rank whose time to wait is over follows these words to a rank that does not wait, also if
-the waits belong to different groups. What a process has given up remains there after it has ended, and also in the
-store of torch.distributed, for ranks without symmetric memory, such as those of another host.
+In a pipeline rank 0 waits for rank 1, which waits for rank 2, which has stopped. A process that waits writes the rank
+and the time into its state in each of its control blocks, and again at each look. A stopped process looks no longer.
+A rank whose deadline has passed follows these words to a rank that does not wait, even if the waits belong to different
+groups. What a process has given up stays there after it has ended, and also in the store of torch.distributed, for
+ranks without symmetric memory, such as those of another host.
 """
 
 import contextlib

@@ -170,7 +170,7 @@ class Trainer:
         return self.runner.intervals if self.runner is not None and self.device.type == "cpu" else []
 
     def measured_timeline(self) -> Timeline | None:
-        """Return what the ranks of this rank's pipeline computed in the last step, in s since the first one began.
+        """Return the measured timeline of this pipeline's last step, in seconds from its start.
 
         None without a pipeline, before a first step, and on GPUs, where the host does not wait for computations.
         Collective. Ranks of several hosts are compared by the hosts' clocks.

@@ -138,7 +138,7 @@ class Runner:
         """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.
 
         Gradients are accumulated as by `backward`. Hooks of torch's register_post_accumulate_grad_hook run once for
-        each parameter, stage and micro-batch, also if the backward pass is split. All ranks pass the same
+        each parameter, stage and micro-batch, even if the backward pass is split. All ranks pass the same
         micro-batches. engine: takes the gradients, and has begun a step. Raise ValueError for another number of
         micro-batches than the order has, and PeerTimeout if a rank is missing.
         """
