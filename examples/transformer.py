@@ -12,7 +12,7 @@ import tpfuse
 from tpfuse import ColumnParallelLinear, LayerNorm, PositionEmbedding, RowParallelLinear, VocabParallelEmbedding
 
 
-class ParallelBlock(nn.Module):
+class DecoderBlock(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
@@ -28,11 +28,11 @@ class ParallelBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.ln_2(x))))
 
 
-class ParallelTransformer(nn.Module):  # as it is written for one process
+class WholeTransformer(nn.Module):  # as it is written for one process
     def __init__(self, vocabulary=101, length=16, width=64, heads=4, layers=2):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(ParallelBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
 
     def forward(self, ids, targets):
@@ -48,7 +48,7 @@ class ParallelTransformer(nn.Module):  # as it is written for one process
         return F.cross_entropy(F.linear(x, self.wte.weight).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-class ParallelTransformer(ParallelTransformer):
+class ParallelTransformer(WholeTransformer):
     def positions(self, ids):  # of this rank's shard of the sequence
         return super().positions(ids).chunk(self.mesh.size())[self.mesh.get_local_rank()]
 
@@ -78,7 +78,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same weights and tokens on all ranks
 torch.set_default_dtype(torch.float64)
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
-whole = ParallelTransformer()
+whole = WholeTransformer()
 model = parallelized(whole, mesh)
 ids, targets = torch.randint(101, (2, 3, 16))
 losses = whole(ids, targets), model(ids, targets)
