@@ -83,7 +83,7 @@ def _(x: Tensor, kind: str, group_name: str, world: int) -> Tensor:
     return x.new_empty(_KINDS[kind].shape(x, world))
 
 
-class _DifferentiableCollective(Function):
+class _Collective(Function):
     """A collective with its gradient. If x is traced (`is_traced`), group is None, and name and world are given."""
 
     @staticmethod
@@ -107,8 +107,8 @@ def _apply(x: Tensor, kind: str, group: Group) -> Tensor:
     if group is None:
         return x
     if is_traced(x):
-        return apply(_DifferentiableCollective, x, kind, None, group.group_name, group.size())
-    return apply(_DifferentiableCollective, x, kind, group, "", 0)
+        return apply(_Collective, x, kind, None, group.group_name, group.size())
+    return apply(_Collective, x, kind, group, "", 0)
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:

@@ -29,7 +29,7 @@ def _alone(device: torch.device) -> tuple[Endpoint, list[Tensor]]:
     return endpoint, [slots, flags]
 
 
-class _Collective(torch.autograd.Function):
+class _OutOfPlace(torch.autograd.Function):
     """A collective in a group of one rank. The collective and its gradient only move x through a slot."""
 
     @staticmethod
@@ -43,7 +43,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return apply(_Collective, grad.contiguous(), ctx.move), None
+        return apply(_OutOfPlace, grad.contiguous(), ctx.move), None
 
 
 def _all_gather(x: Tensor, endpoint: Endpoint) -> Tensor:
@@ -79,7 +79,7 @@ def _all_to_all(x: Tensor, endpoint: Endpoint) -> Tensor:
 def _case(name: str, move: Callable[[Tensor, Endpoint], Tensor]) -> Given:
     return Given(
         f"{name}, one rank",
-        lambda x: apply(_Collective, x, move),
+        lambda x: apply(_OutOfPlace, x, move),
         lambda x: x.clone(),
         lambda dtype: {"x": normal(1, 1003, dtype=dtype)},
     )
