@@ -9,6 +9,7 @@ from torch import Tensor
 import tpfuse
 from tests.support.decoders import decoder
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import build_mesh
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 
@@ -28,7 +29,7 @@ def _step(model: Any, forward: Any, ids: Tensor) -> list[Tensor]:
 def _compared(family: str, layout: dict[str, int], options: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
     """Return how often the graph broke, the number of graphs, and the largest difference to eager at each length."""
     model = decoder(family, num_hidden_layers=1, **settings)
-    tpfuse.parallelize(model, tpfuse.build_mesh("cpu", **{"dp": 1, "tp": 1, **layout}), **options)
+    tpfuse.parallelize(model, build_mesh("cpu", **{"dp": 1, "tp": 1, **layout}), **options)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
