@@ -47,7 +47,7 @@ _NO_RANK, _DIFFERENT = -1, -2
 class ControlBlock:
     """The control block of one group of ranks, all on this host. Collective.
 
-    step: the caller's step, for messages (-1 if it is not known). Raises Unavailable if the ranks are on several hosts
+    step: the caller's step, for messages (-1 if it is not known). Raise Unavailable if the ranks are on several hosts
     or cannot share memory.
     """
 

@@ -23,7 +23,7 @@ from tpfuse.comm.symmetric_memory import SymmetricBuffer
 
 
 class CudaMemory(HostCoordinatedMemory):
-    """The symmetric memory of CUDA ranks, see `SymmetricMemory`. Raises Unavailable, with the reason, on every rank.
+    """The symmetric memory of CUDA ranks, see `SymmetricMemory`. Raise Unavailable, with the reason, on every rank.
 
     calls: the object that calls CUDA; tests replace it.
     """

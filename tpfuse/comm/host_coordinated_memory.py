@@ -33,7 +33,7 @@ class _Guard:
 
 
 class HostCoordinatedMemory(SymmetricMemory):
-    """The symmetric memory of ranks that share a control block. Raises Unavailable if they do not share a host."""
+    """The symmetric memory of ranks that share a control block. Raise Unavailable if they do not share a host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.control = ControlBlock(group, timeout)

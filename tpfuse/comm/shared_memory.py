@@ -26,7 +26,7 @@ _LARGE = 2**24  # bytes on all ranks together: for a buffer of this size the ava
 
 
 class SharedMemory(HostCoordinatedMemory):
-    """The symmetric memory of CPU ranks, see `SymmetricMemory`. Raises Unavailable if they do not share a host."""
+    """The symmetric memory of CPU ranks, see `SymmetricMemory`. Raise Unavailable if they do not share a host."""
 
     backend = "shm"
 

@@ -42,7 +42,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
     `tpfuse.layers.layer_norm`). A rank's output has its slices of all parts, concatenated. device_mesh: one-
     dimensional; None for one rank with plain parameters.
 
-    Raises ValueError if the mesh does not divide a part's height or the activation is not known.
+    Raise ValueError if the mesh does not divide a part's height or the activation is not known.
     """
 
     def __init__(

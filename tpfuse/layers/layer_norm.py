@@ -20,7 +20,7 @@ class LayerNorm(OnMesh, nn.LayerNorm):
     of weight and bias are summed over the mesh in backward. Setting `sum_gradients` to False turns that off, for an
     engine that sums the gradients of all layers at once (as `tpfuse.zero.gradient_buckets` does).
 
-    Raises ValueError for a normalized_shape of several dimensions.
+    Raise ValueError for a normalized_shape of several dimensions.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class RMSNorm(OnMesh, nn.RMSNorm):
     eps: None for the machine epsilon of the dtype of the computation, float32 for the half types, as in torch.
     elementwise_affine: False for no weight. sequence_parallel and `sum_gradients`: as in `tpfuse.layers.layer_norm`.
 
-    Raises ValueError for a normalized_shape of several dimensions.
+    Raise ValueError for a normalized_shape of several dimensions.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class RowParallelLinear(OnMesh, nn.Linear):
     along `sequence_dim`, whose length the mesh must divide. device_mesh: one-dimensional; None for one rank with plain
     parameters.
 
-    Raises ValueError if the mesh does not divide in_features, and for sequence_parallel without input_is_parallel.
+    Raise ValueError if the mesh does not divide in_features, and for sequence_parallel without input_is_parallel.
     """
 
     def __init__(

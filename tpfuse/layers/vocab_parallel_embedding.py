@@ -27,7 +27,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
     `forward`; negative numbers count from the end. sequence_parallel: the output is this rank's shard along its
     dimension `sequence_dim`, whose length the mesh must divide, and `project` and `loss` take such a shard.
 
-    Raises ValueError for a padding_idx outside the table.
+    Raise ValueError for a padding_idx outside the table.
     """
 
     def __init__(

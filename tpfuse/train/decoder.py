@@ -207,7 +207,7 @@ def _recognised(settings: str, tp: int) -> Recognised:
 class DecoderModel(LanguageModel):
     """A decoder on this rank. mesh: the whole mesh of the run, None for one rank.
 
-    Raises ValueError for a model that the ranks cannot share.
+    Raise ValueError for a model that the ranks cannot share.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class DurableFile:
     """A new file that is hashed while it is written. Leaving the `with` block without an error makes it durable.
 
     The caller must call `sync_folder` on its folder once all files are in it. size: the number of bytes written so far.
-    Raises OSError, and FileExistsError if the file exists already.
+    Raise OSError, and FileExistsError if the file exists already.
     """
 
     def __init__(self, path: Path) -> None:

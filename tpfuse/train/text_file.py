@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 class TextFile:
     """A file of documents. field: the field of records that has the text. is_text: whether the file is one text.
 
-    Raises UserError if it is no regular file, or cannot be opened.
+    Raise UserError if it is no regular file, or cannot be opened.
     """
 
     def __init__(self, path: Path, field: str) -> None:

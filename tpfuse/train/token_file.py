@@ -206,7 +206,7 @@ class Progress:
     """Say how far the encoding of a text to folder/NAME.bin has come, which a later process continues.
 
     identity: a digest of what is encoded, and how; the progress of anything else is deleted. pieces, tokens: those
-    that are encoded and written. Raises OSError.
+    that are encoded and written. Raise OSError.
     """
 
     def __init__(self, folder: Path, name: str, identity: str) -> None:

@@ -190,7 +190,7 @@ def _known_characters(model: Any, vocabulary: dict[str, int]) -> frozenset[str] 
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A model of the sentencepiece library (tokenizer.model), kept as its bytes. Raises Unreadable for other bytes."""
+    """A model of the sentencepiece library (tokenizer.model), kept as its bytes. Raise Unreadable for other bytes."""
 
     def __init__(self, model: bytes) -> None:
         self._model = model

@@ -70,7 +70,7 @@ class FileStore(StateStore):
     After the update of a block its pages leave this process, so only a few blocks are resident, however much state
     there is. The kernel keeps the pages in its cache while the memory is free, and chooses when it writes them to disk
     (when it was made to begin at once, a state that fits the cache took twice as long).
-    Raises ValueError if the folder does not have the space, before allocating any; all of it is allocated at once, so
+    Raise ValueError if the folder does not have the space, before allocating any; all of it is allocated at once, so
     that the disk cannot be full later.
     """
 

@@ -25,7 +25,7 @@ BALANCES: tuple[Balance, ...] = get_args(Balance)
 class SequenceLayout:
     """A sequence of `length` tokens on `world` ranks, of which each `ulysses` neighbours exchange heads for tokens.
 
-    Raises ValueError for an unknown balance, for a world that `ulysses` does not divide, and for a length below world.
+    Raise ValueError for an unknown balance, for a world that `ulysses` does not divide, and for a length below world.
     """
 
     length: int

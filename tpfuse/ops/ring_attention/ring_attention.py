@@ -106,7 +106,7 @@ def ring_attention(
     that sees no key, out is 0 and lse -inf. lse has no gradient.
 
     Under torch.autocast, attention is computed in autocast's dtype. Raise ValueError before ranks communicate if
-    arguments do not fit together, or do not fit the schedule, and says which ones do; ValueError when ranks meet if
+    arguments do not fit together, or do not fit the schedule, and say which ones do; ValueError when ranks meet if
     their n differ; PeerTimeout if a rank does not come.
     """
     q, k, v = autocast_heads(q, k, v)
