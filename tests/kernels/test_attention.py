@@ -176,11 +176,8 @@ def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
     ("options", "size", "dtype", "key"),
     [
         ({"q_offset": 40, "k_offset": 3}, 16, F16, 7),
-        ({"window": 30}, 16, F32, int(KEY)),
-        ({"q_offset": 40, "k_offset": 3}, 16, BF16, -(2**62) - 1),
-        *exhaustive(
-            *(({"causal": False, "q_offset": 70, "k_offset": 10}, *more, 7) for more in ((16, F32), (48, F16)))
-        ),
+        ({"window": 30}, 16, BF16, int(KEY)),
+        *exhaustive(({"causal": False, "q_offset": 70, "k_offset": 10}, 48, F32, -(2**62) - 1)),
     ],
 )
 def test_dropout(options: Options, size: int, dtype: torch.dtype, key: int) -> None:
@@ -214,15 +211,11 @@ ENDS_Q, ENDS_K = (0, 5, 5, 70, 103, 104), (0, 9, 13, 78, 78, 148)
 
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    _with_a_dtype_in_turn(
-        (
-            ({},),
-            ({"causal": False},),
-            ({"window": 7, "q_offset": 2},),
-            ({"causal": False, "window": 20, "k_offset": 30},),
-            ({"dropout_p": 0.3, "dropout_key": KEY, "dropout_width": 80},),
-        )
-    ),
+    [
+        ({"causal": False, "window": 20, "k_offset": 30}, F16),
+        ({"dropout_p": 0.3, "dropout_key": KEY, "dropout_width": 80}, BF16),
+        *exhaustive(({}, F32), ({"causal": False}, BF16), ({"window": 7, "q_offset": 2}, F16)),
+    ],
 )
 def test_documents_are_attended_one_by_one(options: Options, dtype: torch.dtype) -> None:
     """Rows after the last document have no result and no gradient."""
@@ -292,7 +285,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(40, F32), (48, BF16), *exhaustive((16, F32), (48, F16))])
+@pytest.mark.parametrize(("size", "dtype"), [(40, F32), *exhaustive((16, F32), (48, BF16))])
 def test_strides_and_surrounding_memory_do_not_matter(size: int, dtype: torch.dtype) -> None:
     inputs = _inputs((1, 2, 1, 20, 40, size), dtype)
     grad = _gradient(inputs)

@@ -259,7 +259,7 @@ def _on_rank(name: str) -> tuple[list[TracedLaunch], int, int, bool]:
     return trace.read(), begin, end, torch.equal(out, untraced)
 
 
-@pytest.mark.parametrize("name", ["all_gather_gemm", "gemm_reduce_scatter", "ring"])
+@pytest.mark.parametrize("name", ["all_gather_gemm", *exhaustive("gemm_reduce_scatter", "ring")])
 def test_the_wait_for_a_late_rank_is_as_long_as_it_was_late(name: str) -> None:
     (waiting, *_), (late, begin, _, _) = results = pool(2).run(_on_rank, name)
     assert [same for *_, same in results] == [True, True]

@@ -83,7 +83,8 @@ def test_context_parallel_models_are_one_graph(ulysses: int) -> None:
     _check(GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh), (2, 2), 7)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 @on_ranks(2)
 def test_layers_are_one_graph(sequence_parallel: bool) -> None:
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device_mesh": tensor_mesh()}

@@ -117,7 +117,7 @@ def test_top_k_one_and_a_small_temperature_are_greedy() -> None:
     assert torch.equal(generate(model, PROMPTS, 20, temperature=1e-300), greedy)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (1000, 1.0), (None, 0.6), (5, 0.6)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (5, 0.6), *exhaustive((None, None), (1000, 1.0), (None, 0.6))])
 def test_tokens_are_drawn_from_the_distribution(top_k: int | None, top_p: float | None) -> None:
     model = _model()
     logits = model(PROMPTS[:1])[0, -1].detach() / 2.0
