@@ -267,8 +267,9 @@ def all_gather_gemm_forward(
 
 
 class _GatherPlan(NamedTuple):
-    """The sizes and the launch of a call. rows, width: of the result; columns: of the product, gate and up."""
+    """The sizes and the launch of a call."""
 
+    # The result is [rows, width]. The product has `columns`, gate and up included.
     rows: int
     width: int
     columns: int

@@ -133,11 +133,9 @@ def gemm_forward(
 
 
 class _GemmPlan(NamedTuple):
-    """The sizes and launches of a call of `gemm_forward`.
+    """The sizes and launches of a call of `gemm_forward`."""
 
-    rows, width: of the result; columns: of the product, gate and up.
-    """
-
+    # The result is [rows, width]. The product has `columns`, gate and up included.
     rows: int
     width: int
     columns: int

@@ -242,7 +242,7 @@ def gemm_for_copies(
 
 
 class _ScatterPlan(NamedTuple):
-    """The sizes and the launch of a call. rows, columns: of the result."""
+    """The sizes and the launch of a call, whose result is [rows, columns]."""
 
     rows: int
     columns: int
