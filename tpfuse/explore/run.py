@@ -65,8 +65,9 @@ class ExploredRun:
         while error.__cause__ is not None and type(error).__name__ == "InterpreterError":
             error = error.__cause__
         frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-        if frames and Path(frames[-1][0]).parent == Path(__file__).parent and not isinstance(error, _MEANT):
-            return error  # a fault of the explorer, not of the explored program
+        raised_in = Path(frames[-1][0]) if frames else Path()
+        if raised_in.parent == Path(__file__).parent and raised_in.name != "suite.py" and not isinstance(error, _MEANT):
+            return error  # a fault of the explorer, not of the explored program, parts of which suite.py has
         program = self._fault[1] if self._fault and error_outside is self._fault[0] else None
         places = [text_of(line) for line in frames if not is_foreign(line[0])][-1:]
         message = f"{actor(task.rank, program)} raised {type(error).__name__}: {error}"
