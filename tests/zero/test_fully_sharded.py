@@ -1,17 +1,13 @@
 """Stage 3 sums gradients over all ranks, sends as many bytes as theory says, and refuses what it cannot shard."""
 
-import itertools
 import math
-import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import (
@@ -25,30 +21,16 @@ from tests.support.zero_training import (
     engine_of,
     gpt,
     micro_batches,
-    run,
     torchs_adamw,
     train_step,
     whole,
 )
-from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh
-from tpfuse.comm.settings import set_settings
 from tpfuse.layers.local_parameter import Borrowed
-from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
 from tpfuse.zero.sharded_adamw import ShardedAdamW
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_recomputation_changes_no_bit() -> None:
-    (expected, norms), _ = run("gpt", Layout(dp=2), 1)
-    for recompute in ("selective", "full"):
-        (found, found_norms), _ = run("gpt", Layout(dp=2), 1, recompute=recompute)
-        assert found_norms == norms and found.keys() == expected.keys()
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def gradients(name: str, layout: Layout) -> None:
@@ -185,29 +167,6 @@ def test_half_parameters_have_float32_masters(accumulation: int) -> None:
             assert (found[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
 
 
-def train_until_a_rank_dies(rank: Rank) -> None:
-    rank.join()
-    set_settings(timeout=patient(LIMIT))
-    case, engine = engine_of("toy", Layout(dp=3))
-    optimizer, batches = ShardedAdamW(engine), micro_batches(Layout(dp=3), 1)
-    for step in itertools.count():
-        train_step(case, engine, optimizer, batches, step)
-        if step == 1:
-            rank.tell("here")
-
-
-@pytest.mark.processes
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    with ranks(3, tmp_path, train_until_a_rank_dies) as running:
-        running.wait_for_all()
-        killed = running.send(1, signal.SIGKILL)
-        for survivor in (0, 2):
-            when, error = running.result(survivor)
-            assert isinstance(error, PeerTimeout), error
-            assert (error.peer, error.rank) == (1, survivor)
-            assert when - killed < LIMIT / 2, "the ranks notice the death before the deadline"
-
-
 @on_ranks(2)
 def test_parameters_that_cannot_be_sharded_are_named() -> None:
     mesh = mesh_of(2, 1)
@@ -245,20 +204,3 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
     with pytest.raises(ValueError, match="a unit is a ModuleList, which is never called"):
         shard(model := Toy(), mesh, stage=3, units=[model.blocks])
     assert message(lambda model: None, replicas=3).startswith("replicas 3: expected a number that divides the 2")
-
-    _, engine = engine_of("toy", Layout(dp=2))
-    engine.start(last=True)
-    with pytest.raises(ValueError, match="call finish"):
-        engine.start(last=False)
-    optimizer = ShardedAdamW(engine)
-    with pytest.raises(ValueError, match="an update without new gradients"):
-        optimizer.step(LR)
-    engine.finish()
-    with pytest.raises(ValueError, match="without a last micro-batch"):
-        engine.finish()
-    optimizer.step(LR)
-    with pytest.raises(ValueError, match="an update without new gradients"):
-        optimizer.step(LR)
-    engine.members[3].sharded.requires_grad_(False)
-    with pytest.raises(ValueError, match=rf"{engine.members[3].name}.requires_grad is False now"):
-        engine.start(last=True)

@@ -3,11 +3,9 @@
 import errno
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -133,45 +131,16 @@ def test_one_block_is_resident_at_a_time(folder: Path) -> None:
     assert _resident(store) <= around
 
 
-_KILLED = """
-import sys, time, torch
-from pathlib import Path
-from tpfuse.zero import offload
-offload._IN_MEMORY = ()
-store = offload.FileStore(Path(sys.argv[1]), 2**20)
-x = store.tensor("x", 2**18, torch.float32)
-for part in store.blocks([x]):
-    x[part] = 1
-    print("here", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.processes
-def test_a_killed_run_leaves_no_file(folder: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", _KILLED, folder], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
-    assert not list(folder.iterdir()), "there is a file with a name while the process runs"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not list(folder.iterdir())
-
-
-def _full(error: int) -> Callable[[int, int, int], None]:
-    def allocate(descriptor: int, start: int, nbytes: int) -> None:
-        raise OSError(error, os.strerror(error))
-
-    return allocate
-
-
 def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"too little space: optimizer state needs 1048576.00 GiB, [\d.]+ GiB are free"
     ):
         FileStore(folder, 2**50)
     expected = f"offload {folder}: cannot allocate 2.00 MiB there: No space left on device"
-    monkeypatch.setattr(os, "posix_fallocate", _full(errno.ENOSPC))  # another process has filled the disk
+    full = mock.Mock(
+        side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    )  # another process has filled the disk
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         FileStore(folder, 2**21)
     assert not list(folder.iterdir())

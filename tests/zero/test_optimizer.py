@@ -21,7 +21,6 @@ from tests.support.zero_training import torchs_adamw
 from tpfuse.choices import Implementation
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.layout import gather_whole
-from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
@@ -399,24 +398,6 @@ def test_a_gradient_scaler_is_refused() -> None:
     ):
         scaler.step(optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
-
-
-@on_ranks(2)
-def test_the_norm_of_sharded_parameters_is_that_of_whole_ones() -> None:
-    x, norms = normal(0, 3, 4, dtype=torch.float64), []
-    for mesh in (mesh_of(1, 2), None):
-        tensor = None if mesh is None else mesh["tp"]
-        layer = ColumnParallelLinear(4, 6, device_mesh=tensor, dtype=torch.float64)
-        nn.init.ones_(layer.weight)
-        layer(x).sum().backward()
-        if mesh is None:
-            norms.append(nn.utils.clip_grad_norm_(layer.parameters(), 1.0).item())
-        else:
-            layer.zero_grad()
-            optimizer = ZeroOptimizer(layer, mesh, stage=0)
-            layer(x).sum().backward()
-            norms.append(optimizer.clip_grad_norm_(1.0).item())
-    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
 def test_hyperparameters_are_read_at_each_step_and_a_closure_computes_the_loss() -> None:

@@ -11,7 +11,7 @@ from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -131,16 +131,11 @@ def test_a_model_that_was_changed_is_an_error_until_new_buckets_are_made(change:
             torch.testing.assert_close(sums.to(x.dtype), plain.get_parameter(segment.name).grad)
 
 
-def test_a_tied_parameter_that_loses_one_of_its_names_is_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    buckets = shard(model, stage=0)
-    model[1] = nn.Identity()
-    with pytest.raises(ValueError, match=r"1\.weight is not in the model any more"):
-        buckets.start(last=True)
-
-
-def _loads_between_updates(stage: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world", "stage", "dtype"), [(1, 0, torch.bfloat16), (1, 1, torch.float32), (2, 2, torch.bfloat16)]
+)
+@on_ranks("world")
+def test_values_loaded_between_updates_are_trained(stage: int, dtype: torch.dtype) -> None:
     """Check that the second update starts from weights that were loaded between two updates."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).to(dtype)
@@ -161,15 +156,6 @@ def _loads_between_updates(stage: int, dtype: torch.dtype) -> None:
     optimizer.step(1e-2)
     assert (model[0].bias - 3.0).abs().max() <= 0.03
     torch.testing.assert_close(model[1].weight, loaded["1.weight"], rtol=0, atol=0.03)
-
-
-@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.float32)])
-def test_values_loaded_between_updates_are_trained(stage: int, dtype: torch.dtype) -> None:
-    _loads_between_updates(stage, dtype)
-
-
-def test_values_loaded_on_all_ranks_are_trained_in_shards() -> None:
-    pool(2).run(_loads_between_updates, 2, torch.bfloat16)
 
 
 def test_code_that_computes_with_a_taken_gradient_raises_an_error() -> None:
