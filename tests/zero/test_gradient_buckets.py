@@ -16,7 +16,7 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import Bf16Compression
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.reducer.base import SingleRankReducer
+from tpfuse.zero.reducer.collective import CollectiveReducer
 
 CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=12, dropout=0.2)
 
@@ -53,15 +53,21 @@ def _run(model: nn.Module, buckets: GradientBuckets, batches: list[Tensor]) -> N
     buckets.finish()
 
 
-def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of the buckets that are reduced from now on."""
     events: list[str] = []
-    start_reduce = SingleRankReducer.start_reduce
+    start_reduce = CollectiveReducer.start_reduce
 
-    def record(reducer: SingleRankReducer, index: int) -> None:
+    def record(reducer: CollectiveReducer, index: int) -> None:
         events.append(f"send {index}")
         start_reduce(reducer, index)
 
-    monkeypatch.setattr(SingleRankReducer, "start_reduce", record)
+    monkeypatch.setattr(CollectiveReducer, "start_reduce", record)
+    return events
+
+
+def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = recorded(monkeypatch)
     model = _Toy()
     del model.unused
     model.first.register_full_backward_hook(lambda *_: events.append("first layer's backward"))
@@ -82,15 +88,14 @@ def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -
 
 def test_buckets_are_reduced_in_one_order_even_if_gradients_arrive_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise, ranks whose gradients arrive in another order, or not at all, would reduce different buckets."""
-    sent: list[int] = []
-    monkeypatch.setattr(SingleRankReducer, "start_reduce", lambda _, index: sent.append(index))
+    sent = recorded(monkeypatch)
     model = _Toy()
     buckets = shard(model, stage=0, bucket_bytes=1)
     buckets.start(last=True)
     model.first(torch.ones(4, 9, dtype=torch.float64)).sum().backward()
     assert sent == [], "the buckets of later layers are not complete"
     buckets.finish()
-    assert sent == list(range(len(buckets.buckets)))
+    assert sent == [f"send {index}" for index in range(len(buckets.buckets))]
 
 
 @on_ranks(2)
@@ -130,7 +135,7 @@ def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     optimizer.step(1e-6)  # much less than the smallest change of a weight of a half type
     assert not torch.equal(master, first) and torch.equal(bucket.values, master.to(dtype))
     half = shard(nn.Linear(63, 100, dtype=dtype), stage=0, gradient_dtype="parameter")
-    assert half.buckets[0].reduced_shard.dtype == dtype, "gradients take half as much memory if the caller asks for it"
+    assert half.buckets[0].reducer.gradient_buffer(0).dtype == dtype, "gradients take half as much memory if the caller asks for it"
 
 
 def test_buckets_hold_one_dtype_each() -> None:

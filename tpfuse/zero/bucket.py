@@ -14,9 +14,6 @@ from tpfuse.zero.reducer.base import GradientReducer
 class Bucket:
     """A bucket on this rank: bucket `index` of its reducer.
 
-    gradient_dtype: the dtype in which gradients are accumulated. accumulated: the tensor [size] in which gradients are
-    accumulated; None at stage 2 while there is none.
-
     For each micro-batch call `begin`, then `take` for each gradient; a pipeline's step is one micro-batch in which the
     gradient of a segment arrives several times. In the last micro-batch of a step call `copy_waiting` when the bucket's
     turn comes, and `start_reduce`; after the backward pass `end_backward`, then read `reduced_shard`. `drop` instead of
@@ -26,8 +23,8 @@ class Bucket:
     layout: BucketLayout
     reducer: GradientReducer
     index: int
-    gradient_dtype: torch.dtype
-    accumulated: Tensor | None = None
+    gradient_dtype: torch.dtype  # in which gradients are accumulated
+    accumulated: Tensor | None = None  # [size], in which they are accumulated; None at stage 2 while there is none
     _reduce_buffer: Tensor | None = None  # the reducer's buffer at stage 2, from the bucket's turn to its reduction
     _waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients that wait for that turn, by segment
     _arrivals: Sequence[int] = ()  # the number of times that each segment's gradient arrives in this micro-batch
@@ -46,17 +43,13 @@ class Bucket:
 
     @property
     def shard_values(self) -> Tensor:
-        """Return the parameters of this rank's shard, a view of `values`."""
+        """Return the parameters of this rank's shard."""
         return self.values[self.shard.start : self.shard.stop]
 
     @property
     def reduced_shard(self) -> Tensor:
         """Return the sum over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
         return self.reducer.reduced_shard(self.index)
-
-    def squared_norm(self) -> Tensor:
-        """Return the squared norm of `reduced_shard`, float64 []."""
-        return self.reducer.squared_norm(self.index)
 
     @property
     def complete(self) -> bool:
@@ -157,10 +150,6 @@ class Bucket:
         if not self.reducer.keeps_gradients:
             self.accumulated = self._reduce_buffer = None
         self.reducer.start_reduce(self.index)
-
-    def reduce(self) -> None:
-        """Wait until `reduced_shard` is computed. Raise PeerTimeout."""
-        self.reducer.reduced_shard(self.index)
 
     def end_backward(self) -> None:
         """Free waiting gradients and the reducer's buffer, also after an error in the backward pass."""

@@ -227,7 +227,7 @@ class GradientBuckets(MicroBatches):
                 reducer.end_backward()
             if sums:
                 for bucket in self.buckets:
-                    bucket.reduce()
+                    _ = bucket.reduced_shard
         finally:
             for bucket in self.buckets:
                 bucket.end_backward()
@@ -277,7 +277,7 @@ class GradientBuckets(MicroBatches):
             whole = self.stage == 0 and bucket.reducer.shard_index > 0
             twice = bucket.layout.kind == "replicated" and self._model_rank > 0
             if not (whole or twice):
-                total += bucket.squared_norm()
+                total += bucket.reducer.squared_norm(bucket.index)
         return total
 
     def is_owner(self, bucket: Bucket, index: int) -> bool:

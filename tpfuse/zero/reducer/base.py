@@ -1,9 +1,7 @@
 """The interface of a gradient reducer: the communication of ranks with equal parameters in a training step, by bucket.
 
-A bucket is a flat buffer of parameters and one of gradients (`tpfuse.zero.bucket_layout`). `stage` is ZeRO's
-(arXiv:1910.02054). At stage 0 every rank has the whole sum and updates all parameters. At stages 1 and 2 each rank owns
-a shard: it alone sums the gradients of its elements, updates them, and sends the new parameters to all ranks. At stage
-2 the gradients themselves are freed as soon as they are summed.
+At stage 0 every rank has the whole sum and updates all parameters. At stages 1 and 2 each rank owns a shard: it alone
+sums the gradients of its elements, updates them, and sends the new parameters to all ranks.
 
     reducer.begin()                    before the first gradient of a step is written
     reducer.gradient_buffer(i).copy_(gradients)
@@ -13,13 +11,6 @@ a shard: it alone sums the gradients of its elements, updates them, and sends th
     reducer.update(updates)            new parameters on every rank: AdamW on the shards between two communications
     reducer.publish()                  sends the parameters of the shards to all, after other code has changed them
     reducer.abandon(begun=…)           instead of the rest, after an error: the next step begins from the start
-
-| implementation | description                                                                    |
-|----------------|--------------------------------------------------------------------------------|
-| single rank    | one rank (in this module)                                                      |
-| direct         | torch operations on memory that the ranks share (`tpfuse.zero.reducer.direct`) |
-| fused          | Triton kernels on symmetric memory (`tpfuse.zero.reducer.fused`)               |
-| collective     | NCCL, Gloo (`tpfuse.zero.reducer.collective`)                                  |
 
 Across nodes, direct and fused serve the ranks of a node; each rank then sums its node's sums with the ranks at its
 position on the other nodes by NCCL or Gloo, so each byte of a gradient crosses the slow link once.
@@ -43,13 +34,12 @@ from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 class BucketSpec:
     """The properties of a flat bucket that its reducer needs.
 
-    size: the number of elements, a multiple of world x 16. dtype: the dtype of the parameters. sent: the dtype in which
-    gradients are sent. matrices: (first element, rows, columns) of the parameters that are matrices, for compression.
+    matrices: (first element, rows, columns) of the parameters that are matrices, for compression.
     """
 
-    size: int
-    dtype: torch.dtype
-    sent: torch.dtype
+    size: int  # elements, a multiple of world x 16
+    dtype: torch.dtype  # of the parameters
+    sent: torch.dtype  # in which gradients are sent
     matrices: tuple[MatrixSpan, ...] = ()
 
     @property
@@ -64,10 +54,9 @@ def squared(block: Tensor) -> float:
 
 
 class GradientReducer(ABC):
-    """Reduces the buckets of one group. Every rank must call the same methods in the same order.
+    """Reduces the buckets of one group of `world` ranks, at ZeRO's stage 0, 1 or 2.
 
-    stage: 0, 1 or 2. world: the number of ranks that share the buckets. shard_index: the index of this rank's shard,
-    below `world`. traffic: the bytes that this rank has sent and received.
+    Every rank must call the same methods in the same order.
     """
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, shard_index: int, world: int) -> None:
@@ -157,61 +146,5 @@ class GradientReducer(ABC):
         """Free symmetric memory. Collective; the reducer and its tensors must not be used afterwards."""
 
 
-class OwnMemoryReducer(GradientReducer):
-    """A reducer whose buffers are this rank's alone. Each is allocated when it is first requested.
-
-    Parameters move into their buckets one bucket after another, so the memory that they leave is free for the next
-    buckets.
-    """
-
-    def __init__(
-        self, specs: Sequence[BucketSpec], stage: int, shard_index: int, world: int, device: torch.device
-    ) -> None:
-        super().__init__(specs, stage, shard_index, world)
-        self._device = device
-        self._values: dict[int, Tensor] = {}
-        self._gradients: dict[int, Tensor] = {}
-
-    def _buffer(self, buffers: dict[int, Tensor], index: int, dtype: torch.dtype) -> Tensor:
-        if index not in buffers:
-            buffers[index] = torch.zeros(self.specs[index].size, dtype=dtype, device=self._device)
-        return buffers[index]
-
-    def values(self, index: int) -> Tensor:
-        return self._buffer(self._values, index, self.specs[index].dtype)
-
-    def gradient_buffer(self, index: int) -> Tensor:
-        return self._buffer(self._gradients, index, self.specs[index].sent)
-
-    def end_backward(self) -> None:
-        pass
 
 
-class SingleRankReducer(OwnMemoryReducer):
-    """The reducer of a single rank, which communicates nothing."""
-
-    def __init__(self, specs: Sequence[BucketSpec], stage: int, device: torch.device) -> None:
-        super().__init__(specs, stage, 0, 1, device)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        return True
-
-    def begin(self) -> None:
-        pass
-
-    def start_reduce(self, index: int) -> None:
-        pass
-
-    def reduced_shard(self, index: int) -> Tensor:
-        return self.gradient_buffer(index)
-
-    def update(self, updates: Sequence[ShardUpdate]) -> None:
-        for index, update in enumerate(updates):
-            update.apply(self.reduced_shard(index), self.values(index))
-
-    def publish(self) -> None:
-        pass
-
-    def abandon(self, *, begun: bool) -> None:
-        pass

@@ -1,7 +1,7 @@
-"""Buckets that torch.distributed reduces: a reduce-scatter in the backward pass, an all-gather after the update.
+"""Buckets in a rank's own memory, which torch.distributed reduces: NCCL or Gloo, or nothing on a single rank.
 
-Gradients are in this rank's own memory; at stage 2 a bucket's gradients use memory only from the first write until they
-are sent.
+There is a reduce-scatter in the backward pass and an all-gather after the update. At stage 2 a bucket's gradients use
+memory only from the first write until they are sent.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,39 @@ from torch import Tensor
 
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.handle import DONE, Handle
-from tpfuse.zero.reducer.base import BucketSpec, OwnMemoryReducer
+from tpfuse.comm.mesh import rank_and_size
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 _CONCURRENT_REDUCTIONS = 2  # at stage 2, at most this many buckets are reduced at the same time
 
 
-class CollectiveReducer(OwnMemoryReducer):
-    """The reducer of ranks that share no memory; it uses NCCL or Gloo."""
+class CollectiveReducer(GradientReducer):
+    """The reducer of ranks that share no memory. group: None for a single rank, which works as stage 0 does.
 
-    def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(specs, stage, group.rank(), group.size(), device)
-        self._group = group
+    Each buffer is allocated when it is first requested: parameters move into their buckets one after another, so the
+    memory that they leave is free for the next buckets.
+    """
+
+    def __init__(
+        self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        super().__init__(specs, 0 if group is None else stage, *rank_and_size(group))
+        self._group, self._device = group, device
+        self._values: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
         self._reductions: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
+
+    def _buffer(self, buffers: dict[int, Tensor], index: int, dtype: torch.dtype) -> Tensor:
+        if index not in buffers:
+            buffers[index] = torch.zeros(self.specs[index].size, dtype=dtype, device=self._device)
+        return buffers[index]
+
+    def values(self, index: int) -> Tensor:
+        return self._buffer(self._values, index, self.specs[index].dtype)
+
+    def gradient_buffer(self, index: int) -> Tensor:
+        return self._buffer(self._gradients, index, self.specs[index].sent)
 
     def begin(self) -> None:
         self._reductions = [None] * len(self.specs)
@@ -32,8 +52,9 @@ class CollectiveReducer(OwnMemoryReducer):
     def start_reduce(self, index: int) -> None:
         gradients = self.gradient_buffer(index)
         part = gradients.nbytes // self.world
-        if self.stage == 0:
-            self._reductions[index] = gradients, collective.start_all_reduce(gradients, self._group), gradients
+        if self._group is None or self.stage == 0:
+            handle = DONE if self._group is None else collective.start_all_reduce(gradients, self._group)
+            self._reductions[index] = gradients, handle, gradients
             self.traffic.exchange(2 * (self.world - 1) * part)
             return
         out = gradients.new_empty(len(self.shard(index)))
@@ -44,6 +65,9 @@ class CollectiveReducer(OwnMemoryReducer):
             self._gradients.pop(index, None)
             if index >= _CONCURRENT_REDUCTIONS:
                 self.reduced_shard(index - _CONCURRENT_REDUCTIONS)  # waits, and frees the gradients that were sent
+
+    def end_backward(self) -> None:
+        pass
 
     def reduced_shard(self, index: int) -> Tensor:
         reduced = self._reductions[index]
@@ -82,6 +106,7 @@ class CollectiveReducer(OwnMemoryReducer):
     def _gather(self, index: int) -> list[Handle]:
         if self.stage == 0:
             return []
+        assert self._group is not None
         shard, values = self.shard(index), self.values(index)
         own = values[shard.start : shard.stop].clone()
         self.traffic.exchange((self.world - 1) * own.nbytes)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tpfuse.comm.dispatch import Choice, choose_implementation
 from tpfuse.comm.nodes import split_by_node, why_not_split
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, SingleRankReducer
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.collective import CollectiveReducer
 from tpfuse.zero.reducer.direct import DirectReducer
 from tpfuse.zero.reducer.fused import FusedReducer
@@ -32,7 +32,7 @@ def make_reducer(
     compression: the compression of gradients that are sent between nodes; nothing is compressed within a node.
     """
     if group is None or group.size() == 1:
-        return SingleRankReducer(specs, stage, device), "one rank"
+        return CollectiveReducer(specs, stage, None, device), "one rank"
     choice = choose_implementation(device, specs[0].sent, group)
     if choice.memory is not None:
         reducer = _reducer_class(choice)(specs, stage, choice.memory, _name(choice.memory))
