@@ -577,7 +577,7 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> 
          rf"^model\.layers\.0\.self_attn: 3 heads cannot be divided among {ranks} ranks: expected tp 1, 3$"),
         (lambda: decoder("llama", intermediate_size=95), "auto",
          r"^model\.layers\.0\.mlp\.gate_proj: .*95 output features cannot be split among 2 ranks: .* or tp 1, 5$"),
-        (lambda: parallelize(_plain(), tensor_mesh(), PLAN), PLAN, r"^embed is parallelized already: call tpfuse.rest"),
+        (lambda: parallelize(_plain(), tensor_mesh(), PLAN), PLAN, "^the model is parallelized already: call"),
         (_torchs, PLAN, r"^blocks\.0\.up: its weight is a DTensor: expected a model that is not parallelized yet"),
         (_torchs, "auto", r"^blocks\.0\.up: its weight is a DTensor"),
         (_quantized, "auto", r"^model\.layers\.1\.self_attn\.o_proj: .*its weight is torch\.int8: expected a float"),

@@ -134,31 +134,31 @@ def _original_of(module: nn.Module) -> Original:
     return known
 
 
+@contextlib.contextmanager
+def recorded(model: nn.Module) -> Iterator[None]:
+    """Record which attributes and hooks of a model's modules the block replaces and adds, for `restore_module`."""
+    before = {module: dict(module.__dict__) for module in model.modules()}
+    hooks = {
+        module: {name: set(x) for name, x in attributes.items() if "_hooks" in name and isinstance(x, dict)}
+        for module, attributes in before.items()
+    }
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            now = module.__dict__
+            added = now.keys() - attributes.keys() - {"unconverted"}
+            replaced = {name: x for name, x in attributes.items() if now[name] is not x}
+            new = [(name, key) for name, keys in hooks[module].items() for key in now[name] if key not in keys]
+            if added or replaced or new:
+                original = _original_of(module)
+                original.added, original.replaced, original.hooks = added, replaced, new
+
+
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that the module has, or had before its conversion."""
     known: Original | None = module.__dict__.get("unconverted")
     return type(module) if known is None else known.kind
-
-
-@contextlib.contextmanager
-def recorded(module: nn.Module) -> Iterator[None]:
-    """Record which attributes and hooks the block replaces and adds, so that `restore_module` can undo it."""
-    original, before = _original_of(module), dict(module.__dict__)
-    hooks = {name: set(x) for name, x in before.items() if "_hooks" in name and isinstance(x, dict)}
-    yield
-    for name, value in module.__dict__.items():
-        if name not in before:
-            original.added.add(name)
-        elif value is not before[name] and name not in original.added:
-            original.replaced.setdefault(name, before[name])
-    for name, keys in hooks.items():
-        original.hooks += [(name, key) for key in module.__dict__[name] if key not in keys]
-
-
-def set_attributes(module: nn.Module, **attributes: Any) -> None:
-    """Set attributes of a module until `restore_module`."""
-    with recorded(module):
-        module.__dict__.update(attributes)
 
 
 def outline(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

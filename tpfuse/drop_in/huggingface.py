@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from tpfuse.drop_in import context_proof
-from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class, recorded, set_attributes
+from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.parallel_forward import (
     ContextSum,
@@ -226,21 +226,19 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     forward = ParallelForward(
         model, head if sharded else None, context if context.groups else None, tensor_mesh, attention
     )
-    set_attributes(model, forward=forward)
+    model.__dict__["forward"] = forward
     if causal:
-        set_attributes(model, _loss_function=causal_loss)  # what transformers' setter of loss_function sets
+        model.__dict__["_loss_function"] = causal_loss  # what transformers' setter of loss_function sets
     if not context.groups:
         return
-    set_attributes(model, sum_over_context=context)
+    model.__dict__["sum_over_context"] = context
     their.set_attn_implementation(ATTENTION)
     if their.base_model is not model:
-        with recorded(their.base_model):
-            their.base_model.register_forward_pre_hook(take_mask, with_kwargs=True)
-            their.base_model.register_forward_hook(give_whole_routers)
+        their.base_model.register_forward_pre_hook(take_mask, with_kwargs=True)
+        their.base_model.register_forward_hook(give_whole_routers)
     for module in filter(frequencies_depend_on_length, model.modules()):
-        with recorded(module):
-            module.register_forward_pre_hook(append_last_position, with_kwargs=True)
-            module.register_forward_hook(drop_last_position)
+        module.register_forward_pre_hook(append_last_position, with_kwargs=True)
+        module.register_forward_hook(drop_last_position)
 
 
 def release(whole: nn.Module) -> None:
@@ -261,7 +259,7 @@ def refuse_changes(model: nn.Module) -> None:
     for module in model.modules():
         for name in _CHANGES:
             if callable(getattr(type(module), name, None)):
-                set_attributes(module, **{name: partial(_refuse, name)})
+                module.__dict__[name] = partial(_refuse, name)
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:

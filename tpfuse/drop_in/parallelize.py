@@ -108,19 +108,20 @@ def parallelize(
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             found = find_weights(model, Path(weights))
-    if tensor_mesh is not None:
-        done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
-    if context.groups:
-        reason = f"attention over cp {context.size}, schedule {context.schedule}"
-        done.append(Replacement("", type(model).__name__, huggingface.ATTENTION, reason))
-    model.__dict__["replacements"] = done
-    if weights is not None:
-        with agreement(f"reading weights={str(weights)!r}", mesh):
-            load_weights(model, found, mesh.device_type)
-    huggingface.adapt(model, context, tensor_mesh)
-    if tensor_mesh is not None:
-        huggingface.refuse_changes(model)
-    offer_save_pretrained(model, mesh)
+    with recorded(model):
+        if tensor_mesh is not None:
+            done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
+        if context.groups:
+            reason = f"attention over cp {context.size}, schedule {context.schedule}"
+            done.append(Replacement("", type(model).__name__, huggingface.ATTENTION, reason))
+        model.__dict__["replacements"] = done
+        if weights is not None:
+            with agreement(f"reading weights={str(weights)!r}", mesh):
+                load_weights(model, found, mesh.device_type)
+        huggingface.adapt(model, context, tensor_mesh)
+        if tensor_mesh is not None:
+            huggingface.refuse_changes(model)
+        offer_save_pretrained(model, mesh)
     share_generators(tensor_mesh)
     if check:
         try:
@@ -161,7 +162,6 @@ def restore(model: nn.Module) -> nn.Module:
     memo: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         restore_module(module, memo)
-    del model.__dict__["replacements"]
     return model
 
 
@@ -224,17 +224,16 @@ def _apply(
     for name, its_styles in styles.items():
         module = modules[name]
         kind = type(module).__name__
-        with recorded(module):
-            for style in its_styles:
-                style.src_data_rank = source
-                try:
-                    style._apply(module, mesh)
-                except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
-                    line, kind_of_style = str(error).partition("\n")[0], type(style).__name__
-                    where = "" if line.startswith(f"{kind_of_style} of ") else f"{kind_of_style}: "
-                    raise ValueError(f"{name or 'the model'}: {where}{line}") from error
-                done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
-            module.__dict__.update(module_name=name, reason=kept.get(name, ""))
+        for style in its_styles:
+            style.src_data_rank = source
+            try:
+                style._apply(module, mesh)
+            except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
+                line, kind_of_style = str(error).partition("\n")[0], type(style).__name__
+                where = "" if line.startswith(f"{kind_of_style} of ") else f"{kind_of_style}: "
+                raise ValueError(f"{name or 'the model'}: {where}{line}") from error
+            done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
+        module.__dict__.update(module_name=name, reason=kept.get(name, ""))
     whole = (name for name in kept if name not in styles)
     return done + [Replacement(name, type(modules[name]).__name__, "its own forward", kept[name]) for name in whole]
 

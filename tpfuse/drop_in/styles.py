@@ -50,7 +50,6 @@ from tpfuse.drop_in.converted import (
     convert,
     gather_sequence,
     rms_norm_terms,
-    set_attributes,
     shard_as_dtensor,
     split_sequence,
 )
@@ -415,7 +414,7 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         )
         module.__dict__.update(self.attributes)
         for name in self.projections:
-            set_attributes(module.get_submodule(name), shares_gather=isinstance(source, Shard))
+            module.get_submodule(name).__dict__["shares_gather"] = isinstance(source, Shard)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 

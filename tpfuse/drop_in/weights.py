@@ -26,7 +26,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tpfuse.comm.collectives import anywhere
 from tpfuse.comm.layout import Slices, gather_whole, has_values, local_slices, local_tensor
 from tpfuse.comm.stored_tensors import StoredTensor, stored_tensors
-from tpfuse.drop_in.converted import set_attributes
 from tpfuse.drop_in.loaded_tensors import loaded_tensors
 from tpfuse.drop_in.structure import HEADS
 
@@ -235,7 +234,7 @@ def offer_save_pretrained(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make `save_pretrained` of a model on a mesh, and of its modules that have it, the function below."""
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
-            set_attributes(module, save_pretrained=partial(save_pretrained, module, mesh))
+            module.__dict__["save_pretrained"] = partial(save_pretrained, module, mesh)
 
 
 @torch.no_grad()

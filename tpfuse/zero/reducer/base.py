@@ -144,7 +144,3 @@ class GradientReducer(ABC):
 
     def free(self) -> None:  # noqa: B027 - most reducers have nothing to free
         """Free symmetric memory. Collective; the reducer and its tensors must not be used afterwards."""
-
-
-
-
