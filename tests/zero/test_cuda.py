@@ -18,7 +18,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.offload import HostStore
+from tpfuse.zero.offload import MemoryStore
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = pytest.mark.timeout(600)
@@ -65,7 +65,7 @@ def _train(device: str, dtype: torch.dtype, stage: int, sums: bool, offload: boo
     model = _model(dtype).to(device)
     with use(implementation="fused"):
         buckets = shard(model, stage=stage, bucket_bytes=20_000)
-        store = HostStore(2**12, pinned=device == "cuda") if offload else None
+        store = MemoryStore("cpu", 2**12, pinned=device == "cuda") if offload else None
         optimizer = FlatAdamW(buckets, weight_decay=0.1, store=store)
         for step in range(STEPS):
             buckets.start(last=True)

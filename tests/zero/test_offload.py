@@ -15,7 +15,7 @@ from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
 from tpfuse.zero import offload
 from tpfuse.zero.bucket_layout import BucketLayout, Segment
-from tpfuse.zero.offload import DeviceStore, FileStore, HostStore, check_space, state_bytes
+from tpfuse.zero.offload import FileStore, MemoryStore, check_space, state_bytes
 from tpfuse.zero.reducer import shard_update
 from tpfuse.zero.reducer.shard_update import Staging, StateStore
 
@@ -58,14 +58,14 @@ def _trained(store: StateStore, dtype: torch.dtype, steps: int = 4) -> list[Tens
 
 
 def _stores(folder: Path) -> Iterator[StateStore]:
-    yield HostStore(block=256)
+    yield MemoryStore("cpu", 256)
     for block in (16, 48, 1008, 1024, 16 * 10**5):
         yield FileStore(folder, 3 * 8 * sum(SIZES), block)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_updates_are_equal_to_the_bit_in_every_store(folder: Path, dtype: torch.dtype) -> None:
-    expected = _trained(DeviceStore(torch.device("cpu")), dtype)
+    expected = _trained(MemoryStore("cpu"), dtype)
     for store in _stores(folder):
         for found, wanted in zip(_trained(store, dtype), expected, strict=True):
             assert torch.equal(found, wanted)
@@ -97,7 +97,7 @@ def test_a_loop_over_blocks_that_ends_early_releases_its_block(folder: Path) -> 
 
 
 def test_empty_shards_have_no_blocks(folder: Path) -> None:
-    for store in (HostStore(), FileStore(folder, 0)):
+    for store in (MemoryStore("cpu", 16), FileStore(folder, 0)):
         nothing = store.tensor("nothing", 0, torch.float32)
         assert list(store.blocks([nothing], following=[nothing])) == []
     with pytest.raises(ValueError, match="exp_avg of bucket 3: 8 bytes of state do not fit in the 1 bytes of the file"):
@@ -225,6 +225,6 @@ def test_bytes_of_state() -> None:
 
 def test_stores_by_name(folder: Path) -> None:
     cpu = torch.device("cpu")
-    for name, kind in (("none", DeviceStore), ("host", HostStore), (folder, FileStore), (str(folder), FileStore)):
+    for name, kind in (("none", MemoryStore), ("host", MemoryStore), (folder, FileStore), (str(folder), FileStore)):
         store = offload.state_store(name, cpu, 40)
         assert type(store) is kind and store.tensor("x", 10, torch.float32).tolist() == [0.0] * 10

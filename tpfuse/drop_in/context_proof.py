@@ -81,7 +81,6 @@ def prove_context(model: nn.Module) -> None:
 
 
 def _stood_in(model: nn.Module) -> nn.Module:
-    """Return a copy whose attention, linear layers, embeddings and large experts are functions of each token."""
     made, generator = sketch(model), torch.Generator().manual_seed(0)
     passed: set[nn.Module] = set()
     for module in made.modules():
@@ -154,7 +153,6 @@ def _projected(into: Tensor, x: Tensor) -> Tensor:
 
 
 def _expert(*args: Any, **kwargs: Any) -> Tensor:
-    """Return a function of each token of the input, in the place of experts."""
     return torch.tanh(first_input(args, kwargs))
 
 

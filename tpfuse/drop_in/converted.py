@@ -236,7 +236,6 @@ class Converted(OnMesh):
                 destination[prefix + name] = shards.clone()
 
     def shapes_in_state(self, name: str, parameter: Tensor) -> list[torch.Size]:
-        """Return the original shape of a parameter."""
         return [self.unconverted.shapes.get(name, parameter.shape)]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -246,7 +245,6 @@ class Converted(OnMesh):
 
     @property
     def called(self) -> str:
-        """Return how errors name the module."""
         name = self.__dict__.get("module_name", "")
         return f"{name} ({type(self).__name__})" if name else type(self).__name__
 

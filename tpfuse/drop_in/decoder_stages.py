@@ -2,17 +2,8 @@
 
 The layers of such a decoder need more than hidden states: masks, positions, rotary tables. The decoder's own forward
 computes these from the ids. So every stage runs this forward, for the same ids, with stand-ins in place of what the
-stage does not have:
-
-| module                         | stand-in returns                                                                  |
-|--------------------------------|-----------------------------------------------------------------------------------|
-| embeddings                     | zeros without memory, in the shape and dtype of embeddings                        |
-| layers before the stage        | what they are given                                                               |
-| the first layer of the stage   | what the layer returns for the stage's input, whatever it is given                |
-| the last layer of the stage    | zeros without memory; the layer's output is kept aside, and is that of the stage  |
-| layers after the stage, norm   | what they are given                                                               |
-
-The values of stand-ins reach no layer of the stage.
+stage does not have. Their values, zeros without memory, reach no layer of the stage: its first layer takes the stage's
+input, whatever it is given, and the output of its last layer is kept aside.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,18 +1,8 @@
 """Hugging Face's transformers: its models, their weights, its attention interfaces, and styles for its `tp_plan`.
 
-This is the one module that knows transformers; it imports it inside functions, when a model of it is converted.
-
-**transformers' own plans.** `register` adds styles for `tp_plan`:
-
-| style                         | converts                                                         |
-|-------------------------------|------------------------------------------------------------------|
-| tpfuse_colwise                | nn.Linear, whose output features are sharded                     |
-| tpfuse_colwise_gather_output  | nn.Linear, whose output is gathered                              |
-| tpfuse_rowwise                | nn.Linear, whose input features are sharded                      |
-| tpfuse_embedding_rowwise      | nn.Embedding, whose rows are sharded                             |
-
-Such a plan is given as DistributedConfig(tp_plan={...}). Packed projections keep transformers' styles, since its loader
-knows no weights of another shape than in the file.
+This is the one module that knows transformers; it imports it inside functions, when a model of it is converted. In a
+`tp_plan` packed projections keep transformers' styles, since its loader knows no weights of another shape than in the
+file.
 """
 
 import inspect
@@ -194,7 +184,6 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
 
 
 def _is_base(model: Any) -> bool:
-    """Return whether the model is a decoder without a head."""
     return model.base_model is model and model.get_output_embeddings() is None
 
 
@@ -263,7 +252,6 @@ def refuse_changes(model: nn.Module) -> None:
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    """Raise ValueError, before anything is changed."""
     raise ValueError(
         f"{name}: the model is parallelized: call {name} before tpfuse.parallelize(model, mesh), or after"
         " tpfuse.restore(model)"

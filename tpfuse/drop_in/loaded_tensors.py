@@ -32,8 +32,6 @@ class MergedTensor(StoredTensor):
 
 @dataclass(frozen=True)
 class _Conversion:
-    """A conversion of tensors by transformers."""
-
     model: nn.Module
     converter: Any
     target: str

@@ -2,17 +2,9 @@
 
 `tpfuse.drop_in.huggingface.adapt` replaces the forward of a model by a `ParallelForward`; transformers, PEFT and
 accelerate call it in several ways, and all of them find it there. Its arguments and its result are those of the
-original, with whole sequences on every rank:
-
-| called with     | loss                             | logits                                                       |
-|-----------------|----------------------------------|--------------------------------------------------------------|
-| labels, train() | the mean over all tokens         | none, since no rank computes whole ones                      |
-| labels, eval()  | the mean over all tokens         | whole                                                        |
-| no labels       |                                  | whole                                                        |
-
-The loss is that of transformers' causal language models with `tpfuse.ops.cross_entropy` on each rank's slice of the
-vocabulary and its tokens. A model with another loss keeps it, and computes it from whole logits. (Liger's kernels
-return no logits in training either.) On one rank nothing is different.
+original, with whole sequences on every rank. With labels in training it returns no logits, since no rank computes whole
+ones: the loss of causal language models is `tpfuse.ops.cross_entropy` on each rank's slice of the vocabulary and its
+tokens. A model with another loss keeps it, and computes it from whole logits.
 
 **Context parallelism.** The ranks of a context are given the same whole ids, labels, attention mask and positions, and
 take their shards (`tpfuse.parallel.context`). The attention of every layer is `ring_attention`, under the name
@@ -21,14 +13,9 @@ start again, the batch becomes one sequence of documents that do not see each ot
 as in the original, whose attention is zero there (but for "eager"): a label may follow it. The outputs at padding after
 a text are not those of the original, which has no use for them either.
 
-The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank.
-
-A hook on every parameter sums its gradients over the ranks of the context in each backward pass. So optimizers,
-gradient accumulation and clipping need nothing else, and other data-parallel code sums over the data-parallel ranks
-alone. The engines of `tpfuse.zero` take this sum over: their ranks are those of data and context parallelism, as for
-the GPT.
-
-With a key/value cache (generate()), every rank of a context computes everything, without gradients.
+The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank. A hook on every
+parameter sums its gradients over the ranks of the context in each backward pass, unless an engine of `tpfuse.zero`
+takes this sum over. With a key/value cache (generate()), every rank computes everything, without gradients.
 """
 
 import inspect
@@ -359,7 +346,6 @@ class ContextSum:
 
 @contextmanager
 def _keeping_shards(head: ConvertedColumnLinear | None) -> Iterator[None]:
-    """Let `head` return this rank's slice of the vocabulary."""
     if head is None:
         yield
         return

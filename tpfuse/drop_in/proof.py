@@ -5,9 +5,8 @@ projections into heads, multiplies by parameters of its own, or reads a router. 
 one rank after another would run it, in this process and without communication. It compares what reaches the known
 modules, what leaves the block, and the gradients of all that enters, parameters included.
 
-What the known modules compute needs no proof: the styles' own tests show it. So they compute nothing here. In their
-place are stand-ins, which return random values of the right shape: all of them, or those that the rank would have. Each
-stand-in cuts the chain, so that each block is proved by itself:
+What the known modules compute needs no proof. In their place are stand-ins, which return random values of the right
+shape: all of them, or those that the rank would have. So each block is proved by itself:
 
 | block           | known modules in it                                      | on a rank                               |
 |-----------------|----------------------------------------------------------|-----------------------------------------|
@@ -220,7 +219,6 @@ class Proof:
         sharded: bool,
         prepared: FusedPrepareModuleInput,
     ) -> dict[str, _KnownModule]:
-        """Return the known modules of an attention or MLP, by their paths."""
         known = {}
         fused = all(width_of(self._modules[f"{path}.{name}"]) is not None for name in prepared.projections)
         output = self._tokens if sharded else _whole
@@ -275,8 +273,6 @@ class Proof:
 
 @dataclass
 class _TriedBlock:
-    """A block that is tried."""
-
     modules: Mapping[str, nn.Module]
     path: str
     styles: Mapping[str, Sequence[ParallelStyle]]

@@ -2,19 +2,7 @@
 
 A decoder is a ModuleList of layers, one or more of them with an attention that is known, between an embedding and a
 last norm, with or without a projection to the vocabulary. Attention and MLP are recognised by the names of their linear
-layers, which model families share:
-
-| part      | projections in                             | projection out   | families                       |
-|-----------|--------------------------------------------|------------------|--------------------------------|
-| attention | q_proj, k_proj, v_proj                     | o_proj; dense    | Llama, Mistral, Qwen2, Qwen3,  |
-|           |                                            |                  | Gemma; Phi                     |
-|           | qkv_proj: all of q, then k, then v         | o_proj           | Phi-3                          |
-|           | c_attn: all of q, then k, then v           | c_proj           | GPT-2                          |
-|           | query_key_value: q, k, v head by head      | dense            | GPT-NeoX                       |
-| MLP       | gate_proj, up_proj                         | down_proj        | Llama, Mistral, Qwen, Gemma    |
-|           | gate_up_proj: all of gate, then up         | down_proj        | Phi-3                          |
-|           | c_fc; fc1; dense_h_to_4h                   | c_proj; fc2;     | GPT-2; Phi; GPT-NeoX           |
-|           |                                            | dense_4h_to_h    |                                |
+layers, which model families share (`_ATTENTION`, `_MLP`).
 
 A linear layer may be wrapped as PEFT's LoRA does: in a module with its `base_layer` and adapters `lora_A`, `lora_B`.
 The base is sharded as without the wrapper. Beside a column-parallel base lora_A is replicated and lora_B sharded like
@@ -49,17 +37,17 @@ from tpfuse.layers.sequence import splits
 
 # (the projections in, the possible names of the projection out)
 _ATTENTION = (
-    (("q_proj", "k_proj", "v_proj"), ("o_proj", "dense", "out_proj")),
-    (("qkv_proj",), ("o_proj",)),
-    (("c_attn",), ("c_proj",)),
-    (("query_key_value",), ("dense",)),
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "dense", "out_proj")),  # Llama, Mistral, Qwen, Gemma; Phi
+    (("qkv_proj",), ("o_proj",)),  # Phi-3: all of q, then k, then v
+    (("c_attn",), ("c_proj",)),  # GPT-2: all of q, then k, then v
+    (("query_key_value",), ("dense",)),  # GPT-NeoX: q, k, v head by head
 )
 _MLP = (
-    (("gate_proj", "up_proj"), ("down_proj",)),
-    (("gate_up_proj",), ("down_proj",)),
-    (("c_fc",), ("c_proj",)),
-    (("fc1",), ("fc2",)),
-    (("dense_h_to_4h",), ("dense_4h_to_h",)),
+    (("gate_proj", "up_proj"), ("down_proj",)),  # Llama, Mistral, Qwen, Gemma
+    (("gate_up_proj",), ("down_proj",)),  # Phi-3: all of gate, then up
+    (("c_fc",), ("c_proj",)),  # GPT-2
+    (("fc1",), ("fc2",)),  # Phi
+    (("dense_h_to_4h",), ("dense_4h_to_h",)),  # GPT-NeoX
 )
 LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
@@ -248,7 +236,6 @@ def _plan_decoder(name: str, base: nn.Module, layers: str, proof: Proof, length:
 
 
 def _plan_last_norm(plan: Recognised, path: str, norm: nn.Module, length: SequenceLength) -> None:
-    """Add the styles of the norm after which sequences are whole again."""
     if not any(True for child in norm.children() for _ in child.parameters()):
         plan.add(path, FusedSequenceParallel(gather_output=length))
         return

@@ -189,7 +189,6 @@ class PowerSGDCompression(Compression):
 
 
 def _outside(x: Tensor, matrices: Sequence[MatrixSpan]) -> list[Tensor]:
-    """Return the parts of x that are in none of the matrices."""
     parts, end = [], 0
     for start, rows, columns in sorted(matrices):
         parts.append(x[end:start])

@@ -9,7 +9,7 @@ from tpfuse.comm.layout import local_slices
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.offload import DeviceStore
+from tpfuse.zero.offload import MemoryStore
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.base import GradientReducer
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
@@ -40,7 +40,7 @@ class FlatAdamW:
     ) -> None:
         self._buckets, self.betas, self.eps, self.weight_decay = buckets, betas, eps, weight_decay
         device = buckets.buckets[0].values.device
-        self._store = DeviceStore(device) if store is None else store
+        self._store = MemoryStore(device) if store is None else store
         self._state = {bucket: self._new_state(bucket) for bucket in buckets.buckets}
         state_device = self._state[buckets.buckets[0]]["exp_avg"].device
         self._staging = None if state_device == device else Staging()

@@ -1,16 +1,11 @@
 """ZeRO's stage 3 (arXiv:1910.02054): a rank keeps a shard of the parameters, of their gradients and of AdamW's state.
 
-PyTorch's `fully_shard` does the work: it cuts each parameter along one dimension, gathers the parameters of a unit
-(a transformer's block) shortly before they are needed, gathers the next unit's while this one computes, frees them
-afterwards, and reduces the gradients of a unit when its backward pass is over. With tensor parallelism it shards the
-local shard of each rank once more.
-This module makes `fully_shard` an engine like the buckets of the other stages (`tpfuse.zero.gradient_buckets`):
+PyTorch's `fully_shard` does the work. This module makes it an engine like the buckets of the other stages:
 
 - Gradients are summed, not averaged, and accumulated over micro-batches without communication.
 - Parameters in a half type have float32 masters: the shards are float32, and the gathered parameters are rounded. The
   initial weights are drawn in the half type and then widened, so they equal those of the other stages.
-- Communication between CPU ranks goes through `tpfuse.comm.collectives`: sums are in rank order, waits have a deadline,
-  and errors name a rank that is lost. All bytes are counted.
+- Communication between CPU ranks goes through `tpfuse.comm.collectives` (`tpfuse.zero.collectives_with_traffic`).
 - Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
   reduced over the groups. Neighbouring ranks form a group, so that parameters are gathered within a node.
 - Pipelines: in a step of many forward and backward passes, parameters stay gathered from their first use to `finish()`,
@@ -244,7 +239,6 @@ class FullySharded(MicroBatches):
         return f"{what} ({', '.join(parameters[:1] + ['…'] * (len(parameters) > 1))})"
 
     def _sum_across(self, unit: int, sums: Tensor) -> None:
-        """Sum a unit's shards over the replicas, in place."""
         assert self._across is not None
         self._order.begin("reduce_scatter", unit)  # with one rank to a replica there was no other
         world = self._across.size()
@@ -333,7 +327,6 @@ class FullySharded(MicroBatches):
             unit.set_requires_gradient_sync(False, recurse=False)
 
     def _free_whole(self) -> None:
-        """Free the gathered parameters, as `fully_shard` does at the end of a backward pass."""
         self._keep_whole(False)
         for group in _parameter_groups(*self._units):
             group.post_backward()
@@ -471,7 +464,6 @@ def _parameter_groups(*units: FSDPModule) -> list[Any]:
 
 
 def _parameters_of(*units: FSDPModule) -> list[Any]:
-    """Return the parameters of these units, as `fully_shard` keeps them."""
     return [parameter for group in _parameter_groups(*units) for parameter in group.fsdp_params]
 
 
@@ -481,7 +473,6 @@ def _data_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _check_units(model: nn.Module, units: list[nn.Module]) -> None:
-    """Raise ValueError unless all units are modules of the model that are called."""
     modules = set(model.modules()) - {model}
     for unit in units:
         if not isinstance(unit, nn.Module) or unit not in modules:

@@ -1,19 +1,11 @@
 """Flat buckets of parameters and gradients, which data-parallel ranks reduce during the backward pass.
 
-Data-parallel ranks have the same parameters and different tokens, either of different sequences or, with context
-parallelism, of the same ones. One engine implements ZeRO's stages 0, 1 and 2 (arXiv:1910.02054):
-
-| stage | gradients                                     | AdamW's state and float32 masters |
-|-------|-----------------------------------------------|-----------------------------------|
-| 0     | whole sums on every rank                      | whole on every rank               |
-| 1     | whole until the update, sums of a shard       | of a shard                        |
-| 2     | freed bucket by bucket, sums of a shard       | of a shard                        |
-
-Parameters are packed into flat buffers in the reverse of their order in the model, which is about the order in which
-their gradients arrive (the scheme of PyTorch's DDP, arXiv:2006.15704). A hook takes each gradient. When a bucket has
-all its gradients in the last micro-batch, its reduction starts while the backward pass continues. All ranks reduce the
-buckets in the same order, even if their gradients arrive in different orders, or if some gradients do not arrive at
-all. Gradients are summed, not averaged: the loss is already divided by the number of tokens of the whole batch.
+One engine implements ZeRO's stages 0, 1 and 2 (arXiv:1910.02054). Parameters are packed into flat buffers in the
+reverse of their order in the model, which is about the order in which their gradients arrive (the scheme of PyTorch's
+DDP, arXiv:2006.15704). A hook takes each gradient. When a bucket has all its gradients in the last micro-batch, its
+reduction starts while the backward pass continues. All ranks reduce the buckets in the same order, even if their
+gradients arrive in different orders, or if some gradients do not arrive at all. Gradients are summed, not averaged: the
+loss is already divided by the number of tokens of the whole batch.
 
 A parameter that the first and the last stage of a pipeline share is in a bucket of the replicas of both stages. Its
 reduction starts in `finish()`, after those of all other buckets, which all belong to ranks of one stage. These ranks
@@ -21,8 +13,7 @@ are at the same point of the pipeline's schedule whenever they wait for each oth
 are not: a rank that waited for the other end before sending its last gradient could deadlock, because the other end may
 be waiting for that gradient. This costs nothing, because the first stage is the last to compute.
 
-Parameters in a half type have float32 masters in the optimizer (`tpfuse.zero.flat_adamw`), and their gradients are
-accumulated and summed in float32 unless the caller asks for less. `tpfuse.zero.reducer.base` describes the reduction.
+`tpfuse.zero.reducer.base` describes the reduction.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -160,7 +151,6 @@ class GradientBuckets(MicroBatches):
         return layout.dtype if choice == "parameter" else layout.state_dtype
 
     def _move_parameters(self, bucket: Bucket) -> None:
-        """Move the parameters into the bucket, and register a hook on each that takes its gradients there."""
         for index, segment in enumerate(bucket.layout.segments):
             parameter = self.trained[segment.name]
             move_(parameter, bucket.layout.view(bucket.values, segment))
@@ -333,7 +323,6 @@ def _trained(model: nn.Module) -> dict[str, Parameter]:
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    """Return whether the parameter has hooks besides the one that takes its gradient."""
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
     return bool(parameter._backward_hooks) or any(not isinstance(hook, _Taking) for hook in hooks)
 

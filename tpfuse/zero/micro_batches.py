@@ -223,5 +223,4 @@ def _module_parameters(model: nn.Module) -> list[Parameter | None]:
 
 
 def _named_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """Return the model's parameters by name; tied parameters have several names."""
     return dict(model.named_parameters(remove_duplicate=False))

@@ -5,10 +5,6 @@ device. If they are on the host, the update runs there: a block of the gradient 
 parameters are copied back. The idea is ZeRO-Infinity's (arXiv:2104.07857). Mapped memory replaces its engine for
 reading and writing, because the kernel's page cache does the same and uses all memory that is free.
 
-    for part in store.blocks(tensors, following=tensors_of_the_next):
-        with staging.host(gradient[part], parameter[part]) as (on_host, new):
-            adamw_([master[part]], [on_host], …, [new], …)
-
 A file of state is temporary: it has no name, so it disappears with the process, however this ends. Checkpoints hold
 the state that must survive.
 """
@@ -34,34 +30,22 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _MADV_POPULATE_WRITE = 23  # Python's mmap module does not define it
 
 
-class DeviceStore(StateStore):
-    """Memory of the device, which is updated as one block."""
+class MemoryStore(StateStore):
+    """Memory of a device, which is updated as one block, or of the host, in blocks of the size of `Staging`'s buffers.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=self._device)
-
-    def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        yield slice(0, _length(tensors))
-
-
-class HostStore(StateStore):
-    """Memory of the host, updated in blocks of `block` elements, the size of `Staging`'s buffers.
-
-    pinned: whether the memory is pinned, so that the device can copy to and from it directly. Torch rounds the size of
-    each pinned tensor up to a power of two.
+    block: elements; None for one block. pinned: whether the memory is pinned, so that the device can copy to and from
+    it directly. Torch rounds the size of each pinned tensor up to a power of two.
     """
 
-    def __init__(self, block: int = BLOCK, *, pinned: bool = False) -> None:
-        self._block, self._pinned = block, pinned
+    def __init__(self, device: torch.device | str, block: int | None = None, *, pinned: bool = False) -> None:
+        self._device, self._block, self._pinned = device, block, pinned
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=self._pinned)
+        return torch.zeros(size, dtype=dtype, device=self._device, pin_memory=self._pinned)
 
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        yield from _parts(_length(tensors), self._block)
+        length = _length(tensors)
+        yield from [slice(0, length)] if self._block is None else _parts(length, self._block)
 
 
 class FileStore(StateStore):
@@ -175,9 +159,9 @@ def state_store(offload: str | PathLike[str], device: torch.device, nbytes: int)
     Raise ValueError if the folder cannot be used.
     """
     if offload == "none":
-        return DeviceStore(device)
+        return MemoryStore(device)
     if offload == "host":
-        return HostStore(pinned=device.type == "cuda")
+        return MemoryStore("cpu", BLOCK, pinned=device.type == "cuda")
     return FileStore(Path(offload), nbytes)
 
 

@@ -289,7 +289,6 @@ class ZeroOptimizer(Optimizer):
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Add to a Disagreement what every rank must do."""
     try:
         yield
     except Disagreement as error:

@@ -18,7 +18,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.offload import DeviceStore
+from tpfuse.zero.offload import MemoryStore
 from tpfuse.zero.reducer import fused as fused_module
 from tpfuse.zero.reducer.base import BucketSpec
 from tpfuse.zero.reducer.direct import DirectReducer
@@ -93,7 +93,7 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
                     continue  # no update; the gradients are written again nevertheless
                 # With a factor, torch's AdamW gets a copy of the gradients, because it is declared to write them.
                 rates = Rates(0.1, 0.0, 0.0, 1e-8, 0.0, torch.tensor(1.0), 0.5)
-                store = DeviceStore(CPU)
+                store = MemoryStore(CPU)
                 reducer.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
                 value -= 0.1
 

@@ -108,7 +108,6 @@ class DirectReducer(GradientReducer):
     def _buffers_of_ranks(
         self, what: str, total: int, starts: Sequence[int], dtypes: Sequence[torch.dtype]
     ) -> list[list[Tensor]]:
-        """Return, for each bucket, the buffers of all ranks."""
         whole = self.memory.buffer(f"{self._name}: {what}", (total,), torch.uint8).peers
         return [
             [x[at : at + spec.size * dtype.itemsize].view(dtype) for x in whole]
@@ -309,7 +308,6 @@ class DirectReducer(GradientReducer):
             self._write_to_peers(index)
 
     def _write_to_peers(self, index: int) -> None:
-        """Write the parameters of this rank's shard to all ranks."""
         node_shard, values = self._node_shard(index), self._values[index]
         own = values[self.memory.rank]
         if self._inter_node is not None:
@@ -340,7 +338,6 @@ class DirectReducer(GradientReducer):
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets of buffers of these sizes in a common buffer, and its size, in bytes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
