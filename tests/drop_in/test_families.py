@@ -84,7 +84,7 @@ def _agree(family: str, dtype: torch.dtype, sequence_parallel: bool, sequences: 
         check_error(name, actual[name].reshape(expected.shape), plain[name], expected, bound)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
 @on_ranks(2)
 def test_each_structure_agrees_with_the_untouched_model(sequence_parallel: bool) -> None:
     for family in STRUCTURES:
@@ -109,28 +109,6 @@ def test_every_family_agrees_with_the_untouched_model(
     pool(world).run(_agree, family, dtype, sequence_parallel, *shape, padding)
 
 
-def _steps_agree(family: str, sequence_parallel: bool) -> None:
-    whole, batches = decoder(family), [_batch(2, length, "none") for length in (5, 9, 4, 8, 7)]
-    model = parallelize(copy.deepcopy(whole), tensor_mesh(), sequence_parallel=sequence_parallel)
-    with exact(whole):
-        for each in (whole, model):
-            # Keys' biases have no gradient but rounding, which a smaller eps would scale to steps of the learning rate.
-            optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4)
-            for batch in batches:
-                optimizer.zero_grad()
-                each(**batch).loss.backward()
-                optimizer.step()
-    for (name, expected), parameter in zip(whole.named_parameters(), model.parameters(), strict=True):
-        actual = gather_whole(parameter).reshape(expected.shape)
-        assert (actual - expected).abs().max() < 1e-10, name
-
-
-@pytest.mark.parametrize("world", exhaustive(2, 3))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_five_steps_of_adamw_agree(family: str, world: int) -> None:
-    pool(world).run(_steps_agree, family, world == 2)
-
-
 def _tokens_agree(families: list[str], sequence_parallel: bool) -> None:
     prompts = _batch(2, 5, "left")
     del prompts["labels"]
@@ -149,7 +127,7 @@ def test_generate_with_its_cache_gives_the_tokens_of_one_rank() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_family_generates_the_tokens_of_one_rank(world: int, sequence_parallel: bool) -> None:
     pool(world).run(_tokens_agree, list(FAMILIES), sequence_parallel)
 

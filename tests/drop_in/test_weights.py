@@ -126,8 +126,7 @@ def _load(folder: Path) -> None:
     ("world", "family"),
     [
         (2, "gpt2"), (2, "llama_one_kv_head"), (2, "mixtral"),
-        *exhaustive((2, "phi3"), (2, "phi3_shared"), (2, "gemma2"), (2, "neox")),
-        *exhaustive(*((world, family) for world in (1, 3, 4) for family in _FAMILIES)),
+        *exhaustive((2, "phi3"), (2, "gemma2"), (2, "neox"), *((3, family) for family in _FAMILIES)),
     ],
 )  # fmt: skip
 def test_each_rank_reads_its_shards_and_no_more(folders: Any, world: int, family: str) -> None:
@@ -276,8 +275,7 @@ def _save(folder: Path, out: Path, **options: Any) -> None:
     ("world", "family"),
     [
         (2, "phi3"), (2, "mixtral"),
-        *exhaustive((2, "gpt2"), (2, "neox"), (2, "phi3_shared"), (2, "gemma2"), (2, "llama_one_kv_head")),
-        *exhaustive(*((world, family) for world in (1, 3, 4) for family in _FAMILIES)),
+        *exhaustive((2, "gemma2"), (1, "phi3"), *((3, family) for family in _FAMILIES)),
     ],
 )  # fmt: skip
 def test_save_pretrained_writes_the_files_that_were_read(folders: Any, tmp_path: Path, world: int, family: str) -> None:

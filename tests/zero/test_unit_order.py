@@ -49,12 +49,8 @@ def _step(model: nn.Module, optimizer: ZeroOptimizer, rank: int, *how: object) -
         (((0, 1),), "unit blocks.2 (blocks.2.weight, …)", 1),
         ((_ALL, 1), "reduce_scatter of unit blocks.1 (blocks.1.weight, …)", 2),
         *exhaustive(
-            (((1, 2),), "unit blocks.0 (blocks.0.weight, …)", 1),
             (((0, 2),), "unit blocks.1 (blocks.1.weight, …)", 2),
-            (((0, 2, 1),), "unit blocks.2 (blocks.2.weight, …)", 1),
             (((0, 1, 1, 2),), "unit blocks.2 (blocks.2.weight, …)", 1),
-            (((0,),), "unit blocks.", 1),
-            ((_ALL, 2), "reduce_scatter of unit blocks.2 (blocks.2.weight, …)", 1),
         ),
     ],
 )

@@ -203,17 +203,15 @@ def test_faults_can_be_planted() -> None:
         fault.mutant()
 
 
-@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 2), *exhaustive((1, 2), (1, 3), (2, 3))])
 def test_no_alarm_with_another_node(stage: int, world: int) -> None:
     explore(lambda memory: steps(memory, stage, inter_node=EqualNode()), world, seeds=range(1))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_no_alarm_with_gradients_of_another_dtype(stage: int, world: int) -> None:
-    explore(lambda memory: steps(memory, stage, torch.float16), world, seeds=range(1))
+def test_no_alarm_with_gradients_of_another_dtype(stage: int) -> None:
+    explore(lambda memory: steps(memory, stage, torch.float16), 3, seeds=range(1))
 
 
 def test_unequal_buffers_do_not_overlap() -> None:
