@@ -266,11 +266,6 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_model_as_it_was(folde
     assert "nothing: cannot be read" in first and "failed on another rank" in second
 
 
-def _save(folder: Path, out: Path, **options: Any) -> None:
-    _loaded(folder).save_pretrained(out, **options)
-    assert (out / "config.json").is_file()  # every rank returns when the files are there
-
-
 @pytest.mark.parametrize(
     ("world", "family"),
     [
@@ -279,14 +274,15 @@ def _save(folder: Path, out: Path, **options: Any) -> None:
     ],
 )  # fmt: skip
 def test_save_pretrained_writes_the_files_that_were_read(folders: Any, tmp_path: Path, world: int, family: str) -> None:
-    pool(world).run(_save_in_files, folders(family), tmp_path / "out")
+    pool(world).run(_save, folders(family), tmp_path / "out")
     _same(_tensors(folders(family)), _tensors(tmp_path / "out"))
     for file in folders(family).glob("*.json"):
         assert json.loads(file.read_text()) == json.loads((tmp_path / "out" / file.name).read_text()), file.name
 
 
-def _save_in_files(folder: Path, out: Path) -> None:
-    _save(folder, out, max_shard_size="60KB")
+def _save(folder: Path, out: Path) -> None:
+    _loaded(folder).save_pretrained(out, max_shard_size="60KB")
+    assert (out / "config.json").is_file()  # every rank returns when the files are there
 
 
 def _save_other_things(folder: Path, out: Path) -> None:
@@ -371,10 +367,10 @@ def _equal_states(a: Any, b: Any, name: str = "") -> None:
 @pytest.mark.parametrize(
     ("family", "world"),
     [
-        ("phi3", 2), *exhaustive(("gpt2", 2)),
-        *exhaustive(*((family, world) for family in ("gpt2", "phi3", "llama_one_kv_head") for world in (1, 3, 4))),
+        ("phi3", 2),
+        *exhaustive(("gpt2", 3), ("phi3", 4), ("llama_one_kv_head", 1)),
     ],
-)  # fmt: skip
+)
 def test_distributed_checkpoints_load_at_another_tp(folders: Any, tmp_path: Path, family: str, world: int) -> None:
     saved = pool(2).run(_checkpoint, folders(family), tmp_path / "dcp")[0]
     loaded = pool(world).run(_resume, folders(family), tmp_path / "dcp")[0]
@@ -409,12 +405,6 @@ def test_models_under_fully_shard_are_saved(folders: Any, tmp_path: Path) -> Non
     _same(_tensors(folders("phi3")), _tensors(tmp_path / "files"))
 
 
-def _two_meshes(folder: Path, out: Path) -> None:
-    halves = [DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)) for ranks in ([0, 1], [2, 3])]
-    half = dist.get_rank() // 2
-    _loaded(folder, halves[half]).save_pretrained(out / str(half))
-
-
 def _context_alone(folder: Path, out: Path) -> None:
     model = _loaded(folder, DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",)))
     written = mock.Mock()
@@ -428,10 +418,3 @@ def _context_alone(folder: Path, out: Path) -> None:
 def test_one_rank_writes_a_model_that_every_rank_holds_whole(folders: Any, tmp_path: Path) -> None:
     pool(2).run(_context_alone, folders("llama_one_kv_head"), tmp_path / "out")
     _same(_tensors(folders("llama_one_kv_head")), _tensors(tmp_path / "out"))
-
-
-@pytest.mark.exhaustive
-def test_models_on_two_meshes_are_saved_by_the_first_rank_of_each(folders: Any, tmp_path: Path) -> None:
-    pool(4).run(_two_meshes, folders("llama_one_kv_head"), tmp_path)
-    for half in ("0", "1"):
-        _same(_tensors(folders("llama_one_kv_head")), _tensors(tmp_path / half))

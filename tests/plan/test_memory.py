@@ -35,7 +35,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
-from tpfuse.zero.collectives_with_traffic import CountedReduceScatter
+from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameter_groups
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -197,7 +197,7 @@ def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int]:
     engine, runner = trainer.engine, trainer.runner
     assert isinstance(engine, FullySharded) and runner is not None
     parameters = [p for group in _parameter_groups(*engine._units) for p in group.fsdp_params]
-    run, reduce = runner._run, CountedReduceScatter.__call__
+    run, reduce = runner._run, Counted.__call__
     gathered, whole, sent = [0], [0], [0]
 
     def counted(*arguments: Any) -> list[Tensor]:
@@ -211,12 +211,13 @@ def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int]:
         whole.append(sum(local_tensor(x).nbytes for x in gradients if x is not None))
         return losses
 
-    def sending(self: CountedReduceScatter, **arguments: Any) -> Any:
-        sent.append(arguments["input_tensor"].nbytes)
+    def sending(self: Counted, **arguments: Any) -> Any:
+        if self._operation == "reduce_scatter":
+            sent.append(arguments["input_tensor"].nbytes)
         return reduce(self, **arguments)
 
     runner._run = counted  # type: ignore[method-assign, assignment]
-    with mock.patch.object(CountedReduceScatter, "__call__", sending):
+    with mock.patch.object(Counted, "__call__", sending):
         trainer.train_step(windows, lambda: False)
     shards = sum(local_tensor(member.sharded).nbytes for member in engine.members)
     sums = sum(member.gradient.nbytes for member in engine.members)

@@ -95,8 +95,7 @@ def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
     [
         (2, 1, "lambda"),
         (2, 2, "cosine"),
-        *exhaustive((2, 0, "lambda"), (2, 3, "cosine"), (3, 0, "cosine"), (3, 1, "cosine"), (3, 2, "lambda")),
-        *exhaustive((1, 2, "lambda"), (3, 3, "lambda")),
+        *exhaustive((2, 0, "lambda"), (3, 3, "cosine"), (1, 2, "lambda")),
     ],
 )
 @on_ranks("world")
@@ -131,8 +130,7 @@ def masks(step: int) -> Tensor:
     ("world", "stage", "accumulation", "store"),
     [
         (2, 1, 3, False),
-        *exhaustive(*((2, stage, 3, False) for stage in (0, 2, 3)), *((2, stage, 1, False) for stage in range(4))),
-        *exhaustive(*((3, stage, 2, False) for stage in range(4)), (2, 1, 3, True), (1, 0, 3, False)),
+        *exhaustive((2, 0, 3, False), (2, 3, 3, False), (3, 2, 2, False), (3, 3, 1, False), (2, 1, 3, True)),
     ],
 )
 @on_ranks("world")
@@ -296,32 +294,22 @@ def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimi
 @on_ranks(4)
 def test_remainders_of_compression_are_in_the_state() -> None:
     """Check on two pretended nodes that the state has PowerSGD's remainders."""
-
-    def steps(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-        for step in range(2):
-            loss_of(model, step, torch.arange(dist.get_rank(), BATCH, 4)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     with pretended_nodes(2, 2) as group:
-        runs = []
-        for _ in range(3):
+        states = []
+        for step in range(2):
             model = nn.Sequential(made(), nn.Linear(5, 64, dtype=torch.float64), nn.Linear(64, 64, dtype=torch.float64))
             model.dtype = torch.float64  # type: ignore[assignment]
-            compression = PowerSGDCompression(1)
-            runs.append((model, ZeroOptimizer(model, mesh_from(group), stage=1, compression=compression)))
-        steps(*runs[0])
-        saved = copy.deepcopy([each.state_dict() for each in runs[0]])
-        assert saved[1]["compression"]
-        for number, (model, optimizer) in enumerate(runs[1:]):
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1] if number == 0 else {**saved[1], "compression": None})
+            optimizer = ZeroOptimizer(model, mesh_from(group), stage=1, compression=PowerSGDCompression(1))
+            if step:
+                optimizer.load_state_dict(states[0])
+            else:
+                loss_of(model, step, torch.arange(dist.get_rank(), BATCH, 4)).backward()
+                optimizer.step()
             optimizer.zero_grad()  # reduces no gradient: remainders stay as they are
-        for run in runs:
-            steps(*run)
-        straight, resumed, without = ([p.detach() for p in model.parameters()] for model, _ in runs)
-        assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
-        assert not all(torch.equal(a, b) for a, b in zip(straight, without, strict=True))
+            states.append(copy.deepcopy(optimizer.state_dict()))
+        first, second = (state["compression"] for state in states)
+        assert first and first.keys() == second.keys()
+        assert all(torch.equal(x, second[name][kind]) for name, each in first.items() for kind, x in each.items())
 
 
 @pytest.mark.parametrize(
@@ -329,8 +317,7 @@ def test_remainders_of_compression_are_in_the_state() -> None:
     [
         (2, "auto", "none"),
         (0, "collective", "none"),
-        *exhaustive(*((stage, "auto", "the last") for stage in range(3)), (3, "auto", "all")),
-        *exhaustive((0, "auto", "none"), (1, "auto", "none"), (1, "collective", "none"), (2, "collective", "none")),
+        *exhaustive((1, "auto", "the last"), (2, "auto", "the last"), (3, "auto", "all"), (2, "collective", "none")),
     ],
 )
 @on_ranks(2)

@@ -40,7 +40,7 @@ from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
-from tpfuse.zero.collectives_with_traffic import CountedAllGather, CountedReduceScatter
+from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.parameter_takeover import count_write, take_context_sums, taken_gradient, writes
 from tpfuse.zero.unit_order import UnitOrder
@@ -212,8 +212,8 @@ class FullySharded(MicroBatches):
             )
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)  # Gloo has no other reduction
-            wrapped.set_custom_all_gather(cast(Any, CountedAllGather(self.traffic, begin)))
-            wrapped.set_custom_reduce_scatter(cast(Any, CountedReduceScatter(self.traffic, begin)))
+            wrapped.set_custom_all_gather(cast(Any, Counted("all_gather", self.traffic, begin)))
+            wrapped.set_custom_reduce_scatter(cast(Any, Counted("reduce_scatter", self.traffic, begin)))
             if self._across is not None:
                 wrapped.set_all_reduce_hook(partial(self._sum_across, index))
             if self._pipelined:

@@ -22,17 +22,16 @@ StateKind = Literal["model", "exp_avg", "exp_avg_sq"]
 class StateRectangle:
     """A rectangle of a parameter (kind "model": of its master, if it has one) or of one of its moments.
 
-    shape: the shape of the global tensor. slices: [start, stop) of the rectangle in each dimension of that tensor.
     tensor: the rectangle's elements, a view of the memory that training uses, so writing to it changes the training
-    state. is_owner: whether this rank saves it; of the ranks with the same rectangle exactly one does.
+    state.
     """
 
     name: str
     kind: StateKind
-    shape: tuple[int, ...]
-    slices: Slices
+    shape: tuple[int, ...]  # of the global tensor
+    slices: Slices  # [start, stop) of the rectangle in each dimension of that tensor
     tensor: Tensor
-    is_owner: bool
+    is_owner: bool  # whether this rank saves it; of the ranks with the same rectangle exactly one does
 
 
 def rectangles(shape: tuple[int, ...], owned: range) -> list[tuple[Slices, range]]:
@@ -82,15 +81,12 @@ def state_rectangles(
 
     shape: the shape of the global parameter. local_slices: the local shard's slices of it
     (`tpfuse.comm.layout.local_slices`). owned: a range of the local shard's flat elements. tensors: these elements by
-    kind, [len(owned)] contiguous. is_owner: passed on. Raise ValueError for a range that is not inside the local
-    shard, or tensors of another size.
+    kind, [len(owned)] contiguous. Raise ValueError for a range that is not inside the local shard.
     """
     local = tuple(stop - start for start, stop in local_slices)
     for inside, part in rectangles(local, owned):
         slices = tuple((low + start, low + stop) for (low, _), (start, stop) in zip(local_slices, inside, strict=True))
         extent = [stop - start for start, stop in inside]
         for kind, flat in tensors.items():
-            if flat.shape != (len(owned),):
-                raise ValueError(f"{kind} of {name} has shape {tuple(flat.shape)}: expected ({len(owned)},)")
             tensor = flat[part.start - owned.start : part.stop - owned.start].view(extent)
             yield StateRectangle(name, kind, tuple(shape), slices, tensor, is_owner)
