@@ -55,12 +55,10 @@ class Original:
     """A module as it was before its conversion, for `restore_module`."""
 
     kind: type[nn.Module]
-    # the whole shapes of its parameters
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    # the attributes that the conversion replaced, with their values, and those that it added
-    replaced: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # the whole shapes of its parameters
+    replaced: dict[str, Any] = field(default_factory=dict)  # the attributes that were replaced, with their values
     added: set[str] = field(default_factory=set)
-    # (the module's dictionary, the key) of each hook that the conversion registered, and of the hook's options
+    # (the module's dictionary, the key) of each hook that was registered, and of the hook's options
     hooks: list[tuple[str, int]] = field(default_factory=list)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,18 +250,15 @@ class Converted(OnMesh):
 class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     """An nn.Linear (or transformers' Conv1D) whose output features are sharded; the last ranks may have fewer."""
 
-    # the dimension along which the input is this rank's shard; None for a whole input
-    input_dim: int | None
-    # [start, stop) of the rows of a replicated weight that this rank uses; None for a sharded weight
-    ranges: Ranges | None
-    # whether the weight is [in, out]
-    transposed: bool
-    # return a plain tensor, not a DTensor
-    use_local_output: bool
+    input_dim: int | None  # along which the input is this rank's shard; None for a whole input
+    ranges: (
+        Ranges | None
+    )  # [start, stop) of the rows of a replicated weight that this rank uses; None for a sharded one
+    transposed: bool  # whether the weight is [in, out]
+    use_local_output: bool  # return a plain tensor, not a DTensor
     # (input, output) if the parent has computed the output with those of its other projections (`PreparedInput`)
     offered: tuple[Tensor, Tensor] | None
-    # whether the parent gathers the input, in one product for all its projections
-    shares_gather: bool = False
+    shares_gather: bool = False  # whether the parent gathers the input, in one product for all its projections
 
     @property
     def operator(self) -> str:
@@ -329,9 +324,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
 class ConvertedRowLinear(Converted, RowParallelLinear):
     """An nn.Linear (or transformers' Conv1D) whose input features are sharded."""
 
-    # the dimension along which the output is this rank's shard, padded to equal lengths; None for a whole output
-    output_dim: int | None
-    # as in `ConvertedColumnLinear`
+    output_dim: int | None  # along which the output is this rank's shard, padded to equal lengths; None for a whole one
     transposed: bool
     use_local_output: bool
 
@@ -372,7 +365,6 @@ class ConvertedEmbedding(Converted, VocabParallelEmbedding):
     use_local_output: bool
 
     def explained(self, name: str) -> LayerPlan:
-        """Return the layer's plan for `tpfuse.explain`."""
         shapes = tuple(self.weight.shape), tuple(local_tensor(self.weight).shape)
         return LayerPlan(name, type(self).__name__, *shapes, "embedding", "collective", "rows of the table are sharded")
 
@@ -446,7 +438,6 @@ class ReplicatedModule(Converted):
     sum_gradients: bool
 
     def explained(self, name: str) -> LayerPlan:
-        """Return the module's plan for `tpfuse.explain`."""
         shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
         own = next((x for x in self._parameters.values() if isinstance(x, DTensor)), None)  # type: ignore[attr-defined]
         part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
@@ -456,7 +447,6 @@ class ReplicatedModule(Converted):
         return LayerPlan(name, kind, shape, part, "its own forward", held, reason)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward returns."""
         with self._plain_parameters():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -489,7 +479,6 @@ class ReplicatedRMSNorm(ReplicatedModule):
     terms: tuple[float, float]
 
     def explained(self, name: str) -> LayerPlan:
-        """Return the module's plan for `tpfuse.explain`."""
         return dataclasses.replace(super().explained(name), operator="rms_norm")
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -61,12 +61,8 @@ def decoder_parts(model: nn.Module) -> DecoderParts:
 
 @dataclass
 class _StagePass:
-    """The pass of a stage that runs."""
-
-    # the stage's input
-    x: Tensor | None = None
-    # (batch, tokens) that the decoder's forward sees
-    rows: tuple[int, ...] = ()
+    x: Tensor | None = None  # the stage's input
+    rows: tuple[int, ...] = ()  # (batch, tokens) that the decoder's forward sees
     output: Tensor | None = None
 
 

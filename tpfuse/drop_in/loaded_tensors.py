@@ -35,8 +35,7 @@ class _Conversion:
     model: nn.Module
     converter: Any
     target: str
-    # the tensors for each of the converter's patterns, in the order of their names
-    sources: dict[str, list[StoredTensor]]
+    sources: dict[str, list[StoredTensor]]  # for each of the converter's patterns, in the order of their names
 
     def run(self, read: Any) -> dict[str, Tensor]:
         """Return the tensors that the conversion makes, by their names. read: returns the values of a stored tensor."""

@@ -51,18 +51,13 @@ class ShardedTokens:
     """The tokens of a forward pass, sharded over the ranks of a context. Layers get them as their attention mask."""
 
     sharded: ShardedBatch
-    # as for `ring_attention`, if the batch is one sequence of documents
-    cu_seqlens: Tensor | None
-    # [1, local_length] bool: this rank's tokens of padding before a text, which see no key; None if there are none
-    unseeing: Tensor | None
-    # [1, 1]: the largest position of all tokens
-    last_position: Tensor
-    # [layers] int64: for the dropout of attention, if there is one
-    dropout_keys: Tensor | None
+    cu_seqlens: Tensor | None  # as for `ring_attention`, if the batch is one sequence of documents
+    unseeing: Tensor | None  # [1, local_length] bool: padding before a text, which sees no key; None if there is none
+    last_position: Tensor  # [1, 1]: the largest position of all tokens
+    dropout_keys: Tensor | None  # [layers] int64: for the dropout of attention, if there is one
     tensor_rank: int
     tensor_ranks: int
-    # as for `ring_attention`
-    window: int | None = None
+    window: int | None = None  # as for `ring_attention`
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -85,15 +80,11 @@ class ShardedTokens:
 class ForwardPass:
     """The forward pass that runs."""
 
-    # the projection to the vocabulary if it keeps its output sharded
-    head: ConvertedColumnLinear | None
-    # None if every rank has all tokens
-    tokens: ShardedTokens | None = None
-    # (batch, length) of the whole sequences
-    shape: tuple[int, ...] = ()
-    # this rank's labels, shifted, if tokens are sharded, and the number of labels of all ranks
-    targets: Tensor | None = None
-    items: Tensor | int | None = None
+    head: ConvertedColumnLinear | None  # the projection to the vocabulary if it keeps its output sharded
+    tokens: ShardedTokens | None = None  # None if every rank has all tokens
+    shape: tuple[int, ...] = ()  # (batch, length) of the whole sequences
+    targets: Tensor | None = None  # this rank's labels, shifted, if tokens are sharded
+    items: Tensor | int | None = None  # the number of labels of all ranks
 
 
 class _Running(threading.local):

@@ -62,11 +62,9 @@ Part = Callable[[Tensor, int], Tensor]  # a rank's part of a tensor
 
 @dataclass(frozen=True)
 class _KnownModule:
-    # a rank's part of its input and of its output
-    takes: Part
-    gives: Part
-    # whether its parent gathers its input
-    projects: bool = False
+    takes: Part  # a rank's part of its input
+    gives: Part  # and of its output
+    projects: bool = False  # whether its parent gathers its input
 
 
 @dataclass
@@ -80,13 +78,11 @@ class _ModuleCall:
 
 @dataclass
 class _Computed:
-    """What a block computed, by descriptions."""
+    """What a block computed, by descriptions: whole tensors that leave or enter it, with a rank's part of them."""
 
-    # tensors that leave the block, with a rank's part of them
     leaving: dict[str, tuple[Tensor, Part]] = field(default_factory=dict)
-    # the whole tensors that enter it, of which the rank has the part, and their gradients
     entering: dict[str, tuple[Tensor, Part]] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of what enters
 
     def enter(self, key: str, x: Tensor, part: Part, rank: int | None) -> Tensor:
         """Return the rank's part of x, or (None) all of it, which enters the block."""
@@ -279,10 +275,8 @@ class _TriedBlock:
     known: Mapping[str, _KnownModule]
     enters: Part
     leaves: Part
-    # a rank's part of parameters with an entry for each head
-    of_heads: Part
-    # the calls of all modules when the model ran
-    calls: Mapping[str, list[_ModuleCall]]
+    of_heads: Part  # a rank's part of parameters with an entry for each head
+    calls: Mapping[str, list[_ModuleCall]]  # of all modules when the model ran
     seeds: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, rank: int | None, attributes: Mapping[str, Any]) -> _Computed:

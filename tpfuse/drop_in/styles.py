@@ -292,8 +292,7 @@ class SequenceShards:
     dim: int
     use_local_output: bool
     gather_output: SequenceLength | None
-    # the sequence's length in the last forward pass, if the input was a DTensor
-    length: int | None = None
+    length: int | None = None  # the sequence's length in the last forward pass, if the input was a DTensor
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the inputs with this rank's plain shard for a DTensor, whose length is kept for the output.
@@ -482,11 +481,9 @@ class PreparedInput:
     """
 
     mesh: DeviceMesh
-    # the dimension along which the input is this rank's shard, and along which the module wants it; None for the whole
-    held: int | None
-    wanted: int | None
-    # as in `FusedPrepareModuleInput`
-    projections: tuple[str, ...]
+    held: int | None  # the dimension along which the input is this rank's shard; None for the whole
+    wanted: int | None  # the same for what the module wants
+    projections: tuple[str, ...]  # these as in `FusedPrepareModuleInput`
     length_arguments: tuple[str, ...]
     length: SequenceLength | None
 

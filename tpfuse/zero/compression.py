@@ -91,10 +91,8 @@ _MatrixKey = tuple[int, int, int]  # (index of the group, index of the bucket, f
 
 @dataclass
 class _MatrixState:
-    """The state of one matrix between steps. error: the remainder, [rows, columns]; factor: Q, [columns, rank]."""
-
-    error: Tensor
-    factor: Tensor
+    error: Tensor  # the remainder, [rows, columns]
+    factor: Tensor  # Q, [columns, rank]
 
 
 class PowerSGDCompression(Compression):

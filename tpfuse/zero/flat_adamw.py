@@ -139,7 +139,7 @@ class FlatAdamW:
                 )
 
     def release(self) -> None:
-        """Release the memory that is not needed any more after a checkpoint has read the state."""
+        """Release the memory that is not needed after a checkpoint has read the state."""
         self._store.release()
 
     @property

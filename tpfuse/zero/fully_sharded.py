@@ -60,12 +60,10 @@ class ShardedParameter:
     """A trained parameter."""
 
     name: str
-    # The DTensor of its shards, float32 for half types.
-    sharded: Parameter
+    sharded: Parameter  # the DTensor of its shards, float32 for half types
     decay: bool
-    # Whether this rank adds its shard to the norm; exactly one of the ranks with the same shard does.
+    # Exactly one of the ranks with the same shard adds it to the norm, and exactly one saves it.
     in_norm: bool
-    # Whether this rank saves its shard; exactly one of the ranks with the same shard does.
     is_owner: bool
 
     @property
@@ -430,7 +428,7 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
     mesh: all its dimensions except "tp" and "pp" are data-parallel; together they are `replicas` × shards. Collective:
     all ranks of the mesh must call it. Raise ValueError if these ranks are not in ascending order.
     """
-    names = _data_dimensions(mesh)
+    names = tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))
     wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
     data = mesh[wide] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     check_order(data)
@@ -465,11 +463,6 @@ def _parameter_groups(*units: FSDPModule) -> list[Any]:
 
 def _parameters_of(*units: FSDPModule) -> list[Any]:
     return [parameter for group in _parameter_groups(*units) for parameter in group.fsdp_params]
-
-
-def _data_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the dimensions along which ranks have the same parameters and different tokens."""
-    return tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))
 
 
 def _check_units(model: nn.Module, units: list[nn.Module]) -> None:

@@ -44,13 +44,9 @@ class RankGroups:
 class MicroBatches(ABC):
     """An engine that takes over the parameters of `model` (`tpfuse.zero.gradient_buckets`, `fully_sharded`)."""
 
-    # The number of ranks with different sequences; the ranks of a model's context share one loss. Gradients are summed
-    # over all of them.
-    data_ranks: int
-    # All ranks that train the model; None for one rank.
-    world_group: dist.ProcessGroup | None
-    # The compression of the gradients that are sent between nodes.
-    compression: Compression | None = None
+    data_ranks: int  # the number of ranks with different sequences: the ranks of a model's context share one loss
+    world_group: dist.ProcessGroup | None  # all ranks that train the model; None for one rank
+    compression: Compression | None = None  # of the gradients that are sent between nodes
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,10 +130,7 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
-        """Prepare the engine for a micro-batch. first, last: whether it is the first and the last of its step.
-
-        backwards: as in `start`.
-        """
+        """Prepare the engine for the first, the last or another micro-batch of a step. backwards: as in `start`."""
 
     def finish(self, *, sums: bool = True) -> None:
         """Wait until this rank has its summed gradients, after the last micro-batch. Raise PeerTimeout.

@@ -87,7 +87,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a step: wait until the gradient buffer of every bucket may be written. Raise PeerTimeout."""
+        """Wait until the gradient buffer of every bucket may be written. Raise PeerTimeout."""
 
     @abstractmethod
     def gradient_buffer(self, index: int) -> Tensor:

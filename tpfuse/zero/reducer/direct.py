@@ -52,11 +52,7 @@ _WORDS = {field.name: word for word, field in enumerate(fields(_Counters))}
 
 
 class DirectReducer(GradientReducer):
-    """The reducer of the ranks of one host or, with `inter_node`, of one node.
-
-    memory: the ranks' symmetric memory. name: the name of this reducer in it. inter_node: sums with the ranks at this
-    rank's position on the other nodes.
-    """
+    """The reducer of the ranks that share `memory`, where it has this name, or, with `inter_node`, of one node."""
 
     def __init__(
         self,
@@ -283,7 +279,6 @@ class DirectReducer(GradientReducer):
             self._wait_for_peers("steps_done", step, "update")
 
     def _must_sum_first(self, update: ShardUpdate) -> bool:
-        """Return whether the sums of an update must be computed before it, because it cannot compute them itself."""
         return self._inter_node is not None
 
     def _update_shard(self, index: int, update: ShardUpdate) -> None:

@@ -1,8 +1,4 @@
-"""The reduction between nodes: each rank sums its node's sums with the ranks at its position on the other nodes.
-
-Only one shard per rank crosses the network, once each way: its sums in a reduce-scatter, its new parameters in an
-all-gather.
-"""
+"""The reduction between nodes: each rank sums its node's sums with the ranks at its position on the other nodes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

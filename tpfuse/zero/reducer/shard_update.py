@@ -20,19 +20,15 @@ CPU_BLOCK = 2**16
 
 @dataclass(frozen=True)
 class Rates:
-    """The hyperparameters of a step of AdamW, as in `tpfuse.ops.adamw`.
-
-    step: the number of the step, from 1, float32 [] on the device of the state. factor: multiplies all gradients, for
-    clipping.
-    """
+    """The hyperparameters of a step of AdamW, as in `tpfuse.ops.adamw`."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    step: Tensor
-    factor: float = 1.0
+    step: Tensor  # the number of the step, from 1, float32 [] on the device of the state
+    factor: float = 1.0  # multiplies all gradients, for clipping
 
 
 class StateStore(ABC):
@@ -101,25 +97,19 @@ class Staging:
 
 @dataclass(frozen=True)
 class ShardUpdate:
-    """The update of one shard of n elements: its state and hyperparameters.
-
-    master, exp_avg, exp_avg_sq: [n] of the state's dtype. master is None if the parameters have that dtype themselves
-    and so are their own master. decay_end: elements before it have weight decay. store: the memory of the state.
-    staging: None if that memory is on the parameters' device. following: the state of the next update.
-    """
+    """The update of one shard of n elements: its state, [n] of the state's dtype, and hyperparameters."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    master: Tensor | None
-    decay_end: int
+    master: Tensor | None  # None if the parameters have the state's dtype and so are their own master
+    decay_end: int  # elements before it have weight decay
     rates: Rates
-    store: StateStore
-    staging: Staging | None = None
-    following: tuple[Tensor, ...] = ()
+    store: StateStore  # the memory of the state
+    staging: Staging | None = None  # None if that memory is on the parameters' device
+    following: tuple[Tensor, ...] = ()  # the state of the next update
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the state: the master, if there is one, and both moments."""
         moments = self.exp_avg, self.exp_avg_sq
         return moments if self.master is None else (self.master, *moments)
 
@@ -136,10 +126,7 @@ class ShardUpdate:
             self.block(a, b, gradient[a:b], values[a:b])
 
     def block(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
-        """Update elements [a, b) of the state, and the parameters.
-
-        gradient: [b - a], of any floating dtype. values: [b - a], the parameters, written.
-        """
+        """Update elements [a, b) of the state and of the parameters, as `apply` does."""
         if self.staging is None:
             self._update(a, b, gradient, values)
             return
