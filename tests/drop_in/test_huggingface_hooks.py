@@ -114,8 +114,8 @@ def _agrees(
         (("whole", "left"), "mistral", 1, 2, 1, False),
         *exhaustive(
             *((CASES, family, 1, 2, 1, False) for family in FAMILIES if family not in ("stablelm_norms", "doge")),
-            *((CASES, family, 1, 4, 1, False) for family in ("mistral", "gpt2", "llama_one_kv_head")),
-            *((CASES, family, 2, 2, 1, True) for family in ("mistral", "gpt2", "llama_one_kv_head", "phi3", "gemma3")),
+            (CASES, "llama_one_kv_head", 1, 4, 1, False),
+            *((CASES, family, 2, 2, 1, True) for family in ("gpt2", "phi3", "gemma3")),
             (CASES, "qwen3", 2, 2, 1, False),
             (CASES, "mistral", 1, 4, 2, False),
         ),
@@ -129,7 +129,7 @@ def test_a_context_gives_the_results_of_eager_attention(
 
 @pytest.mark.parametrize(
     ("family", "tp", "cp"),
-    [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("qwen3", 1, 4), ("mixtral", 2, 2), ("mixtral", 1, 4))],
+    [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("mixtral", 2, 2))],
 )
 @on_ranks("tp", "cp")
 def test_losses_of_routers_and_labels_after_padding_are_those_of_one_rank(family: str, tp: int, cp: int) -> None:
@@ -209,9 +209,6 @@ def _counts_and_copies() -> None:
     plain.loss_function = exact_loss
     parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
     arguments, _ = _inputs("left")
-    shifted = F.pad(arguments["labels"], (0, 1), value=-100)[:, 1:].roll(1, 1)
-    for more in ({"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}):
-        _close(model(**arguments, **more).loss, plain(**arguments, **more).loss)
     labels, token = arguments["labels"], int(IDS[0, 7])
     left_out = arguments | {"labels": labels.masked_fill(labels == token, -100)}
     _close(model(**arguments, ignore_index=token).loss, plain(**left_out).loss)

@@ -440,7 +440,7 @@ class Attention(nn.Module):
 
 
 @on_ranks(2)
-def test_projections_that_gather_themselves_would_scramble_data_without_an_error() -> None:
+def test_projections_of_a_plan_of_ones_own_share_the_gather_of_their_module() -> None:
     x, rank = normal(1, 1, 4, 8).double(), dist.get_rank()
     whole = Attention().double()
     for seed, parameter in enumerate(whole.parameters()):
@@ -449,9 +449,6 @@ def test_projections_that_gather_themselves_would_scramble_data_without_an_error
     shard = x[:, 2 * rank : 2 * rank + 2]
     column, row = FusedColwiseParallel(input_layouts=Shard(1)), FusedRowwiseParallel(output_layouts=Shard(1))
 
-    itself = parallelize(copy.deepcopy(whole), tensor_mesh(), {"[qkv]_proj": column})
-    scrambled = itself(shard)  # without an error, and of the right shape
-    assert scrambled.shape == expected.shape and (scrambled - expected).abs().max() > 0.1
     itself = parallelize(copy.deepcopy(whole), tensor_mesh(), {"[qkv]_proj": column, "o_proj": row})
     with pytest.raises(ValueError, match=r"^o_proj \(ConvertedRowLinear\): the input has 8 features: expected the 4"):
         itself(shard)
@@ -510,8 +507,7 @@ def test_dropout_of_whole_activations_draws_the_masks_of_the_untouched_model() -
 @on_ranks(2)
 def test_dropout_of_shards_draws_the_masks_of_one_rank_and_again_when_recomputed(family: str) -> None:
     ids = integers(2, 2, 8, low=3, high=101, dtype=torch.int64)
-    dropped = {"gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3}, "neox": {"hidden_dropout": 0.3}}.get(family)
-    dropped = {"resid_pdrop": 0.3, "embd_pdrop": 0.3} if dropped is None else dropped
+    dropped = {"hidden_dropout": 0.3} if family == "neox" else {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
     found = []
     for mesh in (mesh_of(dist.get_world_size(), 1)["tp"], tensor_mesh()):
         for recomputed in (False, True):
@@ -577,7 +573,6 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> 
          r"^model\.layers\.0\.mlp\.gate_proj: .*95 output features cannot be split among 2 ranks: .* or tp 1, 5$"),
         (lambda: parallelize(_plain(), tensor_mesh(), PLAN), PLAN, "^the model is parallelized already: call"),
         (_torchs, PLAN, r"^blocks\.0\.up: its weight is a DTensor: expected a model that is not parallelized yet"),
-        (_torchs, "auto", r"^blocks\.0\.up: its weight is a DTensor"),
         (_quantized, "auto", r"^model\.layers\.1\.self_attn\.o_proj: .*its weight is torch\.int8: expected a float"),
         (_plain, PLAN | {"*.norm": FusedColwiseParallel()}, r"^blocks\.0\.norm: FusedColwiseParallel of LayerNorm"),
         (_plain, PLAN | {"*.norm": ColwiseParallel()}, r"^blocks\.0\.norm: ColwiseParallel: .*only support"),
@@ -594,39 +589,23 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> 
         assert re.search(message, str(refused.value)) and "\n" not in str(refused.value), str(refused.value)
         _check_anatomy(model, before)
         assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-    model = _plain()
-    expected = _evaluate(model)
-    with pytest.raises(ValueError, match=r"head: .*shares"):
-        parallelize(model, tensor_mesh(), PLAN | {"head": FusedColwiseParallel(parts=101, output_layouts=Replicate())})
-    _check_equal(_evaluate(parallelize(model, tensor_mesh(), PLAN)), expected)  # what failed left nothing behind
 
 
 @on_ranks(2)
-def test_a_mesh_without_the_dimension_is_refused() -> None:
+def test_meshes_and_releases_that_do_not_fit_are_refused() -> None:
     model, llama = _plain(), decoder("llama")
-    cases = [
-        (
-            model,
-            DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "ep")),
-            r"dimensions \('dp', 'ep'\): expected one named",
-        ),
-        (
-            llama,
-            DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",)),
-            r"mesh has the dimensions .*'cp'.*: expected one named",
-        ),
+    two, cp = [[0, 1]], DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
+    for refused, mesh, message in (
+        (model, DeviceMesh("cpu", two, mesh_dim_names=("dp", "ep")), r"dimensions \('dp', 'ep'\): expected one named"),
+        (llama, cp, r"mesh has the dimensions .*'cp'.*: expected one named"),
         (model, 2, "mesh is a int: expected a DeviceMesh"),
-    ]
-    for refused, mesh, message in cases:
+    ):
         with pytest.raises(ValueError, match=message):
-            parallelize(refused, mesh, {"*": FusedColwiseParallel()})
+            parallelize(refused, mesh, {"*": FusedColwiseParallel()})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not parallelized"):
         restore(model)
-    older = mock.patch("transformers.__version__", "4.57.6")
-    with (
-        older,
-        pytest.raises(ValueError, match=r"^transformers 4\.57\.6 is installed: expected 5\.24 or newer: pip"),
-    ):
+    message = r"^transformers 4\.57\.6 is installed: expected 5\.24 or newer: pip"
+    with mock.patch("transformers.__version__", "4.57.6"), pytest.raises(ValueError, match=message):
         parallelize(llama, tensor_mesh())
 
 
@@ -659,17 +638,10 @@ def test_whole_input_where_a_shard_is_due_is_refused() -> None:
     model = parallelize(decoder("llama"), tensor_mesh())
     layer = model.model.layers[1]
     whole, positions = normal(1, 2, 6, 48).double(), torch.arange(6)[None]
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp\.down_proj .*expected the 48 .* not all 96$"):
         layer.mlp.down_proj(normal(1, 2, 6, 96).double())
-    assert str(refused.value) == (
-        "model.layers.1.mlp.down_proj (ConvertedRowLinear): the input has 96 features: expected the 48 of this rank,"
-        " not all 96"
-    )
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=r"^model\.layers\.1\.self_attn: .* 6 tokens: expected the 3 .* not all 6$"):
         layer.self_attn(hidden_states=whole, position_ids=positions)
-    assert str(refused.value) == (
-        "model.layers.1.self_attn: the input has 6 tokens: expected the 3 of this rank, not all 6"
-    )
     with pytest.raises(ValueError, match=r"q_proj \(ConvertedColumnLinear\): the input has 47 features: expected 48"):
         layer.self_attn.q_proj(normal(1, 2, 6, 47).double())
 

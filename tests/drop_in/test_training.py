@@ -157,9 +157,7 @@ def _agree(results: list[tuple[Trained, Trained]], tolerance: float) -> None:
             assert error <= tolerance, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize(
-    ("world", "kind"), [(2, "checkpointing"), *exhaustive((2, "loop"), (4, "loop"), (2, "compile"))]
-)
+@pytest.mark.parametrize(("world", "kind"), [(2, "checkpointing"), *exhaustive((4, "loop"), (2, "compile"))])
 def test_a_plain_loop_trains_as_on_one_rank(world: int, kind: str) -> None:
     _agree(pool(world).run(_plain, kind), 1e-9)
 
@@ -168,8 +166,9 @@ def test_a_plain_loop_trains_as_on_one_rank(world: int, kind: str) -> None:
     ("stage", "dp", "tp", "cp", "masked"),
     [
         (1, 1, 1, 2, False),  # the ranks of a context share one loss
-        *exhaustive(*((stage, 2, 1, 2, masked) for stage in range(4) for masked in (False, True))),
-        *exhaustive(*((stage, 2, 2, 1, stage % 2 == 1) for stage in range(4)), (3, 1, 2, 2, True), (2, 2, 1, 1, True)),
+        *exhaustive(
+            (0, 2, 1, 2, True), (3, 2, 1, 2, False), (1, 2, 2, 1, True), (2, 2, 2, 1, False), (3, 1, 2, 2, True)
+        ),
     ],
 )
 def test_zero_trains_as_on_one_rank(stage: int, dp: int, tp: int, cp: int, masked: bool) -> None:
@@ -177,7 +176,7 @@ def test_zero_trains_as_on_one_rank(stage: int, dp: int, tp: int, cp: int, maske
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("stage", "dp", "cp"), [(2, 2, 1), (3, 2, 1), (0, 1, 2), (3, 1, 2)])
+@pytest.mark.parametrize(("stage", "dp", "cp"), [(2, 2, 1), (3, 1, 2)])
 def test_zero_trains_adapters_as_on_one_rank(stage: int, dp: int, cp: int) -> None:
     _agree(pool(4).run(_zero, stage, dp, 2, cp, cp > 1, True), 1e-9)
 

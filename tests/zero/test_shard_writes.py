@@ -118,7 +118,7 @@ def test_a_write_to_a_gathered_parameter_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float16, torch.float64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float64)])
 @on_ranks(2)
 def test_a_parameter_that_takes_no_part_in_a_micro_batch_has_gradient_zero_there(dtype: torch.dtype) -> None:
     """A pattern says for each rank and micro-batch whether the layer takes part; it is not a unit of its own."""
@@ -148,12 +148,12 @@ def _loss_without(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("shape", [(0, 8), *exhaustive(((8, 0),), ((0,),))])
+@pytest.mark.parametrize("shape", [(0, 8), *exhaustive(((0,),))])
 @on_ranks(2)
 def test_a_parameter_without_elements_changes_nothing(shape: tuple[int, ...]) -> None:
     """It may be of another dtype too. The second half of the steps continues from a saved state."""
     results = []
-    for extra in (None, torch.float64, torch.bfloat16):
+    for extra in (None, torch.bfloat16):
         model, optimizer = _Layers(), None
         if extra is not None:
             model.layers[1].register_parameter("extra", nn.Parameter(torch.empty(shape, dtype=extra)))
@@ -175,4 +175,4 @@ def test_a_parameter_without_elements_changes_nothing(shape: tuple[int, ...]) ->
             optimizer.step()
             optimizer.zero_grad()
         results.append([gather_whole(p).clone() for p in model.parameters() if p.numel()])
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
