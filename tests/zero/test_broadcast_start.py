@@ -12,7 +12,7 @@ from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero import shard
 
 CONFIG = GPTConfig(vocab_size=13, n_positions=4, n_embd=8, n_layer=1, n_head=4)
@@ -60,16 +60,13 @@ class _Mixed(nn.Module):
             tensor.data.copy_(integers(seed + 2, *tensor.shape))
 
 
-def _mixed() -> None:
+@on_ranks(2)
+def test_frozen_parameters_and_buffers_are_broadcast_too() -> None:
     model, expected = _Mixed(dist.get_rank()), _Mixed(0).state_dict()
     shard(model, stage=0)
     assert not model.frozen.is_contiguous()
     for name, x in model.state_dict().items():
         assert torch.equal(x, expected[name]), name
-
-
-def test_frozen_parameters_and_buffers_are_broadcast_too() -> None:
-    pool(2).run(_mixed)
 
 
 @on_ranks(2)
@@ -86,4 +83,3 @@ def test_different_models_on_the_ranks_are_refused() -> None:
             with pytest.raises(ValueError, match=f"ranks have different parameters or buffers: rank 1 has {message}"):
                 _engine(model, stage, 2, 1, 1)
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    _mixed()

@@ -51,7 +51,7 @@ def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple
     return x, shard, *((each.sent, each.received) for each in traffic)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 63), (3, 1000), *exhaustive((2, 100), (3, 63), (4, 1000), (4, 2))])
+@pytest.mark.parametrize(("world", "size"), [(2, 63), (3, 1000), *exhaustive((3, 63), (4, 2))])
 def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
     truth = sum(_wide(rank, size).bfloat16().float() for rank in range(world))
     shard_size = -(-size // world)
@@ -144,9 +144,8 @@ def test_ranks_agree_to_the_bit_and_only_remainders_are_missing(world: int) -> N
         torch.testing.assert_close(arrived.double(), given.double(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @on_ranks(2)
-def test_non_finite_gradients_reach_all_ranks_and_leave_no_trace(bad: float) -> None:
+def test_non_finite_gradients_reach_all_ranks_and_leave_no_trace() -> None:
     """A bad number in one matrix on one rank; the next step of that matrix is as without it."""
     nexts = []
     for spoil in (True, False):
@@ -155,7 +154,7 @@ def test_non_finite_gradients_reach_all_ranks_and_leave_no_trace(bad: float) -> 
         if spoil:
             x = _drawn(dist.get_rank(), 1)
             if dist.get_rank() == 1:
-                x[10] = bad
+                x[10] = torch.inf
             one, other = _matrices(_reduce(compression, x))
             assert one.isnan().all() and other.isfinite().all()
         nexts.append(_matrices(_reduce(compression, _drawn(dist.get_rank(), 2))))

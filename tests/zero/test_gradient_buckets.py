@@ -216,10 +216,9 @@ def test_wrong_order_of_calls_is_refused() -> None:
         buckets.start(last=True)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_each_update_requires_new_gradients(stage: int) -> None:
+def test_each_update_requires_new_gradients() -> None:
     model = nn.Linear(2, 2)
-    buckets = shard(model, stage=stage)
+    buckets = shard(model, stage=1)
     optimizer, x = FlatAdamW(buckets), torch.ones(1, 2)
     for last in (False, True):
         with pytest.raises(ValueError, match=r"call finish\(\) after the last backward pass"):

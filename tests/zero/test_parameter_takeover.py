@@ -75,15 +75,12 @@ def test_hooks_of_sharded_parameters_are_called() -> None:
     buckets = shard(layer, mesh_of(1, 2), stage=0)
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
     assert layer.bias.note == "kept"  # type: ignore[union-attr]
-    optimizer = torch.optim.AdamW(layer.parameters())
     for _ in range(2):
         _step(buckets, layer, normal(0, 2, 3))
         assert seen == [("DTensor", torch.Size((4, 3)))]
         seen.clear()
         with pytest.raises(ValueError, match=r"^(weight|bias)\.grad is in the memory of ZeRO's gradient buckets"):
             nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-        with pytest.raises(ValueError, match=r"\.grad is in the memory of ZeRO's gradient buckets"):
-            optimizer.step()
     layer.bias.register_post_accumulate_grad_hook(lambda _: seen.append(("bias", layer.bias.shape)))  # type: ignore
     _step(buckets, layer, normal(0, 2, 3))
     assert ("bias", torch.Size((4,))) in seen
