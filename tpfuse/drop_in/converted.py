@@ -251,9 +251,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     """An nn.Linear (or transformers' Conv1D) whose output features are sharded; the last ranks may have fewer."""
 
     input_dim: int | None  # along which the input is this rank's shard; None for a whole input
-    ranges: (
-        Ranges | None
-    )  # [start, stop) of the rows of a replicated weight that this rank uses; None for a sharded one
+    ranges: Ranges | None  # the rows of a replicated weight that this rank uses; None for a sharded one
     transposed: bool  # whether the weight is [in, out]
     use_local_output: bool  # return a plain tensor, not a DTensor
     # (input, output) if the parent has computed the output with those of its other projections (`PreparedInput`)
