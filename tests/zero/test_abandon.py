@@ -23,8 +23,6 @@ from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
-Where = str
-
 
 class _Failure(RuntimeError):
     pass
@@ -34,7 +32,7 @@ class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.fails: Where = ""
+        self.fails: str = ""
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -60,7 +58,7 @@ def _engine(stage: int) -> tuple[_Model, GradientBuckets | FullySharded, FlatAda
     return model, buckets, FlatAdamW(buckets)
 
 
-def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fails_in: Callable[[int], Where]) -> None:
+def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fails_in: Callable[[int], str]) -> None:
     for number in range(2):
         engine.start(last=number == 1)
         model.fails = fails_in(number)
@@ -71,17 +69,14 @@ def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fail
     engine.finish()
 
 
-def _compare(implementation: Implementation, stage: int, where: Where, micro_batch: int, on_all_ranks: bool) -> None:
-    use(implementation=implementation)
-    try:
+def _compare(implementation: Implementation, stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> None:
+    with use(implementation=implementation):
         runs = [_trained(stage, where, micro_batch, on_all_ranks), _trained(stage, "", 0, on_all_ranks)]
-    finally:
-        use(implementation="auto")
     for failed, whole in zip(*runs, strict=True):
         assert torch.equal(failed, whole)
 
 
-def _trained(stage: int, where: Where, micro_batch: int, on_all_ranks: bool) -> list[Tensor]:
+def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> list[Tensor]:
     """This rank's parameters after two steps, of which the second fails once before."""
     model, engine, optimizer = _engine(stage)
     _step(model, engine, 0, lambda number: "")
@@ -118,7 +113,7 @@ def _trained(stage: int, where: Where, micro_batch: int, on_all_ranks: bool) -> 
     ],
 )
 def test_training_continues_after_an_abandoned_step(
-    implementation: Implementation, stage: int, where: Where, micro_batch: int, on_all_ranks: bool
+    implementation: Implementation, stage: int, where: str, micro_batch: int, on_all_ranks: bool
 ) -> None:
     if stage == 3 and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("stage 3 can abandon a step from torch 2.13 on")

@@ -56,7 +56,7 @@ def compute(reducer: GradientReducer, expected: list[Tensor]) -> None:
 class EqualNode:
     """Replaces `InterNodeReducer`: a second node has the same gradients, and owns no part of the shards."""
 
-    nodes, node = 1, 0
+    nodes, node, group = 1, 0, None
 
     def reduce_scatter(self, part: Tensor, *_: object) -> Tensor:
         return part * 2

@@ -59,6 +59,8 @@ class GradientReducer(ABC):
     Every rank must call the same methods in the same order.
     """
 
+    across: dist.ProcessGroup | None = None  # the ranks with which this rank sums between nodes, if it does so apart
+
     def __init__(self, specs: Sequence[BucketSpec], stage: int, shard_index: int, world: int) -> None:
         self.specs, self.stage, self.shard_index, self.world = tuple(specs), stage, shard_index, world
         self.traffic = Traffic()
@@ -79,11 +81,6 @@ class GradientReducer(ABC):
     def keeps_gradients(self) -> bool:
         """Return whether `gradient_buffer(i)` is the same tensor in all steps, so that gradients can be added to it."""
         return self.stage < 2
-
-    @property
-    def across(self) -> dist.ProcessGroup | None:
-        """Return the ranks with which this rank sums between nodes; None if there is no separate sum between nodes."""
-        return None
 
     @abstractmethod
     def begin(self) -> None:

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm.rank_order import sum_in_rank_order
@@ -66,6 +65,7 @@ class DirectReducer(GradientReducer):
         nodes, node = (1, 0) if inter_node is None else (inter_node.nodes, inter_node.node)
         super().__init__(specs, stage, memory.rank * nodes + node, memory.world * nodes)
         self.memory, self._name, self._inter_node = memory, name, inter_node
+        self.across = None if inter_node is None else inter_node.group
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
         self._counter_words = memory.signals(f"{name}: flags", 4)
         self._counters, self._generation = _Counters(), memory.generation
@@ -133,10 +133,6 @@ class DirectReducer(GradientReducer):
 
     def _wait_for_peer(self, rank: int, name: str, value: int, op: str) -> None:
         self.memory.wait_signal(self._counter_words, rank, _WORDS[name], value, op=op)
-
-    @property
-    def across(self) -> dist.ProcessGroup | None:
-        return None if self._inter_node is None else self._inter_node.group
 
     def values(self, index: int) -> Tensor:
         return self._values[index][self.memory.rank]
