@@ -57,18 +57,18 @@ def _whole(x: Tensor | None) -> Tensor | None:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def _close(found: Tensor | None, expected: Tensor | None, what: Any) -> None:
+    torch.testing.assert_close(_whole(found), _whole(expected), **TOLERANCE, msg=lambda text: f"{what}: {text}")
+
+
 def _assert_equal(ours: Tensor, theirs: Tensor, what: str) -> None:
     """Compare outputs: plain shards of tpfuse may have rows of zeros after those of torch's."""
     assert isinstance(ours, DTensor) == isinstance(theirs, DTensor), what
     if isinstance(ours, DTensor) and isinstance(theirs, DTensor):
-        assert ours.placements == theirs.placements and ours.device_mesh == theirs.device_mesh, (
-            what,
-            ours.placements,
-            theirs.placements,
-        )
+        assert ours.placements == theirs.placements and ours.device_mesh == theirs.device_mesh, what
         assert ours.shape == theirs.shape and ours.stride() == theirs.stride(), (what, ours.shape, theirs.shape)
         ours, theirs = ours.to_local(), theirs.to_local()
-    torch.testing.assert_close(ours, theirs, **TOLERANCE, msg=lambda text: f"{what}: {text}")
+    _close(ours, theirs, what)
 
 
 def _compare(
@@ -92,19 +92,12 @@ def _compare(
             inputs.append(x)
         _assert_equal(outs[0], outs[1], what)
         if inputs[0].is_floating_point():
-            assert inputs[0].grad is not None and inputs[1].grad is not None
-            gradients = [_whole(x.grad) for x in inputs]
-            torch.testing.assert_close(gradients[0], gradients[1], **TOLERANCE, msg=lambda text: f"{what}: dx {text}")  # noqa: B023
+            _close(inputs[0].grad, inputs[1].grad, f"{what}: dx")
         ours, theirs = (dict(made.named_parameters()) for made in modules)
         assert ours.keys() == theirs.keys()
         for name, parameter in ours.items():
             assert isinstance(parameter, DTensor) and parameter.placements == theirs[name].placements, (what, name)
-            torch.testing.assert_close(
-                _whole(parameter.grad),
-                _whole(theirs[name].grad),
-                **TOLERANCE,
-                msg=lambda text: f"{what}: d{name} {text}",  # noqa: B023
-            )
+            _close(parameter.grad, theirs[name].grad, f"{what}: d{name}")
 
 
 def _linears(
@@ -307,7 +300,7 @@ def _assert_same_training(model: nn.Module, gradients: dict[str, Tensor], what: 
     found = _gradients(model)
     assert found.keys() == gradients.keys(), what
     for name, x in gradients.items():
-        torch.testing.assert_close(found[name], x, **TOLERANCE, msg=lambda text: f"{what}: {name}: {text}")  # noqa: B023
+        _close(found[name], x, f"{what}: {name}")
 
 
 def _mixed(choices: list[tuple[bool, ...]], tokens: list[int]) -> None:
@@ -323,7 +316,7 @@ def _mixed(choices: list[tuple[bool, ...]], tokens: list[int]) -> None:
             loss = _loss(model, ids)
             loss.backward()
             what = f"{dict(zip(PARTS, ours, strict=True))}, local {local}, {length} tokens"
-            torch.testing.assert_close(loss, expected, **TOLERANCE, msg=lambda text: f"{what}: {text}")  # noqa: B023
+            _close(loss, expected, what)
             _assert_same_training(model, _gradients(whole), what)
 
 
@@ -360,7 +353,7 @@ def _prepared_inputs() -> None:
             results.append([out, _whole(x.grad), *_gradients(mlp).values()])
         for other in results[1:]:
             for expected, found in zip(results[0], other, strict=True):
-                torch.testing.assert_close(found, expected, **TOLERANCE, msg=lambda t: f"{kind} {source} {t}")  # noqa: B023
+                _close(found, expected, (kind, source))
 
 
 def _split_inputs() -> None:
@@ -373,9 +366,9 @@ def _split_inputs() -> None:
             each = _input(x, R, kind)
             out = inner(each)
             (out * out.detach().cos()).sum().backward()
-            found.append((out.detach(), _whole(each.grad)))
+            found.append((out.detach(), each.grad))
         for ours, theirs in zip(*found, strict=True):
-            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+            _close(ours, theirs, kind)
 
 
 def test_prepared_inputs_are_those_of_torchs_style() -> None:
@@ -449,7 +442,7 @@ def test_losses_of_sharded_logits_under_loss_parallel() -> None:
             loss = _loss(model, ids)
             assert isinstance(loss, DTensor)
             loss.backward()
-        torch.testing.assert_close(loss.full_tensor(), expected, **TOLERANCE)
+        _close(loss, expected, local)
         _assert_same_training(model, _gradients(whole), local)
 
 
@@ -514,5 +507,5 @@ def test_a_compiled_model_is_one_graph_with_the_same_gradients() -> None:
         model.zero_grad()
         _loss(compiled, ids).backward()
         for name, x in _gradients(model).items():
-            torch.testing.assert_close(x, expected[name], **TOLERANCE, msg=name)
+            _close(x, expected[name], name)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
-from tests.support import zero_training
 from tests.support.meshes import mesh_from, mesh_of
 from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive
@@ -166,23 +165,6 @@ def test_the_gradient_of_sums_is_divided_by_the_labels_of_all_ranks(stage: int, 
             each.step()
             each.zero_grad()
     check_near(model, {name: p.detach() for name, p in whole.named_parameters()})
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(4)
-def test_the_ranks_of_a_context_count_once(stage: int, counted: bool) -> None:
-    """The GPT's loss over a context is a sum over its ranks."""
-    layout, mesh = zero_training.Layout(dp=2, cp=2), mesh_of(2, 1, 2)
-    case = zero_training.gpt(context_mesh=mesh["cp"])
-    optimizer = ZeroOptimizer(case.model, mesh, stage=stage, units=case.units)
-    (rows,) = zero_training.micro_batches(layout, 1)
-    loss = case.loss(rows, 0)  # divided by the tokens of all ranks
-    (loss * zero_training.BATCH if counted else loss * layout.dp).backward()
-    if counted:
-        optimizer.divide_by(len(rows))
-    assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(zero_training.plain("gpt")[1][0], rel=1e-12)
 
 
 def miscounted(stage: int, kind: str) -> list[str]:

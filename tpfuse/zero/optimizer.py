@@ -9,11 +9,7 @@
     optimizer.zero_grad()
 
 As under DDP, each rank computes the mean loss of its own tokens, and the gradient is the mean over the data-parallel
-ranks. If ranks or micro-batches have different numbers of labels, that is not the mean over all labels. Then compute
-sums, and give their numbers of labels to `divide_by`: the gradient is that of Σ loss / Σ labels.
-
-    loss_sum.backward()
-    optimizer.divide_by(labels)
+ranks. If ranks or micro-batches have different numbers of labels, compute sums, and give the numbers to `divide_by`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
