@@ -97,13 +97,13 @@ class TextFile:
         """
         try:
             yield from self._read(self)
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise UserError(f"{self.path} is damaged or cut off: {error}: get it again") from None
         except UnicodeDecodeError as error:
             found = f"found byte {error.object[error.start]:#04x}"
             raise UserError(f"{self.path} is not UTF-8 text: {self._advice(found)}") from None
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from None
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise UserError(f"cannot read {self.path}: {error.strerror}") from None
+            raise UserError(f"{self.path} is damaged or cut off: {error}: get it again") from None
 
     def _advice(self, found: str) -> str:
         """Return what to do with a file that is not UTF-8 text."""
@@ -258,43 +258,17 @@ def _parquet(file: TextFile) -> Iterator[Piece]:
             raise UserError(f"{file.path} cannot be read as Parquet: {str(caught)[:200]}") from None
 
 
-class _Zstandard(io.RawIOBase):
-    """The contents of the frames of zstd in a file. The library's reader takes a cut frame for a whole one."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        package = optional_package("zstandard", "a file compressed by zstd")
-        self._raw, self._error = raw, package.ZstdError
-        self._new_frame: Callable[[], Any] = package.ZstdDecompressor().decompressobj
-        self._frame, self._within, self._rest, self._ready = self._new_frame(), False, b"", b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as there is data. Raise EOFError."""
-        while not self._ready:
-            data = self._rest or self._raw.read(_PART // 8)
-            if not data:
-                if self._within:
-                    raise EOFError("its last frame is not whole")
-                return 0
-            try:
-                self._ready = self._frame.decompress(data)
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            self._rest, self._within = self._frame.unused_data, not self._frame.eof
-            if self._frame.eof:
-                self._frame = self._new_frame()
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
+def _zstandard(raw: IO[bytes]) -> Any:
+    """Return what the frames of zstd in a file hold. An OSError without a number says that one is not whole."""
+    package = optional_package("pyarrow", "a file compressed by zstd")
+    return package.CompressedInputStream(package.PythonFile(raw, mode="r"), "zstd")
 
 
 _COMPRESSIONS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda raw: io.BufferedReader(_Zstandard(raw), _PART),
+    b"\x28\xb5\x2f\xfd": _zstandard,
 }
 _SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _READERS: dict[str, Callable[[TextFile], Iterator[Piece]]] = {
