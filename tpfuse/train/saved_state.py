@@ -20,7 +20,8 @@ _SCHEMA = {
     "dtype": str,
     "model": dict,
     "data": {"sha256": str, "tokens": int},
-    "config": {"train": {"steps": int}, "optim": dict},
+    "config": {"train": {"steps": int, "dtype": str}, "optim": dict},
+    "proof": {"tokens": str, "loss": float, "machine": str},
 }
 
 
