@@ -17,6 +17,7 @@ from tests.support.tiers import exhaustive
 from tests.support.training import check_same, new_trainer, options_of, ranks_of, whole_weights
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
+from tpfuse.train.batches import MicroBatch
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.language_model import ModelConfig
 
@@ -47,14 +48,14 @@ def losses(options: Any, config: ModelConfig) -> tuple[float, float, list[float]
         both = _ids(config.vocab_size)
         ids, targets = both[:, :-1], both[:, 1:]
         with torch.no_grad():
-            whole = model.loss(ids, targets, 1.0).item()
+            whole = model.loss(MicroBatch(ids, targets)).item()
             model.document_start = None
-            attending = model.loss(ids, targets, 1.0).item()
+            attending = model.loss(MicroBatch(ids, targets)).item()
             alone = 0.0
             for row in range(len(ids)):
                 starts = sorted({0, *(ids[row] == START).nonzero().flatten().tolist()})
                 for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
-                    alone += model.loss(ids[row : row + 1, start:end], targets[row : row + 1, start:end], 1.0).item()
+                    alone += model.loss(MicroBatch(*(x[row : row + 1, start:end] for x in (ids, targets)))).item()
     return whole, attending, alone
 
 

@@ -18,11 +18,10 @@ from tpfuse.profile.compare import SUMMARY
 from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.summary import summarise, table
 from tpfuse.profile.trace_files import read_traces
-from tpfuse.train.config import PRESETS
+from tpfuse.train.config import PRESETS, profiled_steps
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.options import ProfileCommand
-from tpfuse.train.step_numbers import profiled_steps
 
 TRACE, RUN = "trace", "run"  # folders within a profile
 

@@ -25,17 +25,17 @@ _CHUNK = 1 << 20  # tokens to count in one call: np.bincount converts each token
 
 
 class MicroBatch(NamedTuple):
-    """What each stage of a model is given: the arguments of `LanguageModel.loss`, or without targets ids for logits.
-
-    cache: the GPT's keys and values, for logits. length: the number of ids in each row before padding, for logits;
-    None for all.
-    """
+    """Sequences for a loss, or without targets for logits. ids, targets: [sequences, tokens] int64, on all ranks."""
 
     ids: Tensor
     targets: Tensor | None = None
-    weight: float | None = None
+    # The factor of the loss.
+    weight: float | None = 1.0
+    # (seed, step) of the dropout in a training step; None for none.
     at: tuple[int, int] | None = None
+    # The numbers of these sequences in the whole batch.
     sequences: Tensor | None = None
+    # For logits: the GPT's keys and values; the number of ids in each row before padding (None: all).
     cache: KeyValueCache | None = None
     length: int | None = None
 

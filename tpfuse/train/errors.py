@@ -1,13 +1,36 @@
 """Errors that end a command with one line on stderr, and the exit status of each."""
 
+import contextlib
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
     """Bad input, exit status 2. The message says what was received and what to do."""
 
     status = 2
+
+
+@contextlib.contextmanager
+def refusing(before: str = "", after: str = "") -> Iterator[None]:
+    """Raise UserError for a ValueError in the block, with its message between `before` and `after`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{before}{error}{after}") from None
+
+
+def optional_package(name: str, needed: str) -> Any:
+    """Return a package of the extra `data`. Raise UserError, which says what needs it, if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(f"{needed} needs the package {name}: pip install 'tpfuse[data]'") from None
 
 
 class CheckpointMismatch(ValueError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tpfuse.train.batches import Mixture
+from tpfuse.train.batches import MicroBatch, Mixture
 from tpfuse.train.config import parse_train
 from tpfuse.train.data import kept_tokens, read_data, read_sources
 from tpfuse.train.errors import UserError
@@ -32,10 +32,9 @@ def mean_loss(model: LanguageModel, tokens: TokenSequence, device: torch.device,
         both = torch.from_numpy(tokens[start : start + span + 1].astype(np.int64)).to(device)
         whole = (len(both) - 1) // length * length
         if whole:
-            ids, targets = both[:whole].view(-1, length), both[1 : whole + 1].view(-1, length)
-            total += model.loss(ids, targets, 1.0).item()
+            total += model.loss(MicroBatch(both[:whole].view(-1, length), both[1 : whole + 1].view(-1, length))).item()
         if whole < len(both) - 1:
-            total += model.loss(both[None, whole:-1], both[None, whole + 1 :], 1.0).item()
+            total += model.loss(MicroBatch(both[None, whole:-1], both[None, whole + 1 :])).item()
     return total / (len(tokens) - 1)
 
 

@@ -17,7 +17,7 @@ from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
 from tpfuse.train.checkpoint import Shards, open_checkpoint
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError, instead_of
+from tpfuse.train.errors import UserError, instead_of, refusing
 from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.options import ModelOptions, TrainCommand
 from tpfuse.train.saved_state import fits, open_run, saved_state
@@ -65,10 +65,8 @@ def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
     tokenizer = source / "tokenizer.json"
     data: dict[str, Any] = {"tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
     if _is_huggingface(source):
-        try:
+        with refusing("--init-from ", "; --model.from takes other models of transformers"):
             config = read_config(source)
-        except ValueError as error:
-            raise UserError(f"--init-from {error}; --model.from takes other models of transformers") from None
         if not data and config.vocab_size == GPTConfig().vocab_size:
             data = {"tokenizer": "gpt2"}
         return {"model": {name: getattr(config, name) for name in _SHAPE}, "data": data}
@@ -91,10 +89,8 @@ def decoder_options(folder: Path) -> dict[str, dict[str, Any]]:
     They are the length of sequences and the tokenizer: that of the folder, or, if it has no file of one, gpt2 or bytes
     for a vocabulary of their size. Raise UserError for a folder without a model of transformers.
     """
-    try:
+    with refusing("--model.from "):
         config = DecoderConfig.read(folder)
-    except ValueError as error:
-        raise UserError(f"--model.from {error}") from None
     tokenizer = folder / "tokenizer.json"
     name = str(tokenizer if tokenizer.is_file() else folder)
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -118,10 +114,8 @@ def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
     if name is None:
         return None
     if _is_huggingface(name):
-        try:
+        with refusing("--init-from "):
             source = Source(f"--init-from {name}", name, open_pretrained(name).config, None)
-        except ValueError as error:
-            raise UserError(f"--init-from {error}") from None
     else:
         saved, state, theirs, tokenizer = open_run(name)
         source = Source(f"--init-from {name}", saved.folder, theirs, tokenizer)
@@ -137,10 +131,8 @@ def _decoder_source(folder: Path, config: DecoderConfig) -> Source:
     name = f"--model.from {folder}"
     if not [*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")]:
         return Source(name, None, config, None)
-    try:
+    with refusing("--model.from "):
         config.find_weights(folder)
-    except ValueError as error:
-        raise UserError(f"--model.from {error}") from None
     return Source(name, folder, config, None)
 
 
@@ -173,22 +165,18 @@ def load_weights(folder: Path, config: ModelConfig, shards: Shards) -> None:
     """
     held = {name: shards[name] for name in shards if name.startswith("model.")}
     if isinstance(config, DecoderConfig):
-        try:
+        with refusing("--model.from "):
             found = config.find_weights(folder)
             for name, each in held.items():
                 for shard in each:
                     read_shard(shard.tensor.detach(), shard.slices, shard.shape, found[name.removeprefix("model.")])
-        except ValueError as error:
-            raise UserError(f"--model.from {error}") from None
         return
     if _is_huggingface(folder):
-        try:
+        with refusing("--init-from "):
             pretrained = open_pretrained(folder)
             for name, each in held.items():
                 for shard in (shard for shard in each if shard.tensor.numel()):
                     shard.tensor.detach().copy_(pretrained.read(name.removeprefix("model."), shard.slices))
-        except ValueError as error:
-            raise UserError(f"--init-from {error}") from None
         return
     saved = open_checkpoint(folder)
     theirs = saved_state(saved)[1]

@@ -48,21 +48,12 @@ class LanguageModel(ABC):
     def compile(self, *, one_graph: bool) -> None:
         """Let training steps run by torch.compile. one_graph: whether a break of the graph is an error."""
 
-    def loss(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        weight: float,
-        at: tuple[int, int] | None = None,
-        sequences: Tensor | None = None,
-    ) -> Tensor:
-        """Return the sum over all tokens of their losses in nats, times `weight`, as a scalar.
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """Return the sum over all tokens of their losses in nats, times the weight of the batch, as a scalar.
 
-        ids, targets: [sequences, tokens] int64, equal on all ranks that share them. Each context-parallel rank returns
-        its part of the sum. at: (seed, step) of the dropout in a training step; None to evaluate. sequences: the
-        numbers of these sequences in the whole batch.
+        Each context-parallel rank returns its part of the sum.
         """
-        return self.part(self.stages[0], None, MicroBatch(ids, targets, weight, at, sequences))
+        return self.part(self.stages[0], None, batch)
 
     @abstractmethod
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:

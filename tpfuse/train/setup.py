@@ -20,13 +20,13 @@ from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.switches import resolved_kernels, use
 from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good, open_checkpoint
 from tpfuse.train.compiled import check_compiler
-from tpfuse.train.config import resolved
+from tpfuse.train.config import profiled_steps, resolved
 from tpfuse.train.continuation import check_schedule, described
 from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import CheckpointError, UserError
+from tpfuse.train.errors import CheckpointError, UserError, refusing
 from tpfuse.train.hardware import device_count
 from tpfuse.train.initial_weights import find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined
@@ -36,7 +36,6 @@ from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
-from tpfuse.train.step_numbers import profiled_steps
 from tpfuse.train.token_file import TokenFiles, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
@@ -132,11 +131,9 @@ def _check_batch(options: TrainCommand) -> None:
             f" (--train.batch {train.batch}, dp {dp})"
         )
     if options.parallel.pp > 1:
-        try:
+        given = f", --train.micro-batch {train.micro_batch}" if train.micro_batch else ""
+        with refusing("", f" (--train.batch {train.batch}, dp {dp}{given})"):
             pipeline_order(options)
-        except ValueError as error:
-            given = f", --train.micro-batch {train.micro_batch}" if train.micro_batch else ""
-            raise UserError(f"{error} (--train.batch {train.batch}, dp {dp}{given})") from None
     held = 8 * (train.batch + share * (options.model.n_positions + 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if held > memory:
@@ -156,10 +153,8 @@ def _check_pipeline(options: TrainCommand) -> None:
     ]
     if changed and parallel.pp == 1:
         raise UserError(f"{', '.join(changed)}: only for --parallel.pp of at least 2")
-    try:
+    with refusing(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: "):
         stage_owners(parallel)
-    except ValueError as error:
-        raise UserError(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: {error}") from None
     if train.compile and parallel.pp_schedule in ("zero_bubble", "zbv"):
         raise UserError(
             f"--parallel.pp-schedule {parallel.pp_schedule} splits backward passes, which --train.compile cannot:"
@@ -194,10 +189,8 @@ def _check_zero(options: TrainCommand) -> None:
     ):
         if zero.stage == 3 and value != usual:
             raise UserError(f"--zero.{name} {value} is for --zero.stage 0, 1 and 2, not for 3")
-    try:
+    with refusing("--zero."):
         compression_of(zero.compression)
-    except ValueError as error:
-        raise UserError(f"--zero.{error}") from None
 
 
 def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) -> None:
@@ -208,18 +201,13 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
     model = outlined(config, None, getattr(torch, options.train.dtype))
     worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.data_ranks * parallel.cp)
     layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES)
-    try:
+    with refusing("--zero."):
         check_space(Path(zero.offload), state_bytes(layouts, zero.stage) * local_ranks // parallel.tp)
-    except ValueError as error:
-        raise UserError(f"--zero.{error}") from None
 
 
 def _check_kernels(options: TrainCommand) -> None:
-    try:
-        with use(kernels=options.kernels):
-            resolved_kernels("cuda" if device_count() else "cpu")
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
+    with refusing("--"), use(kernels=options.kernels):
+        resolved_kernels("cuda" if device_count() else "cpu")
     if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"
@@ -285,32 +273,20 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
         if options.parallel.pp > 1:
             _check_cut(options, decoder)
         return decoder
-    config = GPTConfig(
-        vocab_size,
-        model.n_positions,
-        model.n_embd,
-        model.n_layer,
-        model.n_head,
-        model.bias,
-        model.dropout,
-        model.layer_norm_epsilon,
-    )
-    try:
+    shape = {item.name: getattr(model, item.name) for item in fields(model) if item.name not in ("preset", "from_")}
+    config = GPTConfig(vocab_size, **shape)
+    with refusing():
         config.check(options.parallel.tp)
         _check_context(options.parallel, config)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     _check_cut(options, config)
     return config
 
 
 def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
     """Raise UserError if the layers of the model cannot be cut into the stages of the options."""
-    try:
+    given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
+    with refusing(f"--parallel.{given}"):
         pipeline_stages(options, config)
-    except ValueError as error:
-        given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
-        raise UserError(f"--parallel.{given}{error}") from None
 
 
 def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> DecoderConfig:
@@ -327,7 +303,7 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
         raise UserError("--train.recompute selective is for the GPT: with --model.from, give full or none")
     if parallel.cp > 1 and parallel.cp_balance != "zigzag":
         raise UserError(f"--parallel.cp-balance {parallel.cp_balance} is for the GPT: with --model.from, give zigzag")
-    try:
+    with refusing(f"--model.from {folder}: "):
         config = DecoderConfig.read(folder, options.model.n_positions)
         config.check(parallel.tp)
         if parallel.cp > 1:
@@ -335,10 +311,6 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
             _check_context(parallel, config)
         if options.data.documents == "mask":
             config.check_documents()
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"--model.from {folder}: {error}") from None
     return config
 
 

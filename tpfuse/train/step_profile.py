@@ -11,10 +11,10 @@ from torch import nn
 
 from tpfuse.comm import trace
 from tpfuse.profile.recording import kernels_compiled_for_traces, layer_spans, record
+from tpfuse.train.config import profiled_steps
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import NvtxRanges
 from tpfuse.train.options import ProfileOptions
-from tpfuse.train.step_numbers import profiled_steps
 from tpfuse.train.torch_profile import TorchProfile
 
 

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tpfuse.train.errors import UserError
-from tpfuse.train.optional import optional_package
+from tpfuse.train.errors import UserError, optional_package
 from tpfuse.train.untrusted import MOST, check_fetched, check_regular, quoted, reading
 
 _PART = 1 << 20  # characters, or bytes, in one read

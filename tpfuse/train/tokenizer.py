@@ -13,8 +13,7 @@ import tokenizers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from tpfuse.train.errors import UserError, hub_hint
-from tpfuse.train.optional import optional_package
+from tpfuse.train.errors import UserError, hub_hint, optional_package
 from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_bytes, read_json, read_text, reading
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype` returns

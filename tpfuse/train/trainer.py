@@ -206,17 +206,18 @@ class Trainer:
         """Return the number of tokens of a batch."""
         return self.options.train.batch * self.config.n_positions
 
-    def micro_batches(self, windows: Windows, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return (ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
+    def micro_batches(
+        self, windows: Windows, number: int, weight: float = 1.0, at: tuple[int, int] | None = None
+    ) -> list[MicroBatch]:
+        """Return this rank's micro-batches of batch `number`."""
         size = micro_batch_size(self.options)
-        cuts = range(self.share.start, self.share.stop, size)
         return [
-            (
-                *windows.sequences(number, cut, cut + size, self.device),
+            MicroBatch(
+                *windows.sequences(number, cut, cut + size, self.device), weight, at,
                 torch.arange(cut, cut + size, device=self.device),
             )
-            for cut in cuts
-        ]
+            for cut in range(self.share.start, self.share.stop, size)
+        ]  # fmt: skip
 
     def train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
         """Train on batch `self.step` and increment the step.
@@ -226,27 +227,26 @@ class Trainer:
         """
         options = self.options
         tokens = self.tokens_per_step
-        at = (options.train.seed, self.step)
         for memory in connected():
             memory.step = self.step
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         before = self.engine.traffic
         sent, received = before.sent, before.received
-        batches = self.micro_batches(windows, self.step)
         weight = self.loss_scale / tokens
+        batches = self.micro_batches(windows, self.step, weight, (options.train.seed, self.step))
         with compiler_errors(self.step) if options.train.compile else nullcontext():
             if self.runner is None:
-                for index, (ids, targets, sequences) in enumerate(batches):
+                for index, batch in enumerate(batches):
                     self.engine.start(last=index == len(batches) - 1)
                     with span("micro_batch", f"micro-batch {index}"):
                         with span("phase", "forward"), self._autocast():
-                            loss = self.language_model.loss(ids, targets, weight, at, sequences)
+                            loss = self.language_model.loss(batch)
                         with span("phase", "backward"):
                             loss.backward()  # type: ignore[no-untyped-call]
                     total += loss.detach() / weight
             else:
                 self.engine.start(last=True, backwards=len(batches))
-                for loss in self.runner.train(self._pipelined(batches, weight, at), self.engine):
+                for loss in self.runner.train(batches, self.engine):
                     total += loss / weight
         with span("phase", "gradients"):
             self.engine.finish()
@@ -271,12 +271,6 @@ class Trainer:
         after = self.engine.traffic
         return replace(result, sent=after.sent - sent, received=after.received - received)
 
-    @staticmethod
-    def _pipelined(
-        batches: list[tuple[Tensor, Tensor, Tensor]], weight: float, at: tuple[int, int] | None
-    ) -> list[MicroBatch]:
-        return [MicroBatch(ids, targets, weight, at, sequences) for ids, targets, sequences in batches]
-
     def _agree(self, total: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
         """Return the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
         any rank must stop, and `StepResult.idle`.
@@ -295,16 +289,16 @@ class Trainer:
         idle = tuple(1.0 - busy / max(ended) for busy in busy_s) if any(ended) else ()
         return squared, loss, counted * self.dp / self.world, stopping > 0, idle
 
-    def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
+    def _overflow(self, result: StepResult, batches: list[MicroBatch]) -> StepResult:
         """Halve the loss scale and make no update in float16. Raise RunError if that cannot help."""
         if self._scales and result.loss == result.loss and self.loss_scale > 1.0:
             self._rescale(0.5)
             self.steps_since_overflow = 0
             self.step += 1
             return replace(result, skipped=True)
-        at = (self.options.train.seed, self.step)
+        batches = [batch._replace(weight=1.0) for batch in batches]
         whole = self.model if self.runner is None else outlined(self.config, None, self.dtype)
-        layer = find_nonfinite(self.model, whole, self.engine, lambda: self._losses(batches, at), self.world_group)
+        layer = find_nonfinite(self.model, whole, self.engine, lambda: self._losses(batches), self.world_group)
         raise RunError(
             f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
             " update, so the last checkpoint is untouched"
@@ -333,7 +327,7 @@ class Trainer:
         for number in range(first, first + batches):
             micro_batches = self.micro_batches(windows, number)
             labels += _labels(micro_batches)
-            for loss in self._losses(micro_batches, None):
+            for loss in self._losses(micro_batches):
                 total += loss
         if self.tp_rank:
             total.zero_()
@@ -343,15 +337,12 @@ class Trainer:
         return float(whole / (counted * self.dp / self.world))
 
     @torch.no_grad()
-    def _losses(self, batches: list[tuple[Tensor, Tensor, Tensor]], at: tuple[int, int] | None) -> Sequence[Tensor]:
-        """Return the sums of the losses of micro-batches, which of a pipeline only the ranks of its last stage have.
-
-        at: (seed, step) of the dropout; None for none.
-        """
+    def _losses(self, batches: list[MicroBatch]) -> Sequence[Tensor]:
+        """Return the sums of the losses of micro-batches, which of a pipeline only the ranks of its last stage have."""
         if self.runner is not None:
-            return self.runner.forward(self._pipelined(batches, 1.0, at))
+            return self.runner.forward(batches)
         with self._autocast():
-            return [self.language_model.loss(ids, targets, 1.0, at, sequences) for ids, targets, sequences in batches]
+            return [self.language_model.loss(batch) for batch in batches]
 
     def generate(self, ids: Tensor, tokens: int) -> Tensor:
         """Return the texts `ids`, [sequences, tokens] int64, each with at most `tokens` more. All ranks call this."""
@@ -454,6 +445,6 @@ class Trainer:
         self.optimizer.updates = int(state["updates"])
 
 
-def _labels(batches: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+def _labels(batches: list[MicroBatch]) -> Tensor:
     """Return the number of targets of these micro-batches that have a loss, int64 []."""
-    return torch.stack([(~is_ignored(targets)).sum() for _, targets, _ in batches]).sum()
+    return torch.stack([(~is_ignored(batch.targets)).sum() for batch in batches if batch.targets is not None]).sum()
