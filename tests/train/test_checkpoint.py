@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,19 +81,24 @@ def silent(line: str) -> None:
     raise AssertionError(f"unexpected warning: {line}")
 
 
-def save_grid(run: Path, seed: int, step: int = 1) -> str:
+def save_shards(run: Path, make: Callable[..., Any], seed: int, step: int = 1) -> str:
     group = dist.group.WORLD
     assert group is not None
-    shards = grid_shards(seed, group.rank(), group.size())
+    shards = make(seed, group.rank(), group.size())
     return str(checkpoint.save(run, step, shards, STATE, keep=0, group=group, warn=silent))
 
 
-def load_grid(folder: Path, seed: int) -> bool:
-    expected = grid_shards(seed, dist.get_rank(), dist.get_world_size())
+def load_shards(folder: Path, make: Callable[..., Any], seed: int) -> bool:
+    expected = make(seed, dist.get_rank(), dist.get_world_size())
     saved = checkpoint.open_checkpoint(folder)
     assert_loads(saved, expected)
     assert checkpoint.differing(saved, expected, dist.group.WORLD) == [], "however the tensors are cut"
     return True
+
+
+def assert_written_once(saved: checkpoint.Checkpoint, seed: int) -> None:
+    in_files = sum(t.nbytes for name in saved.manifest["files"] for t in load_file(saved.folder / name).values())
+    assert in_files == sum(whole.nbytes for whole in wholes(seed).values())
 
 
 def assert_loads(saved: checkpoint.Checkpoint, expected: dict[str, list[Shard]]) -> None:
@@ -153,9 +160,10 @@ def test_files_are_read_by_the_safetensors_library(tmp_path, monkeypatch, chunk)
 def test_random_grids_of_shards_load_into_one_another(tmp_path, world, seeds):
     for seed in range(seeds):
         folder = tmp_path / f"{seed}" / "step-1"
-        assert pool(world).run(save_grid, folder.parent, seed) == [str(folder)] * world
-        assert pool(world % 4 + 1).run(load_grid, folder, seed) == [True] * (world % 4 + 1)
+        assert pool(world).run(save_shards, folder.parent, grid_shards, seed) == [str(folder)] * world
+        assert pool(world % 4 + 1).run(load_shards, folder, grid_shards, seed) == [True] * (world % 4 + 1)
         saved = checkpoint.newest_good(folder.parent, warn=silent)
+        assert_written_once(saved, seed)
         for cells in (1, 2, 3, 4, 6, 12):
             for rank in range(cells):
                 assert_loads(saved, grid_shards(seed, rank, cells))
@@ -188,15 +196,6 @@ def wrong_copy(run: Path) -> list[str]:
 
 def test_a_wrong_copy_of_another_rank_is_named(tmp_path):
     assert pool(2).run(wrong_copy, tmp_path) == [["w of rank 1"]] * 2
-
-
-def test_replicas_are_written_once(tmp_path):
-    folder = Path(pool(4).run(save_grid, tmp_path, 3)[0])
-    table = json.loads((folder / "manifest.json").read_text())
-    elements = sum(math.prod(b - a for a, b in s["ranges"]) for t in table["tensors"].values() for s in t["slices"])
-    assert elements == sum(math.prod(shape) for shape, _ in SHAPES.values())
-    in_files = sum(t.nbytes for name in table["files"] for t in load_file(folder / name).values())
-    assert in_files == sum(whole.nbytes for whole in wholes(3).values())
 
 
 def test_only_ranks_that_write_have_a_file(tmp_path):
@@ -269,7 +268,7 @@ def save_wrong(run: Path, what: str) -> str:
         message = "saved"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-    assert save_grid(run, 0, 2) == str(run / "step-2")
+    assert save_shards(run, grid_shards, 0, 2) == str(run / "step-2")
     return message
 
 
@@ -390,28 +389,16 @@ def cut_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
     return shards
 
 
-def save_cut(run: Path, seed: int) -> str:
-    group = dist.group.WORLD
-    shards = cut_shards(seed, dist.get_rank(), dist.get_world_size())
-    return str(checkpoint.save(run, 1, shards, STATE, keep=0, group=group, warn=silent))
-
-
-def load_cut(folder: Path, seed: int) -> bool:
-    assert_loads(checkpoint.open_checkpoint(folder), cut_shards(seed, dist.get_rank(), dist.get_world_size()))
-    return True
-
-
 @pytest.mark.parametrize(("world", "seeds"), [(3, 1), *exhaustive((1, 3), (3, 5))])
 def test_a_rank_saves_several_shards_of_one_tensor(tmp_path, world, seeds):
     for seed in range(seeds):
         folder = tmp_path / f"{seed}" / "step-1"
-        assert pool(world).run(save_cut, folder.parent, seed) == [str(folder)] * world
+        assert pool(world).run(save_shards, folder.parent, cut_shards, seed) == [str(folder)] * world
         saved = checkpoint.newest_good(folder.parent, warn=silent)
         keys = [(s["file"], s["key"]) for table in saved.manifest["tensors"].values() for s in table["slices"]]
         assert len(set(keys)) == len(keys) > len(SHAPES)
-        in_files = sum(t.nbytes for name in saved.manifest["files"] for t in load_file(folder / name).values())
-        assert in_files == sum(whole.nbytes for whole in wholes(seed).values())
-        assert pool(2).run(load_cut, folder, seed) == [True] * 2
+        assert_written_once(saved, seed)
+        assert pool(2).run(load_shards, folder, cut_shards, seed) == [True] * 2
         for ranks in (1, 3, 4, 7):
             for rank in range(ranks):
                 assert_loads(saved, cut_shards(seed, rank, ranks))

@@ -1,10 +1,8 @@
 """The commands in this process: their output, files and status. test_launch.py runs them with several ranks."""
 
-import ast
 import errno
 import fcntl
 import io
-import itertools
 import json
 import os
 import re
@@ -18,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -41,7 +38,6 @@ from tpfuse.train.stop import StopRequest
 from tpfuse.train.token_file import write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer
 from tpfuse.train.trainer import Trainer
-from tpfuse.zero import offload
 
 NO_SPACE = "No space left on device"
 
@@ -78,13 +74,8 @@ def test_a_run_prints_its_first_and_last_lines(trained: Path, text: Path) -> Non
     assert out.startswith(f"reading  {text}\nmodel    2 layers"), "before torch is imported"
     first, last = (row["val_loss"] for row in read_metrics(trained / "metrics.jsonl") if row["step"] in (0, 12))
     assert f"\nvalidation loss {first:.4f} -> {last:.4f} nats per token\n" in out
-    assert "\na unigram model, which knows only how often each token occurs, has a loss of " in out
-    assert "\nsample\n" in out
-    assert f"files in {trained}/: metrics.jsonl, loss.png, tensorboard/, config.toml, tokenizer.json, data/, " in out
     assert re.search(r"^step 12/12  loss .*  process \d+ MiB  0:00 left$", out, re.M)
     assert re.search(r"^memory   ZeRO stage 0, counted [\d.]+ MiB a rank: parameters [\d.]+, gradients ", out, re.M)
-    measured = r"^memory   measured [\d.]+ MiB after the first step, with workspaces\n +process \d+ MiB, with Python"
-    assert re.search(measured, out, re.M)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(trained: Path, copied: Path, commands: Commands) -> None:
@@ -100,19 +91,16 @@ def test_a_resumed_run_ends_with_the_same_bits(trained: Path, copied: Path, comm
     assert first.manifest["files"] == second.manifest["files"], "to the last byte"
 
 
-def test_sample_prints_the_prompt_and_its_continuation(trained: Path, commands: Commands) -> None:
+def test_sample_prints_the_prompt_and_its_continuation(trained: Path, tmp_path: Path, commands: Commands) -> None:
     ways = ("--temperature 0", "--temperature 0", "--seed 1", "--seed 2", "--top-k 1")
     texts = [commands.do("sample", trained, "--prompt", "the c", "--tokens", "40", *way.split()) for way in ways]
     assert all(text.startswith("the c") and len(text) == 5 + 40 + 1 for text in texts)
     assert texts[0] == texts[1] == texts[4]
     assert texts[2] != texts[3]
-
-
-def test_several_samples_continue_a_prompt_from_a_file(trained: Path, tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "prompt.txt").write_text("the c")
     several = ["--samples", "2", "--top-p", "0.9", "--prompt-file", tmp_path / "prompt.txt", "--tokens", "40"]
     texts = commands.do("sample", trained, *several, "--seed", "1").removesuffix("\n").split(BETWEEN)
-    assert len(texts) == 2 and texts[0] != texts[1] and all(len(text) == 45 for text in texts)
+    assert len(texts) == 2 and texts[0] != texts[1]
     second = ("sample", trained, "--prompt", "the c", "--tokens", "40", "--seed", "2")
     assert commands.do(*second, "--top-p", "0.9") == texts[1] + "\n", "the first sample of the next seed"
     assert commands.do(*second) != texts[1] + "\n", "without top-p other tokens are drawn"
@@ -128,16 +116,6 @@ def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, commands: Com
     assert not (commands.out / "data").exists(), "a prepared file is read where it is"
     assert 'tokenizer = "chars"' in (commands.out / "config.toml").read_text(), "the one that was used"
     commands.do("sample", commands.out, "--prompt", "the", "--tokens", "5")
-
-
-def test_a_disk_without_space_for_the_optimizer(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes before anything is written, and says how much space is needed and how much there is."""
-    full = os.statvfs_result((4096, 4096, 1000, 2, 2, 10, 10, 10, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda path: full)
-    monkeypatch.setattr(offload, "_IN_MEMORY", ())
-    error = commands.fail_to_train("--zero.offload", Path.cwd())
-    assert "has too little space: optimizer state needs" in error and "0.01 MiB are free" in error
-    assert not commands.out.exists()
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,21 +213,6 @@ def test_a_run_reads_several_sources_with_weights(text: Path, tmp_path: Path, co
     assert f"tokens-1.bin has the tokens of {text}, not of {code}" in error
 
 
-def test_a_run_on_several_token_files_resumes_with_the_same_ones(
-    text: Path, tmp_path: Path, commands: Commands
-) -> None:
-    tokens = np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.uint16)
-    for index, part in enumerate(np.split(tokens, [1000])):
-        write_token_file(tmp_path / "shards", [part], ByteTokenizer(), "test", f"web_train_{index:06}")
-    said = commands.train(*SHORT, "--data.path", tmp_path / "shards" / "web_train_*.bin")
-    assert "text     2 files, " in said
-    resume = parse_train(["--resume", "--out", str(commands.out)])
-    assert prepare_run(with_layout(resume, 1)).checkpoint is not None
-    write_token_file(tmp_path / "shards", [tokens[:500]], ByteTokenizer(), "test", "web_train_000002")
-    expected = f"--resume with different data: {commands.out} was trained on tokens with SHA-256"
-    assert expected in commands.fail_to_resume()
-
-
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
     """Return at_step(step, action), which lets the action happen before the evaluation of that step."""
@@ -313,6 +276,14 @@ def test_a_folder_has_one_run_at_a_time(copied: Path, commands: Commands) -> Non
     os.close(holder)
     commands.resume("--train.steps", "15")
     assert 15 in steps(copied)
+
+
+def test_a_stopped_run_saves_and_can_be_resumed(commands: Commands, at_step: Callable[..., None]) -> None:
+    at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    said = commands.train()
+    assert f"stopped at step 7 of 12; continue with: python -m tpfuse train --resume --out {commands.out}" in said
+    assert steps(commands.out) == [5, 7]
+    assert "trained 8 steps" in commands.resume("--train.steps", "8")
 
 
 def test_a_ruined_model_does_not_replace_a_good_checkpoint(commands: Commands) -> None:
@@ -383,11 +354,11 @@ def test_a_failed_save_warns_and_is_tried_again(commands: Commands, full_disk: C
 
 def test_a_full_disk_at_the_end_is_an_error(commands: Commands, full_disk: Callable[[int], None]) -> None:
     full_disk(10**9)
-    assert run(["train", *commands.flags, "--out", str(commands.out)]) == 1
+    short = "--train.steps 2 --train.eval-every 0".split()
+    assert run(["train", *commands.flags, *short, "--out", str(commands.out)]) == 1
     captured = commands.printed.readouterr()
     assert "no checkpoint" in captured.out
-    assert "the checkpoint of step 12 could not be written; there is none" in captured.err
-    assert "Traceback" not in captured.err
+    assert "the checkpoint of step 2 could not be written; there is none" in captured.err
 
 
 def test_metrics_survive_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -515,9 +486,6 @@ def test_deterministic_algorithms_on_demand(commands: Commands) -> None:
     short = "--train.steps 1 --train.eval-every 0".split()
     torch.use_deterministic_algorithms(False)
     try:
-        commands.train(*short)
-        assert not torch.are_deterministic_algorithms_enabled()
-        commands.out = commands.out.with_name("again")
         commands.train(*short, "--train.deterministic")
         assert torch.are_deterministic_algorithms_enabled()
     finally:
@@ -652,20 +620,3 @@ def test_help_fits_a_terminal_and_shows_the_first_options(
         else:
             assert {f"--{flag}" for flag in shown} == set(every) & words
             assert f"tpfuse {command} --help-all lists all {len(every)} options." in text
-    if command == "train":  # this text has two lines in the source
-        assert "random. Among the options" in " ".join(text.replace("│", "").split())
-
-
-def test_help_texts_are_sentences() -> None:
-    seen = 0
-    for kind in ast.parse(Path(options.__file__).read_text()).body:
-        if not isinstance(kind, ast.ClassDef):
-            continue
-        for field, text in itertools.pairwise(kind.body):
-            if isinstance(field, ast.AnnAssign) and field.annotation is not None and isinstance(text, ast.Expr):
-                assert isinstance(text.value, ast.Constant)
-                words = text.value.value
-                place = f"{kind.name}.{ast.unparse(field.target)}: {words}"
-                assert words.endswith(".") and not re.match(r"(Of|In|On|By|As|What|Which|Whether|Where) ", words), place
-                seen += 1
-    assert seen > 60

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support.decoders import FAMILIES, decoder, exact
 from tests.support.tiers import exhaustive, pairwise
-from tests.support.training import Result, check_same, new_trainer, options_of, ranks_of, train, trained_decoder
+from tests.support.training import Result, check_same, new_trainer, options_of, ranks_of, trained_decoder
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
@@ -23,16 +23,13 @@ from tpfuse.plan.memory import memories
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages, pipeline_costs, pipeline_stages
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
-BATCH, LAYERS = (
-    24,
-    8,
-)  # batches that suit dp 1 and 2 with 4, 6, 8 and 12 micro-batches; layers for two stages on 4 ranks
+BATCH = 24  # suits dp 1 and 2 with 4, 6, 8 and 12 micro-batches
+LAYERS = 8  # for two stages on 4 ranks
 ONE_RANK = options_of(batch=BATCH, order="random")
 Layout = tuple[int, int, int, int]  # tp, cp, dp, pp
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zbv", "zero_bubble", "gpipe"]
@@ -84,11 +81,8 @@ def test_every_schedule_and_layout_trains_as_one_rank(
     ("family", "options"),
     [
         *exhaustive(
-            ("gemma3", _options((1, 1, 2, 2), "zbv", stage=3)),
-            ("gemma2", _options((1, 1, 1, 4))),
             ("gemma2", _options((1, 1, 2, 2), "zbv", stage=2)),
             ("gemma3", _options((2, 2, 1, 2), "interleaved_1f1b", stage=3)),
-            ("llama", _options((2, 2, 1, 2), "zbv", stage=2)),
             ("phi3", _options((1, 2, 2, 2), stage=3)),
             ("neox", _options((1, 1, 1, 2), pp_layers="5,3")),
             ("llama_tied", _options((1, 1, 2, 2), offload="host", stage=1)),
@@ -105,9 +99,7 @@ def test_layers_of_several_kinds_and_more_dimensions_train_as_one_rank(family: s
     [
         *exhaustive(
             ("gpt2", _options((2, 1, 1, 2), "zbv"), options_of(batch=BATCH, dp=2, stage=3, order="random")),
-            ("gpt2", options_of(batch=BATCH, tp=2, stage=1, order="random"), _options((1, 1, 1, 4))),
             ("phi3", _options((1, 1, 1, 3)), _options((2, 1, 2, 2), "zbv", stage=3)),
-            ("llama_tied", _options((1, 1, 2, 2), stage=2), ONE_RANK),
             ("llama_tied", ONE_RANK, _options((1, 2, 1, 2), "zero_bubble", stage=1)),
         ),
     ],
@@ -146,8 +138,6 @@ def _evaluated_on_one_rank(family: str) -> tuple[float, list[list[list[int]]]]:
         *exhaustive(
             ("gemma3", _options((2, 1, 1, 2), "zbv")),
             ("gpt2", _options((1, 2, 1, 2))),
-            ("gemma3", _options((1, 2, 1, 2), "zbv")),
-            ("phi", _options((1, 1, 2, 2), stage=3)),
             ("llama_tied", _options((1, 1, 1, 4), "interleaved_1f1b")),
             ("neox", _options((1, 1, 2, 2), "zbv", stage=3)),
         ),
@@ -192,25 +182,6 @@ def _first_logits(config: DecoderConfig, options: TrainCommand) -> torch.Tensor:
         return trainer._logits(MicroBatch(padded, length=5))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "more"),
-    [
-        *exhaustive(("zbv", {"dtype": "float32", "autocast": "bfloat16", "recompute": "full"})),
-        *exhaustive(("1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 3})),
-        *exhaustive(("interleaved_1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 2, "tp": 2})),
-        pytest.param("1f1b", {"dtype": "float32", "compile": True}, marks=pytest.mark.compile),
-    ],
-)
-def test_losses_in_fewer_bits_are_near_those_of_one_rank(schedule: str, more: dict[str, Any]) -> None:
-    """bfloat16 has 8 bits, so roundings at other places change the losses by at most 1 %."""
-    config = _config("llama", num_hidden_layers=4)
-    plain = {name: more[name] for name in ("dtype", "autocast") if name in more}
-    losses = pool(1).run(train, options_of(batch=BATCH, **plain), 4, "auto", None, None, config)[0][0]
-    options = options_of(4, batch=BATCH, pp=2, pp_schedule=schedule, **more)
-    for found, _, _ in pool(ranks_of(options)).run(train, options, 4, "auto", None, None, config):
-        assert found == pytest.approx(losses, rel=1e-2 if "bfloat16" in plain.values() else 1e-5)
-
-
 @pytest.mark.exhaustive
 def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     """Layers that are computed again draw the same masks, and stages draw different ones."""
@@ -238,26 +209,10 @@ def _seeds(config: DecoderConfig, options: TrainCommand) -> list[int]:
     return seeds
 
 
+@pytest.mark.exhaustive
 def test_stages_and_micro_batches_draw_different_masks() -> None:
     seeds = pool(2).run(_seeds, _config("gpt2", resid_pdrop=0.2), _options((1, 1, 1, 2), "zbv"))
     assert len({seed for rank in seeds for seed in rank}) == sum(map(len, seeds)) == 4 * 4
-
-
-def _nonfinite(config: DecoderConfig, options: TrainCommand, name: str) -> str:
-    trainer, windows = new_trainer(options, config)
-    with torch.no_grad():
-        for found, parameter in trainer.model.named_parameters():
-            if found == name:
-                local_tensor(parameter).view(-1)[0] = float("inf")
-    with pytest.raises(RunError) as error:
-        trainer.train_step(windows, lambda: False)
-    return str(error.value)
-
-
-def test_what_is_not_finite_is_named_by_all_ranks() -> None:
-    name = "model.layers.5.mlp.down_proj.weight"
-    for message in pool(2).run(_nonfinite, _config("llama"), _options((1, 1, 1, 2)), name):
-        assert f"the parameter {name} is not finite" in message
 
 
 def _held(config: DecoderConfig, options: TrainCommand) -> tuple[dict[str, tuple[int, ...]], int, int, set[int]]:
@@ -279,8 +234,7 @@ def _held(config: DecoderConfig, options: TrainCommand) -> tuple[dict[str, tuple
 
 
 @pytest.mark.parametrize(
-    ("family", "schedule", "dp"),
-    [("gemma3", "1f1b", 1), *exhaustive(("gpt2", "zbv", 1), ("llama", "zero_bubble", 2), ("phi3", "1f1b", 2))],
+    ("family", "schedule", "dp"), exhaustive(("gemma3", "1f1b", 1), ("gpt2", "zbv", 1), ("llama", "zero_bubble", 2))
 )
 def test_ranks_hold_their_own_stages_and_what_is_counted(family: str, schedule: str, dp: int) -> None:
     config = replace(_config(family, vocab_size=997), n_positions=63)  # messages that do not fit the smallest slot

@@ -1,7 +1,6 @@
 """`tpfuse train --model.from` trains models of transformers in every layout, and other commands use its runs."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.command import Command, Commands
+from tests.support.command import Commands
 from tests.support.decoders import decoder, exact
 from tests.support.tiers import exhaustive
 from tests.support.training import new_trainer, options_of, trained_decoder
@@ -23,12 +22,10 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.config import read_toml
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError
-from tpfuse.train.memory import memory_of
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.rank_model import Drawing
 from tpfuse.train.sample import load_run
-from tpfuse.zero.gradient_buckets import GradientBuckets
 
 TRAINING = (
     "--train.steps 4 --train.batch 4 --model.n-positions 13 --train.eval-every 4 --train.eval-batches 2"
@@ -48,13 +45,13 @@ def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainComma
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        ("gpt2", [_layout(2, 1, 1, 0), _layout(1, 1, 2, 3)]),
-        ("phi3", [_layout(2, 1, 1, 2), _layout(1, 2, 1, 1)]),
+        ("gpt2", [_layout(2, 1, 1, 0)]),
+        ("phi3", [_layout(1, 2, 1, 1)]),
         *exhaustive(
-            ("gpt2", [_layout(2, 2, 1, 3), _layout(2, 1, 2, 2, accumulation=2), _layout(1, 1, 4, 1)]),
+            ("gpt2", [_layout(2, 2, 1, 3), _layout(2, 1, 2, 2, accumulation=2)]),
             ("phi3", [_layout(2, 1, 2, 3), _layout(1, 2, 2, 0), _layout(3, 1, 1, 1, recompute="full")]),
-            ("llama", [_layout(4, 1, 1, 1), _layout(2, 2, 1, 2, recompute="full"), _layout(1, 4, 1, 0)]),
-            ("llama_tied", [_layout(3, 1, 1, 3), _layout(1, 2, 2, 3), _layout(2, 1, 2, 1)]),
+            ("llama", [_layout(4, 1, 1, 1), _layout(2, 2, 1, 2, recompute="full")]),
+            ("llama_tied", [_layout(3, 1, 1, 3), _layout(1, 2, 2, 3)]),
             ("mistral", [_layout(2, 2, 1, 0)]),
             ("qwen3", [_layout(2, 1, 2, 3)]),
             ("gemma", [_layout(2, 1, 1, 1)]),
@@ -96,11 +93,7 @@ def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) ->
     ("family", "before", "after"),
     [
         ("gpt2", _layout(2, 1, 1, 1), _layout(1, 1, 2, 3)),
-        *exhaustive(
-            ("gpt2", _layout(1, 1, 1, 0), _layout(2, 2, 1, 2)),
-            ("phi3", _layout(1, 1, 2, 2), _layout(3, 1, 1, 0)),
-            ("llama_tied", _layout(2, 1, 2, 3), _layout(1, 1, 1, 0)),
-        ),
+        *exhaustive(("phi3", _layout(1, 1, 2, 2), _layout(3, 1, 1, 0))),
     ],
 )
 def test_a_run_resumes_in_another_layout(
@@ -115,6 +108,7 @@ def test_a_run_resumes_in_another_layout(
         torch.testing.assert_close(found[2][name], weight, rtol=1e-9, atol=1e-11, msg=name)
 
 
+@pytest.mark.exhaustive
 def test_dropout_follows_from_seed_and_step_alone(tmp_path: Path) -> None:
     config = _config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
     options = _layout(2, 1, 1, 0, accumulation=2)
@@ -154,34 +148,6 @@ def _evaluated(config: DecoderConfig, options: TrainCommand) -> float:
 
 def test_evaluation_holds_no_whole_logits() -> None:
     assert all(5 > loss > 4 for loss in pool(2).run(_evaluated, _config("llama"), _layout(2, 1, 1, 0)))
-
-
-def _counted(config: DecoderConfig, options: TrainCommand) -> tuple[float, int]:
-    trainer, _ = new_trainer(options, config)
-    _, counted = memory_of(options, config, trainer.language_model.device_mesh, 0)
-    assert isinstance(trainer.engine, GradientBuckets)
-    return counted.parameters, sum(bucket.values.nbytes for bucket in trainer.engine.buckets)
-
-
-def test_the_counted_parameters_are_those_of_a_rank() -> None:
-    (counted, held), (_, less) = pool(2).run(_counted, _config("phi3"), _layout(2, 1, 1, 0))
-    assert counted == held > less, "the second rank has fewer rows of the vocabulary"
-
-
-def test_the_memory_command_counts_a_model_of_transformers(llama: Path, tmp_path: Path, commands: Commands) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f'[model]\nfrom = "{llama}"\nn_positions = 13\n[train]\nbatch = 4\n')
-    said = commands.do("memory", file, "--tp", "2", "--stage", "1")
-    count = sum(parameter.numel() for parameter in decoder("llama").parameters())
-    assert f"{count:,} parameters, float32; ranks 2: tp 2 x cp 1 x dp 1" in said
-    assert re.search(r"^activations +0\.\d+ GiB +[1-9]", said, re.M)
-    assert f"{count:,} parameters, bfloat16; ranks 1" in commands.do("memory", llama)
-    assert "--vocab-size 9 is for the GPT" in commands.fail("memory", file, "--vocab-size", "9")
-    cut = commands.do("memory", file, "--tp", "2", "--pp", "2", "--stage", "1")
-    assert f"{count:,} parameters, float32; ranks 4: tp 2 x cp 1 x dp 1 x pp 2" in cut
-    assert "the bytes of pipeline rank 0, which needs the most" in cut, "it holds two micro-batches"
-    sizes = [int(re.search(r"^parameters .* ([\d,]+)$", text, re.M)[1].replace(",", "")) for text in (said, cut)]
-    assert 0.49 < sizes[1] / sizes[0] < 0.5, "the other rank has the last norm too"
 
 
 def _folder(folder: Path, family: str, text: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
@@ -294,47 +260,6 @@ def test_samples_end_at_the_token_that_config_json_names(tuned: Path, commands: 
     assert said == tokenizer.decode(drawn[seed][: drawn[seed].index(end)]) + "\n"
 
 
-@pytest.mark.processes
-def test_a_pipeline_is_used_as_a_run_of_one_rank(tmp_path: Path, text: Path, commands: Commands) -> None:
-    source = _folder(tmp_path / "model", "gpt2", text, torch.float64, num_hidden_layers=4)
-    flags = ["--model.from", str(source), *TRAINING, "--data.path", str(text), "--train.dtype", "float64"]
-    one, piped = tmp_path / "one", tmp_path / "piped"
-    alone = commands.do("train", *flags, "--out", one)
-    zbv = "--parallel.pp 2 --parallel.pp-schedule zbv --train.micro-batch 1 --train.save-every 2"
-    program = ["-m", "tpfuse", "train"]
-    said, err = Command([*program, *flags, "--out", str(piped), *zbv.split()]).end()
-    assert err == ""
-    assert "pipeline zbv: 4 micro-batches of 1 sequences on 2 pipeline ranks with 2 stages each" in said
-    assert re.search(r"^memory   ZeRO stage 0, counted .* buffers .*, activations [\d.]+$", said, re.M)
-    assert (piped / "pipeline.png").read_bytes().startswith(b"\x89PNG")
-    sample = r"^sample\n------\n(.*)\n------$"
-    assert re.search(sample, said, re.M | re.S)[1] == re.search(sample, alone, re.M | re.S)[1]  # type: ignore[index]
-    rows = [read_metrics(run / "metrics.jsonl") for run in (one, piped)]
-    for name in ("loss", "val_loss"):
-        before, after = ([row[name] for row in each if row[name] is not None] for each in rows)
-        assert len(before) >= 2 and after == pytest.approx(before, rel=1e-9)
-    for shares in (rows[1][-1]["pipeline_idle"], rows[1][-1]["predicted_idle"]):
-        assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
-    shutil.rmtree(piped / "step-4")
-    shutil.rmtree(source)
-    more = "--parallel.pp 2 --parallel.pp-schedule 1f1b --parallel.pp-layers 3,1 --zero.stage 1"
-    said, err = Command([*program, "--resume", "--out", str(piped), *more.split()]).end()
-    assert err == "" and "continuing after step 2" in said
-    losses = [[row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["step"] == 4] for run in (one, piped)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
-    for words in ("sample {} --prompt the --tokens 20 --temperature 0", "evaluate {}"):
-        texts = [commands.do(*words.format(run).split()).replace(str(run), "") for run in (one, piped)]
-        assert texts[0] == texts[1]
-    weights = []
-    for run_folder in (one, piped):
-        exported = tmp_path / f"exported {run_folder.name}"
-        commands.do("export", run_folder, exported)
-        weights.append(load_file(exported / "model.safetensors"))
-    assert weights[0].keys() == weights[1].keys()
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, rtol=1e-9, atol=1e-11, msg=name)
-
-
 def _trained(folder: Path, out: Path, text: Path, *flags: str) -> dict[str, Tensor]:
     """Return the tensors that `tpfuse export` writes after training."""
     train = ["train", "--model.from", str(folder), *TRAINING, "--data.path", str(text), "--out", str(out / "run")]
@@ -349,7 +274,6 @@ def _trained(folder: Path, out: Path, text: Path, *flags: str) -> dict[str, Tens
     [
         ("gpt2", ["--train.dtype", "bfloat16"]),
         pytest.param("phi3", ["--parallel.tp", "2"], marks=pytest.mark.processes),
-        pytest.param("llama_tied", ["--parallel.tp", "2", "--zero.stage", "3"], marks=pytest.mark.processes),
         pytest.param("neox", ["--parallel.cp", "2", "--parallel.dp", "2"], marks=pytest.mark.processes),
         pytest.param("llama_tied", ["--parallel.pp", "2", "--zero.stage", "3"], marks=pytest.mark.processes),
     ],
@@ -371,8 +295,7 @@ def test_a_folder_without_weights_gives_random_ones(tmp_path: Path, text: Path, 
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(llama / name, config / name)
     zero = "--optim.lr 0 --optim.min-lr 0 --train.steps 1 --train.eval-every 0".split()
-    first, second = (_trained(config, tmp_path / name, text, *zero) for name in ("a", "b"))
-    assert all(torch.equal(first[name], weight) for name, weight in second.items())
+    first = _trained(config, tmp_path / "a", text, *zero)
     other = _trained(config, tmp_path / "c", text, *zero, "--train.seed", "3")["lm_head.weight"]
     deviations = [weight.std().item() for weight in (other, first["lm_head.weight"])]
     assert deviations == pytest.approx([0.02, 0.02], rel=0.1) and deviations[0] != deviations[1]

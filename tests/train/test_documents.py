@@ -59,9 +59,7 @@ def losses(options: Any, config: ModelConfig) -> tuple[float, float, list[float]
     return whole, attending, alone
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt", "llama", "gpt2", *exhaustive("gemma", "phi", "neox", "qwen3", "mistral", "phi3")]
-)
+@pytest.mark.parametrize("family", ["gpt", "llama", "gpt2", *exhaustive("gemma", "neox", "mistral", "phi3")])
 def test_a_document_has_the_loss_that_it_has_alone(family: str) -> None:
     whole, attending, alone = pool(1).run(losses, options_of(batch=3, micro_batch=3), _config(family))[0]
     assert whole == pytest.approx(alone, rel=1e-12)
@@ -88,7 +86,8 @@ def test_commands_mask_documents(tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     named = ("--data.path", tmp_path / "a.jsonl.gz", "--data.field", "body", "--data.tokenizer", tmp_path)
     commands.do("prepare", *named, "--out", tmp_path / "tokens")
-    short = "train --train.steps 2 --train.eval-every 0 --data.path".split()
+    small = "--model.n-layer 1 --model.n-embd 32 --model.n-positions 16 --train.batch 2"
+    short = f"train {small} --train.steps 2 --train.eval-every 0 --data.path".split()
     train = (*short, tmp_path / "tokens", "--data.documents")
     commands.do(*train, "mask", "--out", tmp_path / "run")
     tokens = ("evaluate", tmp_path / "run", "--data.path", tmp_path / "tokens")
@@ -110,13 +109,11 @@ def test_commands_mask_documents(tmp_path: Path, commands: Commands) -> None:
 
 LAYOUTS = [
     {"tp": 2, "cp": 2, "accumulation": 2},
-    {"pp": 2, "dp": 2, "accumulation": 2},
     *exhaustive(
-        {"tp": 4},
+        {"pp": 2, "dp": 2, "accumulation": 2},
         {"dp": 3, "stage": 3},
         {"cp": 4, "cp_schedule": "ring", "cp_balance": "striped"},
         {"cp": 2, "cp_schedule": "all_gather"},
-        {"cp": 4, "cp_schedule": "ulysses"},
         {"cp": 4, "cp_schedule": "ulysses_ring", "cp_balance": "contiguous"},
         {"pp": 2, "cp": 2, "accumulation": 4, "recompute": "full"},
         {"pp": 2, "tp": 2, "accumulation": 3, "recompute": "selective"},
@@ -141,8 +138,6 @@ def test_every_layout_masks_as_one_rank(layout: dict[str, Any]) -> None:
             ("llama", {"tp": 2, "cp": 2}),
             ("llama", {"pp": 2, "dp": 2, "accumulation": 2}),
             ("gpt2", {"tp": 2, "dp": 2}),
-            ("gemma", {"cp": 2}),
-            ("mistral", {"cp": 2, "tp": 2}),
             ("qwen3", {"pp": 2, "cp": 2, "accumulation": 2}),
         ),
     ],

@@ -140,7 +140,6 @@ def test_text_is_decompressed_and_decoded(tmp_path: Path, monkeypatch: pytest.Mo
         ("a.npz", b"PK\x03\x04\0\0", "it is a zip archive: unpack it"),
         ("a.txt", b"text\0", "it has zero bytes"),
         ("a.txt.gz", _gzip(b"text" * 100)[:-9], "a.txt.gz is damaged or cut off"),
-        ("a.txt.gz", b"\x1f\x8b\x08\x00", "a.txt.gz is damaged or cut off"),
         ("a.txt.zst", _zstd(b"text" * 100)[:-3], "damaged or cut off: Truncated compressed stream: get it"),
         ("a.jsonl", b'{"content": "x", "n": 1}\n', r"line 1 has no field 'text': .*by --data.field: content"),
         ("a.jsonl", b'{"n": 1}\n', "no field 'text': none of its fields holds text"),
@@ -403,11 +402,6 @@ def test_an_interrupted_prepare_continues(tmp_path: Path, monkeypatch: pytest.Mo
                 raise KeyboardInterrupt
             return super().encode_all(texts)
 
-    class Refusing(Bracketed):
-        def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-            raise UserError("cannot encode")
-
-    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         encode_text(out, find_text(text), Interrupted(), continues=True)
@@ -417,12 +411,6 @@ def test_an_interrupted_prepare_continues(tmp_path: Path, monkeypatch: pytest.Mo
     assert encode_text(out, find_text(text), Interrupted(), continues=True).open()[:].tolist() == whole
     assert sum(calls) <= 50 - done
     assert sorted(path.name for path in out.iterdir()) == ["tokens.bin", "tokens.json"]
-    calls.clear()
-    with pytest.raises(KeyboardInterrupt):
-        encode_text(tmp_path / "other", find_text(text), Interrupted(), continues=True)
-    with pytest.raises(UserError, match="cannot encode"):  # another text, whose tokens replace what is kept
-        encode_text(tmp_path / "other", find_text(tmp_path / "bad.jsonl"), Refusing(), continues=True)
-    assert not any((tmp_path / "other").iterdir())
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
         encode_text(tmp_path / "other", find_text(text), Interrupted(), continues=True)

@@ -43,15 +43,6 @@ def test_the_table_of_a_preset(commands: Commands) -> None:
     assert "Gradients are whole at stages 2 and 3 too, since 4 micro-batches are accumulated" in several
 
 
-def test_recomputing_more_holds_less(commands: Commands) -> None:
-    found = []
-    for recompute in ("none", "selective", "full"):
-        table = _table(commands.do("memory", "tiny", "--stage", "1", "--recompute", recompute))
-        assert all(len(values) == 1 for values in table.values())
-        found += table["activations"]
-    assert found[0] > found[1] > found[2]
-
-
 def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, commands: Commands) -> None:
     file, tables = tmp_path / "run.toml", []
     file.write_text('[model]\npreset = "gpt2-350m"\nn_layer = 2\n[parallel]\ntp = 4\ncp = 2\n[train]\nbatch = 24\n')
@@ -83,7 +74,7 @@ def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, command
 
 @pytest.mark.parametrize(
     ("heads", "impl", "schedule"),
-    [(4, "auto", "ulysses"), (4, "direct", "ulysses"), (4, "fused", "all_gather"), (2, "auto", "all_gather")],
+    [(4, "auto", "ulysses"), (4, "fused", "all_gather"), (2, "auto", "all_gather")],
 )
 def test_the_automatic_schedule_is_the_one_that_ranks_choose(heads: int, impl: str, schedule: str) -> None:
     """The ranks exchange heads if they can divide them, and the fused implementation gathers."""
@@ -97,8 +88,6 @@ def test_the_automatic_schedule_is_the_one_that_ranks_choose(heads: int, impl: s
         return memory_of(options, model_config(options, 61), None, 0)[1].activations
 
     assert activations("auto") == activations(schedule)
-    if heads == 4:
-        assert activations("ulysses") > activations("all_gather")
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "llama"])
@@ -125,29 +114,17 @@ def test_the_command_counts_what_the_plan_counts(model: str, tmp_path: Path, com
     assert table["activations"][0] > 0 and table["total"][0] > 0
 
 
-@pytest.mark.parametrize(("family", "tp"), [("mixtral", 2), ("doge", 1)])
-def test_blocks_without_an_mlp(family: str, tp: int, tmp_path: Path, commands: Commands) -> None:
-    model = decoder(family)
+def test_blocks_without_an_mlp(tmp_path: Path, commands: Commands) -> None:
+    model = decoder("mixtral")
     (tmp_path / "config.json").write_text(model.config.to_json_string())
-    out = commands.do("memory", tmp_path, "--stage", "0", "--micro-batch", "1", "--tp", tp)
+    assert "--vocab-size 9 is for the GPT" in commands.fail("memory", tmp_path, "--vocab-size", "9")
+    out = commands.do("memory", tmp_path, "--stage", "0", "--micro-batch", "1", "--tp", "2")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert f"{parameters:,} parameters" in out
     assert "Activations of blocks without an MLP, such as mixtures of experts, are not counted." in out
-    assert (2 if tp == 1 else 1.8) * parameters <= _table(out)["parameters"][0] <= 2 * parameters + 2**10
+    assert 1.8 * parameters <= _table(out)["parameters"][0] <= 2 * parameters + 2**10
 
 
 def test_layers_that_tensor_parallel_ranks_do_not_share_are_refused(tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "config.json").write_text(decoder("bigcode_heads").config.to_json_string())
     assert "count it for tp 1" in commands.fail("memory", tmp_path, "--tp", "2")
-
-
-def test_the_command_counts_a_pipeline(commands: Commands) -> None:
-    flags = ["gpt2-124m", "--ranks", "8", "--stage", "1", "--micro-batch", "2"]
-    whole, cut = (commands.do("memory", *flags, "--pp", pp) for pp in ("1", "4"))
-    assert "124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 2 x pp 4\n" in cut
-    assert "pp" not in whole and "of pipeline rank 1, which needs the most" in cut, (
-        "rank 0 has fewer layers beside the embeddings"
-    )
-    tables = _table(whole), _table(cut)
-    assert tables[1]["parameters"][0] < tables[0]["parameters"][0] / 2
-    assert tables[1]["buffers"][0] > 0 == tables[0]["buffers"][0]

@@ -42,98 +42,69 @@ def on_one_rank(layers: int = CONFIG.n_layer, steps: int = STEPS) -> Result:
     return trained(options_of(), steps, "auto", None, None, replace(CONFIG, n_layer=layers))[0]
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "dp": 2},
-    {"tp": 2, "accumulation": 2, "name": "collective"},
+FIRST: list[dict[str, Any]] = [
     {"tp": 2, "cp": 2, "accumulation": 3},
-    {"cp": 4, "accumulation": 2, "cp_schedule": "ring", "name": "direct"},
     {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses_ring", "name": "collective"},
-    {"dp": 3, "stage": 1, "offload": "host"},
     {"dp": 2, "stage": 2, "offload": "a folder", "accumulation": 3},
-    {"dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
-]
-MORE: list[dict[str, Any]] = [
-    *({"accumulation": accumulation} for accumulation in (2, 3)),
-    *({"tp": 2, "accumulation": accumulation} for accumulation in (1, 2, 3)),
-    *({"tp": 4, "accumulation": accumulation} for accumulation in (1, 2, 3)),
-    *({"dp": dp, "accumulation": accumulation} for dp in (2, 3) for accumulation in (1, 2, 3)),
-    *({"tp": 2, "dp": 2, "accumulation": accumulation} for accumulation in (2, 3)),
-    *({"tp": 4, "accumulation": 2, "name": name} for name in ("direct", "collective")),
-    {"cp": 2},
-    {"cp": 4, "accumulation": 3},
-    {"dp": 2, "cp": 2, "accumulation": 2},
-    {"cp": 4, "accumulation": 2, "cp_schedule": "ring", "name": "collective"},
-    {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses_ring", "name": "direct"},
-    *(
-        {"cp": 4, "accumulation": 2, "cp_schedule": schedule, "name": name}
-        for schedule in ("all_gather", "ulysses")
-        for name in ("direct", "collective")
-    ),
-    {"cp": 4, "accumulation": 2, "cp_schedule": "ring", "cp_balance": "contiguous"},
-    {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses", "cp_balance": "striped"},
-    {"cp": 4, "accumulation": 2, "cp_schedule": "ulysses_ring", "cp_balance": "striped"},
-    {"offload": "a folder", "accumulation": 3},
-    *({"dp": 2, "stage": 1, "accumulation": accumulation} for accumulation in (1, 3)),
-    {"dp": 2, "tp": 2, "stage": 1, "accumulation": 3},
-    {"dp": 3, "stage": 1, "offload": "host", "accumulation": 3},
-    {"cp": 2, "stage": 2, "accumulation": 3},
-    {"tp": 2, "stage": 2},
-    {"dp": 2, "stage": 2},
-    {"cp": 3, "stage": 3},
-    *({"dp": 2, "stage": 3, "accumulation": accumulation} for accumulation in (1, 3)),
-    {"dp": 2, "tp": 2, "stage": 3, "accumulation": 3},
-    {"dp": 4, "stage": 3, "replicas": 2},
-]
-
-
-PIPELINES: list[dict[str, Any]] = [
-    {"pp": 2, "pp_layers": "1,3", "dp": 2, "stage": 2, "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6},
     {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp": 2, "stage": 3, "accumulation": 6},
-    {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
     {"pp": 3, "pp_schedule": "gpipe", "accumulation": 4, "recompute": "selective", "offload": "host"},
 ]
-MORE_PIPELINES: list[dict[str, Any]] = [
-    *({"pp": pp, "accumulation": count} for pp in (2, 3, 4) for count in (1, 2, 9)),
-    *({"pp": pp, "pp_schedule": "gpipe", "accumulation": 6} for pp in (2, 4)),
+MORE: list[dict[str, Any]] = [
+    {"tp": 2, "dp": 2},
+    *({"tp": tp, "accumulation": 2, "name": name} for tp, name in ((2, "collective"), (4, "direct"))),
+    {"dp": 3, "accumulation": 2},
+    {"dp": 2, "cp": 2, "accumulation": 2},
+    *(
+        {"cp": 4, "accumulation": 2, "cp_schedule": schedule, "cp_balance": balance, "name": name}
+        for schedule, balance, name in (
+            ("ring", "zigzag", "direct"),
+            ("ring", "contiguous", "collective"),
+            ("all_gather", "zigzag", "direct"),
+            ("all_gather", "striped", "collective"),
+            ("ulysses", "striped", "direct"),
+            ("ulysses", "zigzag", "collective"),
+            ("ulysses_ring", "striped", "direct"),
+        )
+    ),
+    {"offload": "a folder", "accumulation": 3},
+    {"dp": 2, "tp": 2, "stage": 1, "accumulation": 3},
+    *({"dp": 3, "stage": 1, "offload": "host", "accumulation": accumulation} for accumulation in (1, 3)),
+    {"cp": 2, "stage": 2, "accumulation": 3},
+    {"tp": 2, "stage": 2},
+    {"cp": 3, "stage": 3},
+    {"dp": 2, "tp": 2, "stage": 3, "accumulation": 3},
+    *({"dp": 4, "stage": 3, "replicas": 2, "accumulation": accumulation} for accumulation in (1, 3)),
+]
+PIPELINES: list[dict[str, Any]] = [
+    {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
+    *({"pp": pp, "accumulation": count} for pp, count in ((2, 1), (3, 2), (4, 9))),
     *(
         {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each, "layers": pp * each, "accumulation": 12}
-        for pp in (2, 3, 4)
-        for schedule, numbers in (("interleaved_1f1b", (2, 3)), ("zero_bubble", (1, 2, 3)), ("zbv", (2,)))
-        for each in numbers
+        for pp in (2, 4)
+        for schedule, each in (("interleaved_1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2))
     ),
-    {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_layers": "1,1,3,2", "layers": 7, "accumulation": 4},
-    {"pp": 3, "pp_schedule": "zero_bubble", "pp_layers": "3,1,1", "layers": 5, "accumulation": 6},
+    {"pp": 2, "pp_layers": "1,3", "dp": 2, "stage": 2, "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "pp_layers": "2,1,3,1", "layers": 7, "accumulation": 6},
     *(
         {"pp": 2, "pp_schedule": schedule, "accumulation": 6, **more}
         for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
         for more in (
-            {"tp": 2},
-            {"cp": 2},
             {"tp": 2, "cp": 2},
             {"dp": 2, "tp": 2, "stage": 3},
             {"dp": 2, "cp": 2, "stage": 2},
-            *({"dp": 2, "stage": stage} for stage in (0, 1, 2, 3)),
-            {"recompute": "selective"},
-            {"recompute": "full"},
+            {"dp": 2, "stage": 1, "recompute": "selective"},
             {"dp": 2, "stage": 3, "recompute": "full"},
         )
     ),
-    {"pp": 2, "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
     {"pp": 2, "dp": 3, "stage": 1, "offload": "host", "accumulation": 3},
-    {"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 6, "offload": "host"},
     {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 2, "offload": "a folder", "accumulation": 3},
-    {"pp": 2, "stage": 3, "accumulation": 6},
-    {"pp": 2, "cp": 2, "stage": 3, "cp_schedule": "ring", "accumulation": 6},
-    *({"pp": 2, "tp": 2, "accumulation": 6, "name": name} for name in ("direct", "collective")),
     *({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6, "name": name} for name in ("direct", "collective")),
-    {"pp": 2, "pp_schedule": "zero_bubble", "tp": 2, "dp": 2, "stage": 2, "accumulation": 6, "name": "direct"},
 ]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *PIPELINES, *exhaustive(*MORE, *MORE_PIPELINES)], ids=str)
+@pytest.mark.parametrize("layout", [*FIRST, *exhaustive(*MORE, *PIPELINES)], ids=str)
 def test_every_layout_gives_the_same_losses_and_weights(tmp_path: Path, layout: dict[str, Any]) -> None:
     layout, piped = dict(layout), "pp" in layout
     name: Implementation = layout.pop("name", "auto")
@@ -177,8 +148,7 @@ def masked_on_one_rank() -> Result:
     "layout",
     [
         {"dp": 2, "accumulation": 3, "stage": 1},
-        *exhaustive({"dp": 2, "stage": 3, "accumulation": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "cp": 2, "stage": 2}),
-        *exhaustive({"dp": 2, "pp": 2, "accumulation": 6}, {"dp": 4, "stage": 0}),
+        *exhaustive({"tp": 2, "cp": 2}, {"dp": 2, "cp": 2, "stage": 3}, {"dp": 2, "pp": 2, "accumulation": 6}),
     ],
     ids=str,
 )
@@ -220,8 +190,7 @@ def test_clipping_changes_training_and_counts_every_parameter_once() -> None:
     ("tp", "dtype", "name"),
     [
         (2, "bfloat16", "auto"),
-        *exhaustive((2, "float32", "auto"), (2, "float16", "auto")),
-        *exhaustive((4, "float32", "direct"), (4, "float32", "collective")),
+        *exhaustive((2, "float16", "auto"), (4, "float32", "direct"), (4, "float32", "collective")),
     ],
 )
 def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: str, name: Implementation) -> None:
@@ -257,13 +226,7 @@ def trained_in(options: dict[str, Any]) -> tuple[list[float], set[torch.dtype], 
     ("layout", "half"),
     [
         ({}, "bfloat16"),
-        *exhaustive(
-            ({"tp": 2}, "bfloat16"),
-            ({}, "float16"),
-            ({"dp": 2, "stage": 2}, "bfloat16"),
-            ({"dp": 2, "stage": 3}, "bfloat16"),
-        ),
-        *exhaustive(({"dp": 2, "tp": 2, "stage": 3}, "float16")),
+        *exhaustive(({"dp": 2, "stage": 2}, "bfloat16"), ({"dp": 2, "tp": 2, "stage": 3}, "float16")),
     ],
     ids=str,
 )
@@ -310,14 +273,13 @@ def wide_config(dropout: float, layers: int) -> GPTConfig:
 @pytest.mark.parametrize(
     ("name", "products", "tp", "dtype", "dropout", "layers", "steps"),
     [
-        ("triton", "auto", 2, "float32", 0.0, 1, 2),
+        ("triton", "auto", 1, "float32", 0.0, 1, 2),
         *exhaustive(
             ("triton", "auto", 1, "float32", 0.2, 1, 5),
             ("triton", "auto", 2, "float32", 0.0, 2, 4),
             ("triton", "auto", 1, "bfloat16", 0.0, 1, 5),
             # Here only the fused products are interpreted, and torch's operators compute the rest.
             ("torch", "fused", 2, "float32", 0.0, 2, 3),
-            ("torch", "fused", 4, "float32", 0.0, 1, 3),
         ),
     ],
 )

@@ -19,12 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "-m tpfuse train"
 
 
-def started(flags: list[str], out: Path, options: str, program: str = TRAIN) -> Command:
-    return Command([*program.split(), *flags, "--out", str(out), *options.split()])
-
-
-def torchrun(ranks: int) -> str:
-    return f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {TRAIN}"
+def started(flags: list[str], out: Path, options: str) -> Command:
+    return Command([*TRAIN.split(), *flags, "--out", str(out), *options.split()])
 
 
 def test_a_run_explains_its_pipeline_as_the_page_shows(tmp_path: Path) -> None:
@@ -57,10 +53,6 @@ def test_a_pipeline_trains_resumes_and_is_used_as_a_run_of_one_rank(
     for row in rows[1:]:
         for shares in (row["pipeline_idle"], row["predicted_idle"]):
             assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
-    validated = [
-        [row["val_loss"] for row in read_metrics(run / "metrics.jsonl") if row["val_loss"]] for run in (one, piped)
-    ]
-    assert len(validated[0]) == 3 and validated[0] == pytest.approx(validated[1], rel=1e-9)
     manifest = json.loads((piped / "step-12" / "manifest.json").read_text())
     assert manifest["state"]["layout"]["pp"] == 2 and len(manifest["files"]) == 2
 
@@ -72,29 +64,3 @@ def test_a_pipeline_trains_resumes_and_is_used_as_a_run_of_one_rank(
     for words in ("sample {} --prompt the --tokens 40 --temperature 0", "evaluate {}"):
         texts = [commands.do(*words.format(run).split()).replace(str(run), "") for run in (one, piped)]
         assert texts[0] == texts[1]
-    commands.do("export", piped, tmp_path / "exported")
-    assert (tmp_path / "exported" / "model.safetensors").exists()
-
-
-def test_a_pipeline_under_torchrun_with_other_dimensions_trains_as_one_rank(flags: list[str], tmp_path: Path) -> None:
-    layout = "--parallel.pp 2 --parallel.tp 2 --zero.stage 1 --parallel.measure-seconds 5"
-    command = started(flags, tmp_path / "piped", f"{DOUBLE} {layout}", torchrun(4))
-    assert cli.run(["train", *flags, *DOUBLE.split(), "--out", str(tmp_path / "one")]) == 0
-    out, _ = command.end()
-    assert "ranks    tp 2 x dp 1 x pp 2 on cpu" in out and "measured in" in out
-    assert losses(tmp_path / "piped") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
-    shares = read_metrics(tmp_path / "piped" / "metrics.jsonl")[-1]
-    assert len(shares["pipeline_idle"]) == len(shares["predicted_idle"]) == 4
-    assert shares["predicted_idle"][0] == shares["predicted_idle"][1]
-
-
-def test_a_profile_of_a_pipeline_adds_up(flags: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "profile"
-    words = "-m tpfuse profile --with trace --steps 3:6 --out".split()
-    said, _ = Command([*words, str(out), "--", "tiny", *flags, "--parallel.pp", "2"]).end()
-    document = json.loads((out / "summary.json").read_text())
-    assert len(document["ranks"]) == 2 and document["sentences"][0] in said
-    for row in document["ranks"]:
-        parts = sum(row[f"{part}_s"] for part in ("computing", "communication", "waiting", "idle"))
-        assert parts == pytest.approx(row["wall_s"], rel=0.02)
-        assert {found["operator"] for found in row["operators"]} >= {"forward", "backward", "gradients", "update"}

@@ -20,9 +20,7 @@ def options_of(words: str, world: int | None = None) -> TrainCommand:
     ("words", "size"),
     [
         ("--parallel.pp 2 --train.batch 32", 4),  # eight micro-batches, four for each of two ranks
-        ("--parallel.pp 4 --train.batch 32", 2),
         ("--parallel.pp 2 --parallel.dp 2 --train.batch 32", 2),
-        ("--parallel.pp 4 --train.batch 16", 1),
         ("--parallel.pp 2 --train.batch 15", 1),  # 15 is the least divisor of at least 8
         ("--parallel.pp 4 --train.batch 6", 1),  # there are fewer sequences than 16
         ("--parallel.pp 2 --train.batch 100", 10),
@@ -38,18 +36,6 @@ def test_a_pipeline_has_by_default_at_least_four_micro_batches_for_each_rank(wor
     assert micro_batch_size(options) == size
     if options.parallel.pp > 1:
         assert pipeline_order(options).micro_batches * size * options.parallel.dp == options.train.batch
-
-
-@pytest.mark.parametrize(
-    ("words", "world", "dp"),
-    [
-        ("--parallel.pp 2", 2, 1),
-        ("--parallel.pp 2 --parallel.tp 2", 8, 2),
-        ("--parallel.pp 2 --parallel.cp 2", None, 1),
-    ],
-)
-def test_the_other_ranks_are_data_parallel(words: str, world: int | None, dp: int) -> None:
-    assert options_of(words, world).parallel.dp == dp
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tpfuse.train.launch import RankInfo
 from tpfuse.train.loop import TrainingLoop
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.pipeline_options import pipeline_order
-from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture, shade
+from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture
 from tpfuse.train.predicted import prediction
 from tpfuse.train.setup import PreparedRun, prepare_run, with_layout
 from tpfuse.train.stop import StopRequest
@@ -40,11 +40,6 @@ def _boxes(axes: Axes) -> list[list[tuple[float, float]]]:
 
 def _texts(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
-
-
-def _luma(colour: tuple[float, float, float]) -> float:
-    """Return the lightness of a colour in grey (ITU-R BT.601)."""
-    return sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), colour, strict=True))
 
 
 def test_boxes_are_the_intervals_and_idle_shares_stand_beside_them() -> None:
@@ -68,26 +63,6 @@ def test_boxes_are_the_intervals_and_idle_shares_stand_beside_them() -> None:
     (legend,) = figure.legends
     labels = [text.get_text().partition("  ")[0] for text in legend.get_texts()]
     assert labels == ["forward", "input gradient", "weight gradient"]
-
-
-def test_numbers_of_micro_batches_stand_in_boxes_that_have_room() -> None:
-    few = [t for t in _texts(picture(timeline(order("1f1b", 2, 1, 4)), None, 1).axes[0]) if not t.endswith("idle")]
-    assert sorted(few) == sorted("0123" * 4), "a forward and a backward pass on each rank"
-    many = _texts(picture(timeline(order("1f1b", 2, 1, 64)), None, 1).axes[0])
-    numbers = [text for text in many if not text.endswith("idle")]
-    assert sorted(numbers) == sorted(2 * "0123456789"), "two digits have no room in a box"
-
-
-@pytest.mark.parametrize("turns", [1, 2, 3, 4])
-def test_kinds_differ_in_lightness_and_stages_in_shade(turns: int) -> None:
-    whole = [Kind.FORWARD, Kind.BACKWARD]
-    for kinds in (whole, [Kind.FORWARD, Kind.INPUT, Kind.WEIGHT]):
-        shades = [[_luma(shade(kind, turn, turns)) for turn in range(turns)] for kind in kinds]
-        for one in shades:
-            assert one == sorted(set(one))
-        for darker, lighter in itertools.pairwise(shades):
-            assert min(lighter) - max(darker) > 0.09
-        assert max(shades[-1]) < 0.96, "idle time is white"
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, Result, check_same, new_trainer, options_of, ranks_of, train, trained
 from tpfuse.comm.layout import local_tensor
@@ -23,7 +21,6 @@ from tpfuse.models.gpt_block import Block
 from tpfuse.testing.ranks import pool
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.errors import RunError
-from tpfuse.train.options import TrainCommand
 from tpfuse.train.trainer import Trainer
 
 Layout = dict[str, Any]
@@ -35,27 +32,16 @@ T2D2: Layout = {"tp": 2, "dp": 2}
 T2C2: Layout = {"tp": 2, "cp": 2}
 D2P2: Layout = {"dp": 2, "pp": 2, "accumulation": 6}
 ZBV: Layout = {"pp": 2, "pp_schedule": "zbv", "accumulation": 4}
-# Ranks with several stages have prefetched parameters that have not been used when a checkpoint is loaded.
-FIRST: list[tuple[Layout, ...]] = [
-    ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 3}, {**P4, "pp_schedule": "zero_bubble"})
-]
-OTHERS: list[tuple[Layout, ...]] = [
-    *((P4, {**T2D2, "stage": stage}) for stage in (1, 2, 3)),
-    *(({**T2D2, "stage": stage}, P4) for stage in (1, 2, 3)),
-    *((P4, {**T2C2, "stage": stage}) for stage in (1, 2, 3)),
-    *(({**T2C2, "stage": stage}, P4) for stage in (1, 2, 3)),
-    *(({**D2P2, "stage": stage}, {**T2D2, "stage": 4 - stage}) for stage in (1, 2, 3)),
-    *(({**T2D2, "stage": stage}, {**D2P2, "stage": 4 - stage}) for stage in (1, 2, 3)),
-    *(({**D2P2, "stage": stage}, {**T2C2, "stage": stage}) for stage in (1, 2, 3)),
-    *(({**T2C2, "stage": stage}, {**D2P2, "stage": stage}) for stage in (1, 2, 3)),
-    *(({**D2P2, "stage": stage}, P4) for stage in (1, 2)),
-    *((P4, {**D2P2, "stage": stage}) for stage in (1, 2, 3)),
-    ({**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 1}),
-    ({**D2P2, "stage": 3}, {**P4, "pp_schedule": "zero_bubble"}),
-    (ZBV, P4),
-    (P4, ZBV),
-    (ZBV, {}),
-    ({}, ZBV),
+CHAINS: list[tuple[Layout, ...]] = [
+    *exhaustive(
+        # Ranks with several stages have prefetched parameters that have not been used when a checkpoint is loaded.
+        ([{**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 3}, {**P4, "pp_schedule": "zero_bubble"}],),
+        ([P4, {**T2D2, "stage": 1}, {**D2P2, "stage": 3}],),
+        ([{**T2D2, "stage": 3}, P4, {**T2C2, "stage": 1}],),
+        ([{**D2P2, "stage": 2}, {**T2C2, "stage": 3}, ZBV],),
+        ([ZBV, P4, {}],),
+        ([{}, ZBV, {**D2P2, "pp_schedule": "zbv", "stage": 1}],),
+    ),
 ]
 
 
@@ -64,8 +50,8 @@ def one_rank() -> Result:
     return trained(options_of(), 10, "auto", None, None, FOUR)[0]
 
 
-@pytest.mark.parametrize("layouts", [*FIRST, *exhaustive(*((each,) for each in OTHERS))], ids=str)
-def test_a_checkpoint_resumes_with_and_without_a_pipeline(tmp_path: Path, layouts: tuple[Layout, ...]) -> None:
+@pytest.mark.parametrize("layouts", [[{**D2P2, "pp_schedule": "zbv", "stage": 3}, {"tp": 2}], *CHAINS], ids=str)
+def test_a_checkpoint_resumes_with_and_without_a_pipeline(tmp_path: Path, layouts: list[Layout]) -> None:
     losses, norms, weights = one_rank()
     ends = (4, 7, 10) if len(layouts) == 3 else (4, 10)
     done, source = 0, None
@@ -110,10 +96,8 @@ def on_one_rank() -> tuple[float, list[list[list[int]]]]:
     "layout",
     [
         {"pp": 2, "tp": 2, "pp_schedule": "zbv", "accumulation": 4},
-        *exhaustive({"pp": 2, "cp": 2, "accumulation": 4}),
-        *exhaustive({"pp": 4, "accumulation": 4}, {"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 4}),
-        *exhaustive(*({"pp": 2, "pp_schedule": name, "accumulation": 4} for name in ("interleaved_1f1b", "zbv"))),
-        *exhaustive({"pp": 2, "tp": 2, "accumulation": 4}, {"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}),
+        *exhaustive({"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 4}),
+        *exhaustive({"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}),
         *exhaustive({"pp": 2, "cp": 2, "pp_schedule": "zbv", "accumulation": 4}),
         *exhaustive({"pp": 2, "cp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b", "accumulation": 4}),
     ],
@@ -175,7 +159,7 @@ MESSAGES = {
         ({"pp": 2, "pp_schedule": "zero_bubble", "accumulation": 4}, "gradient", 2),
         *exhaustive(
             ({"pp": 2, "pp_schedule": "zbv", "accumulation": 4}, "parameter", 1),
-            *(({"pp": 4, "accumulation": 4}, kind, layer) for kind in MESSAGES for layer in range(4)),
+            *(({"pp": 4, "accumulation": 4}, kind, layer) for kind, layer in zip(MESSAGES, (0, 1, 3), strict=True)),
             *(({"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}, kind, 2) for kind in MESSAGES),
             *(({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 3}, kind, 2) for kind in MESSAGES),
         ),
@@ -213,9 +197,7 @@ def test_an_overflow_halves_the_loss_scale_of_all_ranks(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [
-        ("zero_bubble", {"dtype": "float32", "autocast": "bfloat16"}),
-        *exhaustive(*((name, {"dtype": "float32", "autocast": "bfloat16"}) for name in ("1f1b", "zbv"))),
-        *exhaustive(*((name, {"dtype": "bfloat16", "dp": 2, "stage": 2}) for name in ("1f1b", "zbv"))),
+        *exhaustive(*((name, {"dtype": "float32", "autocast": "bfloat16"}) for name in ("zero_bubble", "1f1b"))),
         *exhaustive(("1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 2, "gradient_dtype": "parameter"})),
         *exhaustive(("zbv", {"dtype": "bfloat16", "dp": 2, "stage": 1, "reduce_dtype": "parameter"})),
     ],
@@ -228,26 +210,4 @@ def test_losses_in_16_bits_are_near_those_of_one_rank(schedule: str, more: Layou
     options = options_of(3 if "dp" in more else 6, pp=2, pp_schedule=schedule, **more)
     for found, _, _ in trained(options, 10, "auto", None, None, FOUR):
         assert found == pytest.approx(losses, rel=1e-2)
-        assert found[-1] < found[0] - 0.1
-
-
-def on_nodes(options: TrainCommand) -> Result:
-    """Train on pretended nodes of two ranks."""
-    with pretended_nodes(*[2] * (dist.get_world_size() // 2)):
-        assert "2 nodes of 2 ranks" in new_trainer(options, FOUR)[0].exchanged_by
-        return train(options, 10, config=FOUR)
-
-
-@pytest.mark.exhaustive
-def test_losses_with_bfloat16_between_nodes_are_near_those_of_one_rank() -> None:
-    """The data-parallel ranks of each stage are on two nodes, and the stages on different ones."""
-    losses = pool(1).run(train, options_of(4, dtype="float32"), 10, "auto", None, None, FOUR)[0][0]
-    pool(8).close()  # the nodes of a group are determined only once, so the ranks must be new
-    try:
-        results = pool(8).run(on_nodes, options_of(9, dp=4, pp=2, stage=2, compression="bf16", dtype="float32"))
-    finally:
-        pool(8).close()
-    for found, _, _ in results:
-        assert found == pytest.approx(losses, rel=1e-2)
-        assert found != pytest.approx(losses, rel=1e-6), "nothing is compressed"
         assert found[-1] < found[0] - 0.1

@@ -53,11 +53,10 @@ SAVED: list[Layout] = [
     {"dp": 2, "tp": 2, "stage": 3},
     {"dp": 4, "stage": 3, "replicas": 2},
 ]
-# Every layout resumes at three others. Those of the first tier resume at another stage and number of ranks.
-FIRST = [*((SAVED[a], SAVED[b]) for a, b in ((1, 5), (4, 0))), ({"tp": 2, "cp": 2}, {"cp": 3})]
-OTHERS = [(SAVED[a], SAVED[(a + step) % len(SAVED)]) for a in range(len(SAVED)) for step in (1, 2, 4)]
-OTHERS += [*((saved, ONE) for saved in SAVED), ({"tp": 2}, {"dp": 2}), ({"dp": 2}, {"tp": 2}), (ONE, {"tp": 4})]
-OTHERS += [({"tp": 2, "dp": 2}, ONE), ({"tp": 2, "cp": 2}, ONE), ({"tp": 2, "cp": 2}, {"dp": 2})]
+# The layouts of the first tier resume at another stage and number of ranks.
+FIRST = [(SAVED[1], SAVED[5]), ({"tp": 2, "cp": 2}, {"cp": 3})]
+OTHERS = [(SAVED[a], SAVED[(a + step) % len(SAVED)]) for a in range(len(SAVED)) for step in (1, 2)]
+OTHERS += [(SAVED[4], SAVED[0]), (SAVED[5], ONE), (ONE, {"tp": 4}), ({"tp": 2, "cp": 2}, {"dp": 2})]
 
 
 @functools.cache
@@ -71,7 +70,7 @@ def check_continues(found: Result, step: int) -> None:
     check_same(found, (losses[step:], norms[step:], weights))
 
 
-@pytest.mark.parametrize(("before", "after"), [*FIRST, *exhaustive(*(x for x in OTHERS if x not in FIRST))], ids=str)
+@pytest.mark.parametrize(("before", "after"), [*FIRST, *exhaustive(*OTHERS)], ids=str)
 def test_a_checkpoint_resumes_at_any_stage_and_layout(tmp_path: Path, before: Layout, after: Layout) -> None:
     trained(options_of(**before), 4, "auto", tmp_path)
     saved = newest_good(tmp_path, warn=pytest.fail)
@@ -86,14 +85,10 @@ def test_a_checkpoint_resumes_at_any_stage_and_layout(tmp_path: Path, before: La
 @pytest.mark.parametrize(
     "layout",
     [
-        {"dp": 2, "stage": 3, "dtype": "float32"},
         {"tp": 2, "dp": 2, "dtype": "bfloat16"},
-        *exhaustive(*({"dp": 2, "stage": 1, "dtype": dtype} for dtype in ("float32", "bfloat16"))),
-        *exhaustive(*({"dp": 2, "stage": 2, "dtype": dtype} for dtype in ("float16", "bfloat16"))),
-        *exhaustive({"tp": 2, "dp": 2, "dtype": "float32"}),
-        *exhaustive(*({"dp": 2, "stage": 3, "dtype": dtype} for dtype in ("float16", "bfloat16"))),
-        *exhaustive(*({"dtype": dtype} for dtype in ("float32", "bfloat16", "float16"))),
-        *exhaustive(*({"tp": 2, "dtype": dtype} for dtype in ("float64", "float32", "float16"))),
+        *exhaustive(*({"dp": 2, "stage": 3, "dtype": dtype} for dtype in ("float32", "float16", "bfloat16"))),
+        *exhaustive(*({"dp": 2, "stage": stage, "dtype": "float16"} for stage in (1, 2))),
+        *exhaustive({"dtype": "float32"}, {"tp": 2, "dtype": "float64"}),
     ],
     ids=str,
 )
@@ -121,7 +116,7 @@ GRADIENTS, REDUCED = {"gradient_dtype": "parameter"}, {"reduce_dtype": "paramete
     ("stage", "more"),
     [
         (2, GRADIENTS | REDUCED),
-        *exhaustive((2, GRADIENTS), (1, REDUCED), (0, GRADIENTS), (1, GRADIENTS), (0, REDUCED), (2, REDUCED)),
+        *exhaustive((2, GRADIENTS), (1, REDUCED), (0, GRADIENTS), (0, REDUCED)),
     ],
     ids=str,
 )
@@ -180,16 +175,12 @@ P2: Layout = {**D4, "pp": 2, "stage": 1, "accumulation": 3}
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ({**D4, "stage": 1}, {**D4, "stage": 1}),
-        *exhaustive(
-            (P2, {**P2, "pp_layers": "3,1"}),
-            *(({**D4, "stage": 2, "dtype": dtype},) * 2 for dtype in ("bfloat16", "float16")),
-            *((layout,) * 2 for layout in ({**D4, "stage": 0}, {**D4, "stage": 1, "dtype": "float64"}, P2)),
-            ({**D4, "stage": 1}, {**D4, "stage": 2}),
-            (P2, {**P2, "pp_schedule": "interleaved_1f1b"}),
-        ),
-    ],
+    exhaustive(
+        *((layout,) * 2 for layout in ({**D4, "stage": 1}, {**D4, "stage": 2, "dtype": "float16"}, P2)),
+        ({**D4, "stage": 1}, {**D4, "stage": 2}),
+        (P2, {**P2, "pp_layers": "3,1"}),
+        (P2, {**P2, "pp_schedule": "interleaved_1f1b"}),
+    ),
     ids=str,
 )
 def test_the_remainders_of_powersgd_are_in_checkpoints(tmp_path: Path, before: Layout, after: Layout) -> None:

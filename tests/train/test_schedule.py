@@ -19,18 +19,6 @@ def rates(options: OptimOptions, steps: int) -> list[float]:
     return [learning_rate(options, step, steps, TOKENS) for step in range(steps + 1)]
 
 
-def test_the_cosine_schedule() -> None:
-    options = OptimOptions(lr=1.0, min_lr=0.1, warmup=10, decay_steps=110)
-    found = rates(options, 200)
-    assert found[0] == pytest.approx(1 / 11)
-    assert found[9] == pytest.approx(10 / 11)
-    assert found[10] == 1.0
-    assert found[60] == pytest.approx(0.55)
-    assert found[110] == found[199] == 0.1
-    assert all(b <= a for a, b in itertools.pairwise(found[10:]))
-    assert learning_rate(OptimOptions(lr=1.0, min_lr=0.1, warmup=0), 50, 100, TOKENS) == pytest.approx(0.55)
-
-
 def test_the_default_schedule_is_the_first_one_to_the_bit() -> None:
     """The rates are those of the time when cosine was the only schedule, so that resumed runs are unchanged."""
     options = OptimOptions(lr=2e-3, min_lr=2e-4, warmup=50)

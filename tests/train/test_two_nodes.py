@@ -5,7 +5,6 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import tempfile
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +43,6 @@ ZERO = {
     "0": 1e-5,
     "1": 1e-5,
     "2 --zero.compression bf16": 1e-3,
-    "1 --zero.compression powersgd-4": 3e-2,
     "3 --parallel.replicas 2": 1e-5,
     "2 --zero.compression bf16 --parallel.pp 2": 1e-3,
     "1 --zero.compression powersgd-4 --parallel.pp 2": 3e-2,
@@ -64,32 +62,6 @@ def test_two_nodes_train_to_the_losses_of_one_rank(flags: list[str], tmp_path: P
     one, two = _on_one_rank(tuple(flags)), _losses(tmp_path / "two")
     assert len(one) == 12 and one[-1] < one[0]
     assert two == pytest.approx(one, rel=ZERO[stage])
-
-
-def test_a_run_with_powersgd_resumes_to_the_bit(flags: list[str], tmp_path: Path) -> None:
-    flags = [*flags, "--train.log-every", "1", "--kernels", "torch", "--train.dtype", "float32"]
-    flags += ["--zero.stage", "2", "--zero.compression", "powersgd-4", "--optim.decay-steps", "12"]
-
-    def train(folder: str, *more: str) -> str:
-        first, _ = torchrun_on_nodes(["tpfuse", "train", *flags, "--out", str(tmp_path / folder), *more])
-        assert first.returncode == 0, first.stderr
-        return first.stderr
-
-    train("straight")
-    train("stopped", "--train.steps", "5")
-    assert "PowerSGD" not in train("stopped", "--resume", "--train.steps", "12")
-    assert _losses(tmp_path / "stopped") == _losses(tmp_path / "straight")
-    said = train("stopped", "--resume", "--train.steps", "13", "--zero.stage", "1")
-    assert "step-12 has no remainders of PowerSGD for this layout: they start at zero" in said
-
-
-def test_a_run_whose_time_is_up_leaves_no_process(flags: list[str], tmp_path: Path) -> None:
-    mark = str(tmp_path / uuid.uuid4().hex)
-    with pytest.raises(subprocess.TimeoutExpired):
-        torchrun_on_nodes(["tpfuse", "train", *flags, "--train.steps", "100000", "--out", mark], timeout=4.0)
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            assert mark.encode() not in path.read_bytes()
 
 
 def _process_of(rank: int, mark: str) -> int:
