@@ -90,7 +90,7 @@ def save_shards(run: Path, make: Callable[..., Any], seed: int, step: int = 1) -
 
 def load_shards(folder: Path, make: Callable[..., Any], seed: int) -> bool:
     expected = make(seed, dist.get_rank(), dist.get_world_size())
-    saved = checkpoint.open_checkpoint(folder)
+    saved = checkpoint.Checkpoint(folder)
     assert_loads(saved, expected)
     assert checkpoint.differing(saved, expected, dist.group.WORLD) == [], "however the tensors are cut"
     return True
@@ -191,7 +191,7 @@ def wrong_copy(run: Path) -> list[str]:
     shards = {"w": [Shard((5,), ((0, 5),), torch.arange(5.0), dist.get_rank() == 0)]}
     checkpoint.save(run, 1, shards, STATE, keep=0, group=dist.group.WORLD, warn=silent)
     shards["w"][0].tensor[3] += dist.get_rank()
-    return checkpoint.differing(checkpoint.open_checkpoint(run / "step-1"), shards, dist.group.WORLD)
+    return checkpoint.differing(checkpoint.Checkpoint(run / "step-1"), shards, dist.group.WORLD)
 
 
 def test_a_wrong_copy_of_another_rank_is_named(tmp_path):
@@ -356,7 +356,7 @@ def test_files_that_are_no_checkpoints_are_left_alone(tmp_path):
 def test_a_file_that_differs_from_the_manifest_is_found_while_loading(tmp_path):
     """The file differs between verification and loading, or on a rank that did not verify it."""
     folder = save_whole(tmp_path, 1)
-    saved = checkpoint.open_checkpoint(folder)
+    saved = checkpoint.Checkpoint(folder)
     (folder / "rank-00000.safetensors").write_bytes(b"junk")
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected \d+ bytes, found 4 bytes"):
         saved.load(whole_shards(1))

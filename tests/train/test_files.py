@@ -459,7 +459,7 @@ def test_files_of_tokens_are_read_in_place(tmp_path: Path, make: Callable[[Path,
     for named in (path, tmp_path, tmp_path / "*"):
         paths = token_paths(named)
         assert paths == (path,)
-        files = open_token_files(paths, ByteTokenizer)
+        files = open_token_files(paths, ByteTokenizer())
         assert files.open()[:].tolist() == tokens.tolist()
         assert files.open().part(100, 300)[3:9].tolist() == tokens[103:109].tolist()
 
@@ -487,7 +487,7 @@ def test_files_of_tokens_are_read_in_place(tmp_path: Path, make: Callable[[Path,
 def test_other_files_of_tokens_are_refused(tmp_path: Path, make: Any, message: str) -> None:
     path = make(tmp_path, np.arange(500) % 256 + 1 - (np.arange(500) % 256 == 255))
     with pytest.raises(UserError, match=message):
-        open_token_files((path,), ByteTokenizer)
+        open_token_files((path,), ByteTokenizer())
 
 
 def _bytes(folder: Path, data: bytes) -> Path:
@@ -527,7 +527,7 @@ def test_nanogpt_names_its_characters(tmp_path: Path) -> None:
         read_data(DataOptions(tmp_path / "train.bin"), tmp_path / "none")
     many = words(*(f"w{index}" for index in range(70_000)))
     with pytest.raises(UserError, match=r"read as uint16, but its tokenizer has 70005 tokens: .*NAME.npy"):
-        open_token_files((tmp_path / "train.bin",), lambda: many)
+        open_token_files((tmp_path / "train.bin",), many)
 
 
 class _Runs:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support.command import Commands
-from tpfuse.train.checkpoint import open_checkpoint
+from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.train.config import read_toml
 from tpfuse.train.errors import UserError
 from tpfuse.train.manifest import CheckpointError, encode
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.token_file import open_token_files
+from tpfuse.train.tokenizer import ByteTokenizer
 from tpfuse.train.untrusted import EACH, Unreadable, check, read_bytes, read_json, read_text
 
 Make = Callable[[Path], object]
@@ -54,7 +55,7 @@ def test_only_regular_files_of_a_plausible_size_are_read(tmp_path: Path, make: M
     with pytest.raises(Unreadable, match=message):
         read_bytes(path)
     with pytest.raises(CheckpointError, match=f"manifest.json: expected a manifest, found {message}"):
-        open_checkpoint(path.parent)
+        Checkpoint(path.parent)
     with pytest.raises(UserError, match=message):
         read_toml(path)
 
@@ -114,7 +115,7 @@ def test_a_manifest_with_wrong_values_is_a_damaged_checkpoint(
     change(manifest)
     path.write_bytes(encode(manifest))
     with pytest.raises(CheckpointError, match=message) as caught:
-        saved_state(open_checkpoint(path.parent))
+        saved_state(Checkpoint(path.parent))
     assert len(str(caught.value)) < 700
     commands.fail("sample", copied, status=3)
 
@@ -140,7 +141,7 @@ def test_a_tokenizer_with_wrong_values_is_one_line(
     beside.write_text(json.dumps({"sha256": "", "tokenizer": json.loads(document)}))
     if "vocabulary" not in message:
         with pytest.raises(UserError, match=r"tokens\.json"):
-            open_token_files((copied / "data" / "tokens.bin",), pytest.fail)
+            open_token_files((copied / "data" / "tokens.bin",), ByteTokenizer())
 
 
 def test_metrics_with_wrong_values_are_left_out(tmp_path: Path) -> None:

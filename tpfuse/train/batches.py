@@ -169,12 +169,6 @@ def _mixed(tokens: Mixture, vocab_size: int) -> npt.NDArray[np.float64]:
     read = [total * share / sum(tokens.shares) for share in tokens.shares]
     counts = np.zeros(vocab_size, dtype=np.float64)
     for source, count in zip(tokens.sources, read, strict=True):
-        counts += _counted(source, vocab_size) * (count / len(source))
-    return counts
-
-
-def _counted(tokens: TokenSequence, vocab_size: int) -> npt.NDArray[np.int64]:
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(tokens), _CHUNK):
-        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
+        parts = (source[start : start + _CHUNK] for start in range(0, len(source), _CHUNK))
+        counts += sum(np.bincount(part, minlength=vocab_size) for part in parts) * (count / len(source))
     return counts

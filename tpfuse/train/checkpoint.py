@@ -15,7 +15,6 @@ rank. A loading rank reads the intersections of these with its own rectangles, s
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +49,21 @@ from tpfuse.train.safetensors_file import DTYPES, write_safetensors
 from tpfuse.train.untrusted import Unreadable, check_regular
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
-_Wanted = tuple[
-    str, Slices, Slices, Shard
-]  # key in the file, the slice stored there, its intersection with the shard, the shard
+# The key in the file, the slice stored there, its intersection with the shard, the shard.
+_Wanted = tuple[str, Slices, Slices, Shard]
 
 
-def step_folder(run: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
-    return run / f"step-{step}"
-
-
-@dataclass
 class Checkpoint:
-    """A checkpoint whose manifest is sound. sound: the files that `verify` or `load` has found to be sound too."""
+    """The checkpoint in a folder, whose manifest is sound. Raise CheckpointError.
 
-    folder: Path
-    step: int
-    manifest: dict[str, Any]
-    sound: set[str] = field(default_factory=set)
+    sound: the files that `verify` or `load` has found to be sound too. state: the state that was given to `save`, as
+    JSON returns it (tuples are lists, keys are text).
+    """
 
-    @property
-    def state(self) -> Any:
-        """Return the state that was given to `save`, as JSON returns it (tuples are lists, keys are text)."""
-        return self.manifest["state"]
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest, self.sound = folder, read_manifest(folder), set[str]()
+        self.step: int = self.manifest["step"]
+        self.state: Any = self.manifest["state"]
 
     def verify(self) -> None:
         """Read every file once. Raise CheckpointError if a size or a SHA-256 is not the manifest's."""
@@ -163,25 +154,13 @@ def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None
     owned: dict[str, dict[Slices, int]] = {}
     for name, held in ((name, held) for of_rank in ranks for name, held in of_rank.items()):
         owned.setdefault(name, {}).update({slices: value for is_owner, slices, value in held if is_owner})
-    found = [
-        name
-        for name, values in owned.items()
-        if name in tensors and sum(values.values()) % 2**64 != tensors[name]["digest"]
-    ]
+    sums = {name: sum(values.values()) % 2**64 for name, values in owned.items() if name in tensors}
+    found = [name for name in sums if sums[name] != tensors[name]["digest"]]
     for rank, of_rank in enumerate(ranks):
         for name, held in of_rank.items():
             if any(owned[name].get(slices, value) != value for _, slices, value in held):
                 found.append(f"{name} of rank {rank}")
     return found
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder. It checks the manifest, but not the other files (`Checkpoint.verify`).
-
-    Raise CheckpointError.
-    """
-    manifest = read_manifest(folder)
-    return Checkpoint(folder, manifest["step"], manifest)
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
@@ -193,7 +172,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
 
 
 def _good(folder: Path) -> Checkpoint:
-    checkpoint = open_checkpoint(folder)
+    checkpoint = Checkpoint(folder)
     checkpoint.verify()
     return checkpoint
 
@@ -202,7 +181,7 @@ def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint of a run that is sound to the last byte, or None if the run has no checkpoint.
 
     `warn` is called for each damaged checkpoint, which is skipped. One rank should call this function and send the step
-    to the others, which then call `open_checkpoint`. Raise CheckpointError if all checkpoints are damaged, and OSError
+    to the others, which then open it by `Checkpoint`. Raise CheckpointError if all checkpoints are damaged, and OSError
     if the run's folder cannot be listed.
     """
     damaged = []
@@ -217,19 +196,12 @@ def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-@dataclass
 class _Saving:
     """The phases of one call of `save` on one rank. Its warnings are given at the end, when no rank waits any more."""
 
-    run: Path
-    step: int
-    shards: Shards
-    rank: int
-    warnings: list[str]
-
-    def __post_init__(self) -> None:
-        self.final = step_folder(self.run, self.step)
-        self.staging = self.run / f".staging-step-{self.step}"
+    def __init__(self, run: Path, step: int, shards: Shards, rank: int) -> None:
+        self.run, self.step, self.shards, self.rank, self.warnings = run, step, shards, rank, list[str]()
+        self.final, self.staging = run / f"step-{step}", run / f".staging-step-{step}"
 
     def begin(self) -> bool:
         """Return on rank 0 whether a good checkpoint of this step exists; if not, make an empty staging folder."""
@@ -323,7 +295,7 @@ def save(
     state that JSON cannot hold, and RuntimeError if a rank died or raised another error.
     """
     rank = 0 if group is None else group.rank()
-    saving = _Saving(Path(run), step, shards, rank, [])
+    saving = _Saving(Path(run), step, shards, rank)
     try:
         begun = agree(group, lambda: (describe(shards), rank == 0 and saving.begin()))
         if not begun[0][1]:
@@ -334,9 +306,8 @@ def save(
             agree(group, lambda: saving.commit(manifest, keep) if rank == 0 else None)
         saved: Path | None = saving.final
     except DiskFailed as failure:
-        saving.warnings.insert(
-            0, f"step {step} was not saved: {failure}; training continues, and the next save tries again"
-        )
+        said = f"step {step} was not saved: {failure}; training continues, and the next save tries again"
+        saving.warnings.insert(0, said)
         saved = None
         if rank == 0:
             saving._clear()

@@ -193,7 +193,7 @@ def _stated(paths: tuple[Path, ...], name: str) -> Tokenizer:
 def _tokens(found: _Unread, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
     if isinstance(found.what, Corpus):
         return encode_text(staging, found.what, tokenizer, found.name)
-    files = open_files_of(tokenizer, found.what)
+    files = open_token_files(found.what, tokenizer)
     if found.source not in (None, files.source):
         raise UserError(
             f"--resume with different data: {found.what[0]} has the tokens of {files.source}, not of {found.source}"
@@ -228,17 +228,6 @@ def check_named(name: str, path: Path) -> None:
             " --data.tokenizer gpt2 if its tokens are GPT-2's (as in llm.c's files), or else the tokenizer's FILE.json;"
             " Megatron's NAME.bin needs NAME.idx too"
         )
-
-
-def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
-    """Return the token files, whose tokenizer must be `tokenizer`. A file without a JSON file names none.
-
-    Raise UserError if they name another tokenizer.
-    """
-    files = open_token_files(paths, lambda: tokenizer)
-    if files.tokenizer.as_json() != tokenizer.as_json():
-        raise UserError(f"{paths[0]} has tokens of another tokenizer than the training data's")
-    return files
 
 
 def store(folder: Path, data: RunData, staging: Path) -> RunData:

@@ -86,9 +86,6 @@ class RunError(RuntimeError):
         super().__init__(message)
         self.status = status
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.status)
-
 
 class PeerLost(RunError):
     """A rank cannot continue because other ranks do not answer.
@@ -99,6 +96,3 @@ class PeerLost(RunError):
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.missing = missing
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PeerLost, (str(self), self.missing)

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import resource
-import sys
 from pathlib import Path
 from time import perf_counter
 
@@ -60,8 +59,7 @@ def memory_bytes(device: torch.device) -> int:
     """Return the most bytes that this rank has held: allocated by torch on a GPU, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def held_bytes(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from tpfuse.drop_in.weights import read_shard
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
-from tpfuse.train.checkpoint import Shards, open_checkpoint
+from tpfuse.train.checkpoint import Checkpoint, Shards
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError, instead_of, refusing
 from tpfuse.train.language_model import ModelConfig
@@ -178,7 +178,7 @@ def load_weights(folder: Path, config: ModelConfig, shards: Shards) -> None:
                 for shard in (shard for shard in each if shard.tensor.numel()):
                     shard.tensor.detach().copy_(pretrained.read(name.removeprefix("model."), shard.slices))
         return
-    saved = open_checkpoint(folder)
+    saved = Checkpoint(folder)
     theirs = saved_state(saved)[1]
     positions = f"model.{_POSITIONS}"
     whole = (theirs.n_positions, theirs.n_embd)

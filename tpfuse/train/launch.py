@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,7 +80,7 @@ def join(info: RankInfo, device: torch.device, timeout: float) -> None:
         _wait_for_all(store, info, limit)
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         if info.store is not None and device.type == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store, rank=info.rank, world_size=info.world, timeout=limit, **options,
@@ -176,9 +175,7 @@ class _Parent:
         UserError if a rank or the system has reported why the run failed, and KeyboardInterrupt after a second signal.
         """
         killed: _RankProcess | None = None
-        left: float | None = (
-            None  # seconds until the remaining ranks are killed; it counts only while this process runs
-        )
+        left: float | None = None  # seconds until the others are killed; they pass only while this process runs
         silent: list[_RankProcess] = []
         while True:
             codes = [rank.process.exitcode for rank in self.ranks]

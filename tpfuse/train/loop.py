@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +45,7 @@ from tpfuse.train.language_model import as_json as model_as_json
 from tpfuse.train.launch import RankInfo, device_of, join
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
-from tpfuse.train.pipeline_options import (
-    predicted_timeline,
-)
+from tpfuse.train.pipeline_options import predicted_timeline
 from tpfuse.train.predicted import prediction
 from tpfuse.train.report import conclude, introduce, measured
 from tpfuse.train.saved_state import saved_state
@@ -84,7 +82,12 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
     try:
         if info.world > 1:
             stack.enter_context(offered_stack(run.folder))
-        loop = TrainingLoop(info, run, _mesh(info, run, device), device, stop)
+        parallel, mesh = run.options.parallel, None
+        if info.world > 1:
+            ulysses = ulysses_ranks(parallel, run.config.n_head // parallel.tp)
+            sizes = {"dp": parallel.data_ranks, "cp": parallel.cp, "tp": parallel.tp, "pp": parallel.pp}
+            mesh = build_mesh(device.type, ulysses=ulysses, **sizes)
+        loop = TrainingLoop(info, run, mesh, device, stop)
         loop.run_to_end()
     except RunError:
         raise
@@ -112,16 +115,6 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
     return 0
 
 
-def _mesh(info: RankInfo, run: PreparedRun, device: torch.device) -> DeviceMesh | None:
-    if info.world == 1:
-        return None
-    parallel = run.options.parallel
-    ulysses = ulysses_ranks(parallel, run.config.n_head // parallel.tp)
-    return build_mesh(
-        device.type, dp=parallel.data_ranks, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses, pp=parallel.pp
-    )
-
-
 def _when(loop: "TrainingLoop | None") -> str:
     return "preparation" if loop is None else f"step {loop.trainer.step}"
 
@@ -130,13 +123,6 @@ def _reason(error: BaseException) -> str:
     """Return Gloo's message without its source line and its advice."""
     line = str(error).strip().splitlines()[0]
     return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
-
-
-class Retry(NamedTuple):
-    """The step that saves again after a save has failed, and the steps from it to the next one if it fails too."""
-
-    step: int | None = None
-    delay: int = 1
 
 
 class TrainingLoop:
@@ -178,14 +164,15 @@ class TrainingLoop:
         self.peak = 0.0  # FLOP/s, once the run is introduced
         self.val_loss: float | None = None
         self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
-        self.retry = Retry()
+        # After a failed save: the step that saves again, and the steps from it to the next one if it fails too.
+        self.retry_step, self.retry_delay = -1, 1
 
     def _resume(self, folder: Path) -> None:
         """Load the checkpoint; every rank reads its shards. Raise RunError on all ranks if one cannot."""
         opened: list[checkpoint.Checkpoint] = []
 
         def load() -> None:
-            saved = checkpoint.open_checkpoint(folder)
+            saved = checkpoint.Checkpoint(folder)
             saved_state(saved)
             opened.append(saved)
             if not self.trainer.load(saved) and self.first:
@@ -284,10 +271,8 @@ class TrainingLoop:
         if options.eval_every and begun == 0:
             self._evaluate()
             if reporter is not None:
-                memory = memory_bytes(self.device)
-                reporter.add(
-                    Row(0, None, self.val_loss, None, None, None, None, memory, perf_counter() - started), None
-                )
+                memory, seconds = memory_bytes(self.device), perf_counter() - started
+                reporter.add(Row(0, val_loss=self.val_loss, memory_bytes=memory, seconds=seconds), None)
             mark = perf_counter()
         while trainer.step < options.steps:
             with self.profile.step(trainer.step + 1):
@@ -311,7 +296,7 @@ class TrainingLoop:
                 results.clear()
                 mark, mark_step = perf_counter(), step
             save_due = bool(options.save_every) and step % options.save_every == 0
-            if not last and (save_due or step == self.retry.step):
+            if not last and (save_due or step == self.retry_step):
                 self._save()
                 mark, mark_step = perf_counter(), step
             if result.stop and not last:
@@ -354,21 +339,10 @@ class TrainingLoop:
         if self.device.type == "cpu":
             self.peak = max(self.peak, flops)  # another process may have slowed down the probe
         return Row(
-            self.trainer.step,
-            result.loss,
-            self.val_loss if evaluated else None,
-            result.lr,
-            result.grad_norm,
-            speed,
-            flops / self.peak,
-            memory_bytes(self.device),
-            seconds,
-            result.sent,
-            result.received,
-            fmean(each.loss for each in results),
-            _means([each.idle for each in results if each.idle]),
-            idle,
-        )
+            self.trainer.step, result.loss, self.val_loss if evaluated else None, result.lr, result.grad_norm, speed,
+            flops / self.peak, memory_bytes(self.device), seconds, result.sent, result.received,
+            fmean(each.loss for each in results), _means([each.idle for each in results if each.idle]), idle,
+        )  # fmt: skip
 
     def _evaluate(self) -> None:
         self.val_loss = self.trainer.evaluate(self.val_windows, self.options.train.eval_batches)
@@ -378,9 +352,7 @@ class TrainingLoop:
         trainer = self.trainer
         if not all(agree(trainer.world_group, (self.run.folder / "config.toml").is_file)):
             raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
-        loss = trainer.evaluate(
-            self.windows, 1, trainer.step
-        )  # a model that an update has damaged must not replace a good one
+        loss = trainer.evaluate(self.windows, 1, trainer.step)  # a ruined model must not replace a good one
         if not isfinite(loss):
             raise RunError(
                 f"step {trainer.step}: after the update the loss is {loss}; not saved, the last checkpoint is untouched"
@@ -394,20 +366,13 @@ class TrainingLoop:
         state["versions"] = {"tpfuse": __version__, "torch": torch.__version__, "numpy": np.__version__}
         state["config"] = resolved(self.options)
         state["decisions"] = {"machine": machine(self.device.type), "cases": as_json(self.decisions)}
-        saved = checkpoint.save(
-            self.run.folder,
-            trainer.step,
-            trainer.shards(),
-            state,
-            keep=self.options.train.keep,
-            group=trainer.world_group,
-            warn=warn,
-        )
+        folder, keep, group = self.run.folder, self.options.train.keep, trainer.world_group
+        saved = checkpoint.save(folder, trainer.step, trainer.shards(), state, keep=keep, group=group, warn=warn)
         trainer.optimizer.release()
         if saved is not None:
-            self.saved_step, self.retry = trainer.step, Retry()
+            self.saved_step, self.retry_delay = trainer.step, 1
         else:
-            self.retry = Retry(trainer.step + self.retry.delay, 2 * self.retry.delay)
+            self.retry_step, self.retry_delay = trainer.step + self.retry_delay, 2 * self.retry_delay
 
     def _draw_pipeline(self) -> str:
         """Draw the last step of the first rank's pipeline; return the name of the file. Collective.

@@ -141,16 +141,12 @@ def _check_shards(sizes: ModelSizes, config: ModelConfig, mesh: DeviceMesh | Non
 
 def _table(name: str, options: TrainCommand, config: ModelConfig, found: dict[int, tuple[int, RankMemory]]) -> str:
     """Return the table, which has a line for each kind of memory and a column for each stage."""
-    parallel, columns = options.parallel, [["", *_KINDS]]
-    for stage, (_, needed) in found.items():
-        values = [int(getattr(needed, kind)) for kind in _KINDS]
-        most = len(f"{max(values):,}")
-        columns.append([f"stage {stage}", *(f"{value / 2**30:.3f} GiB  {value:>{most},}" for value in values)])
-    widths = [max(map(len, column)) for column in columns]
-    rows = [
-        "    ".join([head.ljust(widths[0]), *(x.rjust(width) for x, width in zip(cells, widths[1:], strict=True))])
-        for head, *cells in zip(*columns, strict=True)
-    ]
+    parallel = options.parallel
+    values = {kind: [int(getattr(needed, kind)) for _, needed in found.values()] for kind in _KINDS}
+    most = len(f"{max(values['total']):,}")
+    rows = [" " * 12 + "".join(f"{f'stage {stage}':>{most + 20}}" for stage in found)]
+    for kind in _KINDS:
+        rows.append(f"{kind:<12}" + "".join(f"{value / 2**30:>14.3f} GiB  {value:>{most},}" for value in values[kind]))
     layout = layout_of(options)
     return "\n".join(
         [

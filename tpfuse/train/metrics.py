@@ -29,18 +29,18 @@ class Row:
     """A line of metrics.jsonl. Losses are in nats per token. A row of an evaluation alone has only a val_loss."""
 
     step: int
-    loss: float | None
+    loss: float | None = None
     # None between evaluations.
-    val_loss: float | None
-    lr: float | None
-    grad_norm: float | None
-    tokens_per_second: float | None
+    val_loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
     # In [0, 1]; on CPUs relative to the best rate so far.
-    mfu: float | None
+    mfu: float | None = None
     # The most bytes that torch has allocated on a GPU, or that the process has held on CPUs.
-    memory_bytes: int
+    memory_bytes: int = 0
     # Since this start of the run.
-    seconds: float
+    seconds: float = 0.0
     # Gradients and parameters that the first rank exchanged with data-parallel ranks in this step.
     sent_bytes: int | None = None
     received_bytes: int | None = None

@@ -1,6 +1,5 @@
 """`tpfuse sample` generates texts with a run's newest good checkpoint, or a Hugging Face folder, on one rank."""
 
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -91,7 +90,11 @@ def sample(folder: Path, options: SampleCommand) -> str:
     ids = torch.from_numpy(prompt).to(device).expand(options.samples, -1)
     drawing = Drawing(options.temperature, options.top_k, options.top_p, options.seed)
     out = model.generate(ids, options.tokens, drawing, ends)
-    return BETWEEN.join(tokenizer.decode(_until_end(ids, len(prompt), ends)) for ids in out.tolist())
+    texts = []
+    for tokens in out.tolist():  # up to the token that ends a text, which is left out
+        ending = (place for place in range(len(prompt), len(tokens)) if tokens[place] in ends)
+        texts.append(tokenizer.decode(tokens[: next(ending, len(tokens))]))
+    return BETWEEN.join(texts)
 
 
 def _prompt(options: SampleCommand) -> str:
@@ -101,9 +104,3 @@ def _prompt(options: SampleCommand) -> str:
         raise UserError("--prompt and --prompt-file were both given: expected one of them")
     with reading(f"--prompt-file {options.prompt_file}"):
         return read_text(options.prompt_file)
-
-
-def _until_end(ids: list[int], prompt: int, ends: Collection[int]) -> list[int]:
-    """Return the first `prompt` tokens, and those after them up to one of `ends`, which is left out."""
-    ending = (position for position in range(prompt, len(ids)) if ids[position] in ends)
-    return ids[: next(ending, len(ids))]

@@ -18,7 +18,7 @@ from tpfuse.comm.stacks import remove_stacks
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.switches import resolved_kernels, use
-from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good, open_checkpoint
+from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import profiled_steps, resolved
 from tpfuse.train.continuation import check_schedule, described
@@ -254,13 +254,6 @@ def _check_documents(files: TokenFiles) -> None:
     )
 
 
-def _run_folder(options: TrainCommand) -> Path:
-    folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    if not options.resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists: add --resume to continue its run, or choose another --out")
-    return folder
-
-
 def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None) -> ModelConfig:
     """Return the model of these options, whose layout is filled in. Raise UserError if its ranks cannot share it.
 
@@ -293,7 +286,7 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
     saved = [] if run is None or (folder / "config.json").is_file() else checkpoint_folders(run)
     for checkpoint in saved:
         try:
-            config = saved_state(open_checkpoint(checkpoint))[1]
+            config = saved_state(Checkpoint(checkpoint))[1]
         except CheckpointError:
             continue
         if isinstance(config, DecoderConfig):
@@ -346,8 +339,14 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     if options.train.compile:
         check_compiler()
     ranks = local_ranks or rank_count(options.parallel)
-    folder = _run_folder(options)
-    _check_names(folder, options.data.path, options.data.val_path, options.init_from, options.model.from_)
+    folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    if not options.resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists: add --resume to continue its run, or choose another --out")
+    for path in (folder, options.data.path, options.data.val_path, options.init_from, options.model.from_):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{str(path)!r}: the name is not UTF-8: rename it") from None
     run = folder if options.resume else None
     config = model_config(options, 1, run)  # checks that need no text come first: reading a large text takes long
     if options.resume:
@@ -402,15 +401,6 @@ def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
     elif name in ("bytes", "chars"):
         name = str(files.paths[0].with_suffix(".json"))
     return replace(options, data=replace(options.data, tokenizer=name))
-
-
-def _check_names(*paths: Path | None) -> None:
-    """Raise UserError for a path that config.toml, which is UTF-8, cannot hold."""
-    for path in paths:
-        try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{str(path)!r}: the name is not UTF-8: rename it") from None
 
 
 _locked: dict[tuple[int, int], int] = {}  # descriptors of run folders, by device and inode, until this process ends

@@ -19,7 +19,7 @@ import resource
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -343,20 +343,22 @@ def _of_nanogpt(meta: Path) -> CharTokenizer:
     return CharTokenizer(text)
 
 
-def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) -> TokenFiles:
-    """Check token files and return them. unnamed: returns the tokenizer of files beside which no file names it.
+def open_token_files(paths: tuple[Path, ...], tokenizer: Tokenizer) -> TokenFiles:
+    """Check token files, whose tokenizer must be `tokenizer`, and return them. Files beside them may name none.
 
     A file with a JSON file is read once and compared with its SHA-256. A file without one gets a SHA-256 of its header
     and of four blocks of 2048 tokens, one of which is at its start and one at its end: a data set of 100 files with 100
     million tokens each would take minutes to read whenever a run starts, and the blocks suffice to notice that a run
     continues with other data. The digest of several files is that of their digests.
 
-    Raise UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, and a token outside
-    the vocabulary.
+    Raise UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, a token outside the
+    vocabulary, and another tokenizer.
     """
     layouts = tuple(map(token_layout, paths))
     described = _descriptions(paths)
-    tokenizer = stated_tokenizer(paths) or unnamed()
+    theirs = stated_tokenizer(paths)
+    if theirs is not None and theirs.as_json() != tokenizer.as_json():
+        raise UserError(f"{paths[0]} has tokens of another tokenizer than the training data's")
     for layout in layouts:
         if layout.headerless and token_dtype(tokenizer.vocab_size).itemsize > layout.width:
             raise UserError(
@@ -366,10 +368,13 @@ def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) 
     digests = []
     try:
         for index, file in enumerate(_opened(layouts, tokenizer.vocab_size)):
-            ranges = _whole(file.count) if described else _blocks(file.count)
+            last = max(0, file.count - _BLOCK)
+            starts, size = [last * number // 3 for number in range(4)], _BLOCK
+            if described:
+                starts, size = [*range(0, file.count, _CHUNK)], _CHUNK
             digest = hashlib.sha256(file.layout.head)
-            for start, stop in ranges:
-                digest.update(file.read(start, stop).tobytes())
+            for start in starts:
+                digest.update(file.read(start, min(start + size, file.count)).tobytes())
             digests.append(digest.hexdigest())
             if described and digests[-1] != described[index]["sha256"]:
                 stated = f"{file.path.with_suffix('.json').name} says {described[index]['sha256']}"
@@ -381,12 +386,3 @@ def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) 
         source = str(described[0].get("source", source))
     whole = digests[0] if len(paths) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return TokenFiles(layouts, tokenizer, whole, source)
-
-
-def _whole(count: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
-
-
-def _blocks(count: int) -> list[tuple[int, int]]:
-    last = max(0, count - _BLOCK)
-    return [(last * index // 3, min(last * index // 3 + _BLOCK, count)) for index in range(4)]

@@ -180,13 +180,11 @@ class Trainer:
         own = self.runner.began, self.runner.intervals
         rows = gather_objects(own, self.pipeline_group, op="times of a pipeline's step")
         first = min(began for began, _ in rows)
-        return Timeline(
-            self.runner.order,
-            tuple(
-                tuple(each._replace(start=each.start + began - first, end=each.end + began - first) for each in row)
-                for began, row in rows
-            ),
+        shifted = (
+            tuple(each._replace(start=each.start + began - first, end=each.end + began - first) for each in row)
+            for began, row in rows
         )
+        return Timeline(self.runner.order, tuple(shifted))
 
     @property
     def exchanged_by(self) -> str:
@@ -194,12 +192,6 @@ class Trainer:
         if isinstance(self.engine, FullySharded):
             return "fully_shard"
         return ", ".join(dict.fromkeys(self.engine.reasons))
-
-    @property
-    def share(self) -> range:
-        """Return the numbers of this rank's sequences in each batch."""
-        size = self.options.train.batch // self.dp
-        return range(self.dp_rank * size, (self.dp_rank + 1) * size)
 
     @property
     def tokens_per_step(self) -> int:
@@ -210,13 +202,13 @@ class Trainer:
         self, windows: Windows, number: int, weight: float = 1.0, at: tuple[int, int] | None = None
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches of batch `number`."""
-        size = micro_batch_size(self.options)
+        size, share = micro_batch_size(self.options), self.options.train.batch // self.dp
         return [
             MicroBatch(
                 *windows.sequences(number, cut, cut + size, self.device), weight, at,
                 torch.arange(cut, cut + size, device=self.device),
             )
-            for cut in range(self.share.start, self.share.stop, size)
+            for cut in range(self.dp_rank * share, (self.dp_rank + 1) * share, size)
         ]  # fmt: skip
 
     def train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
@@ -367,9 +359,8 @@ class Trainer:
         shards: dict[str, list[Shard]] = {}
         for piece in self.optimizer.rectangles():
             held = shards.setdefault(f"{piece.kind}.{piece.name}", [])
-            for shape, tensor, slices in self.language_model.stored(
-                piece.name, piece.tensor, piece.slices, piece.shape
-            ):
+            stored = self.language_model.stored(piece.name, piece.tensor, piece.slices, piece.shape)
+            for shape, tensor, slices in stored:
                 held.append(Shard(shape, slices, tensor, piece.is_owner))
         remainders = {} if self.compression is None else self.compression.state_dict()
         for matrix, tensors in remainders.items():
@@ -411,9 +402,8 @@ class Trainer:
             remainders: dict[str, dict[str, Tensor]] = {}
             for name, shape in saved.shapes(self._powersgd).items():
                 matrix, _, kind = name.rpartition(".")
-                remainders.setdefault(matrix, {})[kind] = torch.empty(
-                    shape, dtype=summed_dtype(self.dtype), device=self.device
-                )
+                empty = torch.empty(shape, dtype=summed_dtype(self.dtype), device=self.device)
+                remainders.setdefault(matrix, {})[kind] = empty
             self.compression.load_state_dict(remainders)  # `shards` then returns them, and `load` fills them
         saved.load(self.shards())
         return whole
