@@ -3,7 +3,7 @@
 import base64
 import logging
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -13,7 +13,7 @@ import tokenizers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from tpfuse.train.errors import UserError, hub_hint, optional_package
+from tpfuse.train.errors import UserError, hub_hint, optional_package, refusing
 from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_bytes, read_json, read_text, reading
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype` returns
@@ -58,11 +58,24 @@ class Tokenizer(Protocol):
         return [self.encode(text) for text in texts]
 
     def cut(self, text: str) -> int:
-        """Return the last place where the tokens of `text` are those of its two parts; 0 if none is found.
+        """Return a place, after a line break, at which the tokens of `text` are those of its two parts; 0 for none.
 
-        A long text can so be encoded part by part.
+        A long text can so be encoded part by part. Tokenizers of the kind of GPT-2 cut texts into words first, so that
+        tokens depend on near characters alone. Those that put a space before each text, such as Llama's, have no such
+        place.
         """
-        return len(text)
+        place = len(text)
+        for _ in range(_CUTS):
+            place = text.rfind("\n", 1, max(1, place - 1)) + 1
+            if not place:
+                return 0
+            left, right = text[max(0, place - _NEAR) : place], text[place : place + _NEAR]
+            if not right:
+                continue
+            whole, *parts = self.encode_all([left + right, left, right])
+            if np.array_equal(whole, np.concatenate(parts)):
+                return place
+        return 0
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of `tokens`. Bytes that are not UTF-8 become the replacement character.
@@ -78,6 +91,9 @@ class ByteTokenizer(Tokenizer):
     """A tokenizer whose 256 tokens are the bytes of UTF-8."""
 
     vocab_size = 256
+
+    def cut(self, text: str) -> int:
+        return len(text)
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8).astype(np.uint16)
@@ -96,6 +112,9 @@ class CharTokenizer(Tokenizer):
         self.characters = characters
         self.vocab_size = len(characters)
         self._points = np.array([ord(c) for c in characters], dtype=np.uint32)
+
+    def cut(self, text: str) -> int:
+        return len(text)
 
     @classmethod
     def of_text(cls, texts: Iterable[str]) -> Self:
@@ -157,9 +176,6 @@ class FileTokenizer(Tokenizer):
             raise UserError(f"the tokenizer cannot encode the text: {str(error)[:200]}: {_SAVE}") from None
         return [np.array(encoding.ids, dtype=token_dtype(self.vocab_size)) for encoding in encodings]
 
-    def cut(self, text: str) -> int:
-        return _proved_cut(self, text)
-
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
@@ -217,9 +233,6 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError("the text is not UTF-8: convert it, or train with --data.tokenizer bytes") from None
         return [np.array(each, dtype=token_dtype(self.vocab_size)) for each in ids]
 
-    def cut(self, text: str) -> int:
-        return _proved_cut(self, text)
-
     def decode(self, tokens: list[int]) -> str:
         known = (token for token in tokens if token < self.vocab_size)
         return str(self._processor.decode(list(known)))
@@ -228,44 +241,22 @@ class SentencePieceTokenizer(Tokenizer):
         return {"kind": "sentencepiece", "model": base64.b64encode(self._model).decode()}
 
 
-def _proved_cut(tokenizer: Tokenizer, text: str) -> int:
-    """Return the end of a line of `text` at which its neighbourhood has the tokens of its two parts; 0 for none.
-
-    Tokenizers of the kind of GPT-2 cut texts into words first, so that tokens depend on near characters alone. Those
-    that put a space before each text, such as Llama's, have no such place.
-    """
-    place = len(text)
-    for _ in range(_CUTS):
-        place = text.rfind("\n", 1, max(1, place - 1)) + 1
-        if not place:
-            return 0
-        left, right = text[max(0, place - _NEAR) : place], text[place : place + _NEAR]
-        if not right:
-            continue
-        whole, *parts = tokenizer.encode_all([left + right, left, right])
-        if np.array_equal(whole, np.concatenate(parts)):
-            return place
-    return 0
-
-
 def from_json(description: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer that `as_json` has described. Raise UserError for another description."""
+    kinds: dict[object, tuple[str, Callable[[str], Tokenizer]]] = {
+        "chars": ("characters", CharTokenizer),
+        "tokenizers": ("json", lambda text: _of_library(text, "the tokenizer's json")),
+        "sentencepiece": ("model", lambda text: SentencePieceTokenizer(base64.b64decode(text))),
+    }
     kind = description.get("kind")
     if kind == "bytes":
         return ByteTokenizer()
-    try:
-        if kind == "chars":
-            check(description, {"characters": str}, "the tokenizer")
-            return CharTokenizer(description["characters"])
-        if kind == "tokenizers":
-            check(description, {"json": str}, "the tokenizer")
-            return _of_library(description["json"], "the tokenizer's json")
-        if kind == "sentencepiece":
-            check(description, {"model": str}, "the tokenizer")
-            return SentencePieceTokenizer(base64.b64decode(description["model"]))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    raise UserError(f"tokenizer kind {quoted(kind)} is not known: expected bytes, chars, tokenizers or sentencepiece")
+    if kind not in kinds:
+        raise UserError(f"tokenizer kind {quoted(kind)} is not known: expected bytes, {', '.join(map(str, kinds))}")
+    field, made = kinds[kind]
+    with refusing():
+        check(description, {field: str}, "the tokenizer")
+        return made(description[field])
 
 
 def _of_library(text: str, source: object) -> FileTokenizer:
