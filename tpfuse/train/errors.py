@@ -3,7 +3,8 @@
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ def refusing(before: str = "", after: str = "") -> Iterator[None]:
         raise
     except ValueError as error:
         raise UserError(f"{before}{error}{after}") from None
+
+
+def check_at_least(options: Mapping[str, tuple[float | None, float]]) -> None:
+    """Raise UserError for an option --NAME whose value is below the least one, or not finite. options: both by NAME."""
+    for name, (value, least) in options.items():
+        if value is not None and not least <= value < inf:
+            raise UserError(f"--{name} {value}: expected at least {least}" + (", and finite" if value == inf else ""))
 
 
 def optional_package(name: str, needed: str) -> Any:

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tpfuse.train.batches import MicroBatch, Mixture
+from tpfuse.train.batches import MicroBatch
 from tpfuse.train.config import parse_train
 from tpfuse.train.data import kept_tokens, read_data, read_sources
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import longest
-from tpfuse.train.options import DataOptions, EvaluateDataOptions, TrainCommand
+from tpfuse.train.options import EvaluateDataOptions, TrainCommand
 from tpfuse.train.rank_model import LanguageModel
 from tpfuse.train.sample import load_model
-from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence, document_start
+from tpfuse.train.tokenizer import ByteTokenizer, TokenSequence, document_start
 
 _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
 
@@ -56,9 +56,13 @@ def evaluate(run: Path, data: EvaluateDataOptions, length: int | None = None) ->
     if options.data.documents == "mask":
         model.document_start = document_start(tokenizer)
     if data.path is None:
-        tokens, source = _validation_tokens(run, options.data)
+        own = read_data(options.data, run / "data", kept_tokens(run, options.data))
+        tokens = own.open(options.data.val_fraction)[1]
+        source = f"the end of {own.train.source}" if own.val is None else own.val.source
     else:
-        tokens, source = _tokens_of(data, data.path, tokenizer)
+        with tempfile.TemporaryDirectory() as folder:
+            sources = read_sources(data.path, data.field, Path(folder), tokenizer)
+            tokens, source = sources.open(), sources.source  # an open file is readable after its name is gone
     count = sum(len(part) - 1 for part in tokens.sources)
     if min(map(len, tokens.sources)) < 2:
         raise UserError(f"{source}: found {min(map(len, tokens.sources))} tokens, expected at least 2")
@@ -70,15 +74,3 @@ def evaluate(run: Path, data: EvaluateDataOptions, length: int | None = None) ->
         f"{run}: loss {loss:.4f} nats per token, perplexity {perplexity:.4g}{bits}"
         f" ({count:,} tokens of {source}, in windows of {length:,})"
     )
-
-
-def _validation_tokens(run: Path, options: DataOptions) -> tuple[Mixture, str]:
-    data = read_data(options, run / "data", kept_tokens(run, options))
-    tokens = data.open(options.val_fraction)[1]
-    return tokens, f"the end of {data.train.source}" if data.val is None else data.val.source
-
-
-def _tokens_of(data: EvaluateDataOptions, path: Path, tokenizer: Tokenizer) -> tuple[Mixture, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        sources = read_sources(path, data.field, Path(folder), tokenizer)
-        return sources.open(), sources.source  # an open file is readable after its name is gone

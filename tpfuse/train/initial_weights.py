@@ -136,6 +136,12 @@ def _decoder_source(folder: Path, config: DecoderConfig) -> Source:
     return Source(name, folder, config, None)
 
 
+def differences(theirs: dict[str, Any], ours: dict[str, Any], place: str) -> str:
+    """Return in words the values of a model in the options that are not those in another place; "" without any."""
+    names = (name for name in theirs if theirs[name] != ours.get(name))
+    return ", ".join(f"{name} is {theirs[name]} in the {place} and {ours.get(name)} in the options" for name in names)
+
+
 def _check_shape(source: Source, model: ModelOptions) -> None:
     if isinstance(source.config, DecoderConfig):
         kind = source.config.settings["model_type"]
@@ -143,14 +149,10 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
             f"{source.name}: the run's model is a {kind} of transformers: write it with `tpfuse export RUN FOLDER`, and"
             " give --model.from FOLDER"
         )
-    pairs = {name: (getattr(source.config, name), getattr(model, name)) for name in _SHAPE}
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    theirs, ours = ({name: getattr(each, name) for name in _SHAPE} for each in (source.config, model))
     if model.n_positions < source.config.n_positions:
-        differing.pop("n_positions", None)  # the first rows of a position table are a valid position table
-    if differing:
-        changes = ", ".join(
-            f"{name} is {theirs} in the source and {ours} in the options" for name, (theirs, ours) in differing.items()
-        )
+        del theirs["n_positions"]  # the first rows of a position table are a valid position table
+    if changes := differences(theirs, ours, "source"):
         raise UserError(
             f"{source.name} with a different model: {changes}; leave these options out (--model.dropout and"
             " a smaller --model.n-positions may differ)"

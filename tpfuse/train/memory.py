@@ -16,7 +16,7 @@ from tpfuse.plan.sizes import ModelSizes
 from tpfuse.plan.states import rank_parameters
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named, listed
-from tpfuse.train.errors import UserError, instead_of
+from tpfuse.train.errors import UserError, check_at_least, instead_of
 from tpfuse.train.language_model import ModelConfig, outlined, parameter_count
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, rank_count
@@ -64,11 +64,8 @@ def model_arguments(name: str) -> list[str]:
 
 def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand:
     """Return `options` with the values of the command's flags and with the layout filled in."""
-    given = {"ranks": command.ranks, "tp": command.tp, "cp": command.cp, "pp": command.pp}
-    given["micro-batch"] = command.micro_batch
-    for flag, value in (given | {"vocab-size": command.vocab_size}).items():
-        if value is not None and value < 1:
-            raise UserError(f"--{flag} {value}: expected at least 1")
+    numbers = ("ranks", "tp", "cp", "pp", "micro_batch", "vocab_size")
+    check_at_least({name.replace("_", "-"): (getattr(command, name), 1) for name in numbers})
     parallel, train = options.parallel, options.train
     parallel = replace(
         parallel, tp=command.tp or parallel.tp, cp=command.cp or parallel.cp, pp=command.pp or parallel.pp

@@ -8,7 +8,7 @@ from tpfuse.comm.layout import local_slices
 from tpfuse.train.checkpoint import Shard, Shards
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import UserError, check_at_least
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import language_model
 from tpfuse.train.options import SampleCommand, TrainCommand
@@ -67,12 +67,8 @@ def sample(folder: Path, options: SampleCommand) -> str:
 
     Raise UserError for bad options.
     """
-    at_least = {"tokens": (options.tokens, 1), "top-k": (options.top_k, 1), "samples": (options.samples, 1)}
-    for name, (value, least) in at_least.items():
-        if value is not None and value < least:
-            raise UserError(f"--{name} {value}: expected at least {least}")
-    if not options.temperature >= 0:
-        raise UserError(f"--temperature {options.temperature}: expected at least 0")
+    check_at_least({"tokens": (options.tokens, 1), "top-k": (options.top_k, 1), "samples": (options.samples, 1)})
+    check_at_least({"temperature": (options.temperature, 0)})
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p}: expected more than 0 and at most 1")
     text = _prompt(options)

@@ -6,7 +6,6 @@ import os
 import shutil
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import CheckpointError, UserError, refusing
+from tpfuse.train.errors import CheckpointError, UserError, check_at_least, refusing
 from tpfuse.train.hardware import device_count
-from tpfuse.train.initial_weights import find_source
+from tpfuse.train.initial_weights import differences, find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import nvtx_package
@@ -71,9 +70,7 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     """
     parallel = options.parallel
     tp, cp, pp = parallel.tp, parallel.cp, parallel.pp
-    for name, number in {"tp": tp, "cp": cp, "pp": pp, "dp": 1 if parallel.dp is None else parallel.dp}.items():
-        if number < 1:
-            raise UserError(f"--parallel.{name} {number}: expected at least 1")
+    check_at_least({f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp", "cp", "pp", "dp")})
     ranks = device_count() if world is None else world
     dp = parallel.dp or max(1, ranks // (tp * cp * pp))
     layout, needed = described_layout(tp=tp, cp=cp, dp=dp, pp=pp), tp * cp * dp * pp
@@ -105,9 +102,7 @@ def _check_ranges(options: TrainCommand) -> None:
         "parallel.cp-ulysses": (parallel.cp_ulysses, 1),
         "parallel.pp-stages-per-rank": (parallel.pp_stages_per_rank, 1),
     }  # fmt: skip
-    for name, (value, least) in at_least.items():
-        if value is not None and not least <= value < inf:
-            raise UserError(f"--{name} {value}: expected at least {least}" + (", and finite" if value == inf else ""))
+    check_at_least(at_least)
     if options.comm.timeout > _LONGEST_TIMEOUT:
         raise UserError(f"--comm.timeout {options.comm.timeout}: expected at most {_LONGEST_TIMEOUT:g} seconds")
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
@@ -444,13 +439,9 @@ def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data
         warn(f"{folder} has no checkpoint yet: starting from step 0")
         return None
     state, model = saved_state(checkpoint)
-    before, now = _described(model), _described(config)
-    differing = {name: (before.get(name), now.get(name)) for name in before if before[name] != now.get(name)}
-    differing.pop("dropout", None)  # dropout has no weights, so a user may change it on purpose
-    if differing:
-        changes = ", ".join(
-            f"{name} is {old} in the checkpoint and {new} in the options" for name, (old, new) in differing.items()
-        )
+    before = _described(model)
+    before.pop("dropout", None)  # dropout has no weights, so a user may change it on purpose
+    if changes := differences(before, _described(config), "checkpoint"):
         raise UserError(f"--resume with a different model: {changes}")
     for name, used in (("sha256", "trained"), ("val_sha256", "validated")):
         before = state["data"].get(name)
