@@ -1,5 +1,6 @@
 """What a run that resumes does otherwise than before is said, or refused."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -14,6 +15,7 @@ from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.train.config import parse_train, resolved
 from tpfuse.train.continuation import changes, check_loss, described, effects
 from tpfuse.train.data import RunData
+from tpfuse.train.manifest import encode
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.options import Effect, Keeps, TrainCommand
 from tpfuse.train.trainer import Trainer
@@ -59,6 +61,17 @@ def test_only_options_that_change_what_a_step_computes_are_listed(effect: Effect
     assert len(lines) == 1 and lines[0].startswith("resuming with --")
     for place in places:
         assert f"--{'.'.join(place).replace('_', '-')} " in lines[0]
+
+
+def test_options_of_older_checkpoints_have_their_defaults() -> None:
+    options = TrainCommand()
+    before = resolved(options)
+    del before["zero"], before["optim"]["clip"], before["data"]["order"]
+    assert described(before, options) == ["resuming with --data.order shuffled (was random)"]
+    options = replace(options, data=replace(options.data, order="random"))
+    assert changes(before, options) == {}
+    options = replace(options, optim=replace(options.optim, clip=2.0))
+    assert described(before, options) == ["resuming with --optim.clip 2.0 (was 1.0)"]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +152,20 @@ def test_a_resume_that_is_not_what_was_saved_ends(
     error = commands.fail_to_resume("--train.steps", "13", status=3)
     assert re.search(f"step-12 was not loaded as it was saved: {said}", error)
     assert not (copied / "step-13").exists()
+
+
+def test_a_checkpoint_without_digests_resumes(copied: Path, commands: Commands) -> None:
+    commands.out = copied
+    file = copied / "step-12" / "manifest.json"
+    body = json.loads(file.read_text())
+    del body["sha256"], body["state"]["proof"]
+    for entry in body["tensors"].values():
+        del entry["digest"]
+    file.write_bytes(encode(body))
+    commands.resume("--train.steps", "13")
+    commands.printed.readouterr()
+    assert commands.run(["train", "--resume", "--out", str(copied), "--train.steps", "14"]) == 0
+    assert commands.printed.readouterr().err == "", "step 13 has digests"
 
 
 def test_losses_of_another_layout_or_batch_are_compared_as_far_as_they_can_be() -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tpfuse.train.config import resolved
+from tpfuse.train.config import BEFORE, renewed, resolved, stored
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import Effect, TrainCommand
 from tpfuse.train.schedule import units
@@ -38,12 +38,15 @@ def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
 
 
 def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
-    """Return the options that have changed, by name. before: the options in the checkpoint."""
-    now, default = _with_end(resolved(options)), resolved(TrainCommand())
-    before = _with_end(before)
+    """Return the options that have changed, by name. An option that the checkpoint lacks is that of `BEFORE`.
+
+    before: the options in the checkpoint.
+    """
+    now, default = _with_end(resolved(options)), resolved(BEFORE)
+    before = _with_end(renewed(before))
     found: dict[str, Change] = {}
     for place, effect in effects().items():
-        old = _value(before, place, _value(default, place))
+        old = stored(".".join(place), _value(before, place, _value(default, place)))
         new = _value(now, place, _value(default, place))
         if old != new:
             found[".".join(place).replace("_", "-")] = Change(effect, old, new)

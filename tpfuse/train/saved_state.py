@@ -20,8 +20,7 @@ _SCHEMA = {
     "dtype": str,
     "model": dict,
     "data": {"sha256": str, "tokens": int},
-    "config": {"train": {"steps": int, "dtype": str}, "optim": dict},
-    "proof": {"tokens": str, "loss": float, "machine": str},
+    "config": {"train": {"steps": int}, "optim": dict},
 }
 
 
