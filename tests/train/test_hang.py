@@ -133,7 +133,7 @@ def test_the_first_line_names_the_cause(
 ) -> None:
     for record in records:
         rank, missing = record.pop("rank"), record.pop("missing")
-        _write(tmp_path, rank, missing, MINE, _entry(1, state="T (stopped)"), **record)
+        _write(tmp_path, rank, missing, MINE, _entry(1, state="T (stopped)"), _entry(2), _entry(3), **record)
     assert commands.do("hang", tmp_path).startswith(said)
 
 

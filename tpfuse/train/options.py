@@ -331,7 +331,10 @@ class EvaluateCommand:
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Generate text with a model. FOLDER is a run of `tpfuse train`, or a model of Hugging Face."""
+    """Generate text with a model.
+
+    FOLDER is a run of `tpfuse train`, or a model of Hugging Face.
+    """
 
     prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
     """Text to continue."""
