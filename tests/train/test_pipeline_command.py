@@ -1,4 +1,4 @@
-"""The commands with a pipeline, in processes of their own: train, resume, sample, evaluate, export and profile."""
+"""The commands with a pipeline, in processes of their own: train, resume, sample and evaluate."""
 
 import json
 import re
