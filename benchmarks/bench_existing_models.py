@@ -5,8 +5,8 @@
 The model has 4 layers, 8 heads, sdpa attention and random weights in float32. A call is a forward and a backward pass
 with labels over one sequence; gradients are dropped before each. tp_plan="auto" loads the same weights from a folder;
 torch's plan is parallelize_module with ColwiseParallel and RowwiseParallel where tp_plan has colwise and rowwise, on
-whole sequences. tpfuse runs with sequence parallelism and without it. Losses must agree to 1e-5 of their value. Ranks
-have one thread each; the single process has as many threads as there are ranks. The candidates alternate.
+whole sequences. tpfuse runs with sequence parallelism and without it. Losses must agree to 1e-5 of their value. The
+single process has as many threads as there are ranks; `benchmarks.cpu_ranks` says how they take turns.
 """
 
 import os
@@ -21,17 +21,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tpfuse
-from benchmarks.bench_tensor_parallel import of_others, set_threads
-from benchmarks.harness import Parser, percentiles, write_row
-from benchmarks.timing import seconds_per_call
-from tpfuse.testing.ranks import RankPool
+from benchmarks.cpu_ranks import ALONE, alternate, calls, milliseconds, pools
+from benchmarks.harness import OURS, Parser, write_row
 from tpfuse.train.hardware import keep_freed_memory
 
-OURS, OURS_WHOLE, TRANSFORMERS, TORCH, ALONE = (
-    "tpfuse", "tpfuse_whole_sequences", "transformers_tp_plan", "torch_parallelize_module", "one_process",
-)  # fmt: skip
+OURS_WHOLE, TRANSFORMERS, TORCH = "tpfuse_whole_sequences", "transformers_tp_plan", "torch_parallelize_module"
 _LAYERS = 4
-_calls: dict[str, Any] = {}  # the calls of this rank that alternate
 
 
 def _call(model: torch.nn.Module, ids: Tensor) -> Any:
@@ -46,7 +41,7 @@ def _call(model: torch.nn.Module, ids: Tensor) -> Any:
 
 
 def prepare(folder: str, tokens: int, alone: bool) -> dict[str, float]:
-    """Fill `_calls` with the candidates of this process and return their losses. Every rank must call it."""
+    """Fill `calls` with the candidates of this process and return their losses. Every rank must call it."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
@@ -57,24 +52,19 @@ def prepare(folder: str, tokens: int, alone: bool) -> dict[str, float]:
     ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(0))
     new = LlamaForCausalLM.from_pretrained
     if alone:
-        _calls[ALONE] = _call(new(folder), ids)
+        calls[ALONE] = _call(new(folder), ids)
     else:
         auto = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        _calls[OURS] = _call(tpfuse.parallelize(new(folder), mesh), ids)
-        _calls[OURS_WHOLE] = _call(tpfuse.parallelize(new(folder), mesh, sequence_parallel=False), ids)
-        _calls[TRANSFORMERS] = _call(new(folder, distributed_config=auto), ids)
+        calls[OURS] = _call(tpfuse.parallelize(new(folder), mesh), ids)
+        calls[OURS_WHOLE] = _call(tpfuse.parallelize(new(folder), mesh, sequence_parallel=False), ids)
+        calls[TRANSFORMERS] = _call(new(folder, distributed_config=auto), ids)
         plan = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
         plan |= {f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
         plan |= {f"model.layers.*.{name}_proj": RowwiseParallel() for name in ("self_attn.o", "mlp.down")}
         plan |= {"lm_head": ColwiseParallel(output_layouts=Replicate())}
-        _calls[TORCH] = _call(parallelize_module(new(folder), mesh, plan), ids)
-    return {name: call() for name, call in _calls.items()}
-
-
-def turn(name: str, repeats: int) -> float:
-    """Return the seconds of a call. Every rank of the candidate must call it."""
-    return seconds_per_call(_calls[name], repeats)
+        calls[TORCH] = _call(parallelize_module(new(folder), mesh, plan), ids)
+    return {name: call() for name, call in calls.items()}
 
 
 def make_folder(folder: str, width: int) -> None:
@@ -97,35 +87,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--width", type=int, default=256)
     arguments = parser.parse_args()
-    ranks, alone = RankPool(arguments.ranks, timeout=600.0), RankPool(1, timeout=600.0)
-    alone.run(set_threads, arguments.ranks)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pools(arguments.ranks) as (ranks, alone):
         alone.run(make_folder, folder, arguments.width)
-        losses: dict[str, float] = {}
-        for pool in (ranks, alone):
-            losses |= pool.run(prepare, folder, arguments.tokens, pool is alone)[0]
-    for name, loss in losses.items():
-        assert abs(loss - losses[ALONE]) < 1e-5 * losses[ALONE], (name, losses)
-    seconds: dict[str, list[float]] = {name: [] for name in losses}
-    before = of_others(ranks, alone)
-    started = os.times().elapsed
-    for round_ in range(arguments.rounds + 1):
-        for name in seconds:
-            taken = (alone if name == ALONE else ranks).run(turn, name, 1)[0]
-            if round_:
-                seconds[name].append(taken)
-    others = (of_others(ranks, alone) - before) / ((os.times().elapsed - started) * (os.cpu_count() or 1))
-    figures = {
-        name: {key: round(x * 1e3, 2) for key, x in percentiles(times).items()} for name, times in seconds.items()
-    }
+        losses = {each: each.run(prepare, folder, arguments.tokens, each is alone)[0] for each in (ranks, alone)}
+        expected = losses[alone][ALONE]
+        assert all(abs(x - expected) < 1e-5 * expected for each in losses.values() for x in each.values()), losses
+        where = {name: each for each, names in losses.items() for name in names}
+        times, others = alternate(where, arguments.rounds, seconds=0.0)
+    figures = milliseconds(times)
     for name, figure in figures.items():
         print(f"{name:<26}{figure['median']:>10.2f} ms{figure['median'] / figures[OURS]['median']:>8.2f} x tpfuse")
     print(f"other programs took {others:.0%} of the cores")
     sizes = {"tokens": arguments.tokens, "width": arguments.width, "layers": _LAYERS, "ranks": arguments.ranks}
     row = sizes | {"others": round(others, 3)} | {f"{name}_ms": x for name, x in figures.items()}
     write_row("existing_models", row, arguments.keep)
-    for pool in (ranks, alone):
-        pool.close()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.cpu_ranks import milliseconds
 from benchmarks.harness import Parser, percentiles, write_row
 
 TOKENS = 12 * 64
@@ -97,8 +98,7 @@ def main() -> None:
         for turn in range(arguments.rounds):
             peer += run_peer(folder / "peer", arguments.turn, evaluate=False)[0][WARM_UP:]
             ours += run_ours(arguments.text, folder / f"turn-{turn}", arguments.turn, evaluate=False)[0][WARM_UP:]
-        for label, times in (("nanogpt_ms", peer), ("tpfuse_ms", ours)):
-            figures[label] = {key: round(value * 1e3, 2) for key, value in percentiles(times).items()}
+        figures |= milliseconds({"nanogpt_ms": peer, "tpfuse_ms": ours})
         speedup = percentiles(peer)["median"] / percentiles(ours)["median"]
         figures["speedup"] = round(speedup, 3)
         print(

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from benchmarks.bench_tensor_parallel import preset
-from benchmarks.harness import Parser, Row, percentiles, write_row
+from benchmarks.cpu_ranks import milliseconds
+from benchmarks.harness import Parser, Row, write_row
 from benchmarks.timing import seconds_per_call
 from tpfuse.choices import Implementation
 from tpfuse.comm.mesh import build_mesh
@@ -207,7 +208,7 @@ def step(rounds: int, schedule: PipelineSchedule, micro_batch: int, keep: bool) 
         statistics.median(b / a for a, b in zip(times[name], times["collective"], strict=True))
         for name in ("direct", "without_messages")
     )
-    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    figures = milliseconds(times)
     for name, figure in figures.items():
         print(f"{name:<18}{figure['median']:>10.2f} ms")
     print(

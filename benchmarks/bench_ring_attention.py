@@ -15,13 +15,10 @@ the gradients of keys and values travel with their block.
 turns with an ideal, in which each rank computes 1 / ranks of the work and waits for no rank: the whole sequence of 1 /
 ranks of the heads.
 
-Candidates alternate, and each round begins with another one. A turn is as long as its slowest rank.
-`bench_tensor_parallel` describes how the processes without a turn sleep, and how the share of the cores that other
-programs took is measured.
+`benchmarks.cpu_ranks` says how candidates take turns.
 """
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +31,8 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
-from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
-from benchmarks.harness import OURS, Parser, Row, aligned, percentiles, write_row
-from benchmarks.timing import seconds_per_call
+from benchmarks.cpu_ranks import ALONE, alternate, calls, milliseconds, pools, ratios
+from benchmarks.harness import OURS, Parser, Row, write_row
 from tpfuse.choices import Implementation
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import Group, Schedule, ring_attention
@@ -47,8 +43,6 @@ TEMPLATES, PLAIN, IDEAL = "torch templates", "plain ring", "ideal"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-_calls: dict[str, Callable[[], list[Tensor]]] = {}  # the calls of this rank that alternate
 
 
 @dataclass(frozen=True)
@@ -202,39 +196,34 @@ def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callabl
 
 
 def prepare(subject: CpSubject, alone: bool, ideal: bool) -> list[str]:
-    """Fill `_calls` with checked candidates and return their names. Every rank must call it."""
+    """Fill `calls` with checked candidates and return their names. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
-    _calls.clear()
+    calls.clear()
     inputs, rank, world = _inputs(subject, subject.heads), dist.get_rank(), dist.get_world_size()
     whole = _forward_and_backward(_whole, inputs)
     if alone:
-        _calls[ALONE] = whole
-        return list(_calls)
+        calls[ALONE] = whole
+        return [ALONE]
     layout = SequenceLayout(subject.tokens, world)
     expected = [layout.shard(x, rank, 2) for x in whole()]
     shards = [layout.shard(x, rank, 2) for x in inputs]
     for name, attention in _candidates(subject).items():
         if ideal and not (name.startswith(OURS) and name.endswith("direct")):
             continue
-        _calls[name] = call = _forward_and_backward(attention, shards)
+        calls[name] = call = _forward_and_backward(attention, shards)
         for actual, expected_result in zip(call(), expected, strict=True):
             torch.testing.assert_close(
                 actual, expected_result, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
     if ideal:
-        _calls[IDEAL] = _forward_and_backward(_whole, _inputs(subject, subject.heads // world))
-    return list(_calls)
+        calls[IDEAL] = _forward_and_backward(_whole, _inputs(subject, subject.heads // world))
+    return list(calls)
 
 
 def pin() -> None:
     """Pin this rank to a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
-
-
-def turn(name: str, repeats: int) -> float:
-    """Return the seconds of a call. Every rank of the candidate must call it."""
-    return seconds_per_call(_calls[name], repeats)
 
 
 def measure(
@@ -246,35 +235,19 @@ def measure(
     ideal: bool = False,
     seconds: float = 0.3,
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took.
-
-    seconds: the approximate duration of a turn.
-    """
+    """Return what `alternate` does, for all candidates; ideal: against the ideal in place of the single process."""
     where = {} if ideal else dict.fromkeys(alone.run(prepare, subject, True, False)[0], alone)
-    where |= dict.fromkeys(ranks.run(prepare, subject, False, ideal)[0], ranks)
-    repeats = {name: max(1, min(200, int(seconds / max(pool.run(turn, name, 1))))) for name, pool in where.items()}
-    times: dict[str, list[float]] = {name: [] for name in where}
-    before, started = of_others(ranks, alone), time.monotonic()
-    for i in range(rounds):
-        first = i % len(where)
-        for name in [*list(where)[first:], *list(where)[:first]]:
-            times[name].append(max(where[name].run(turn, name, repeats[name])))
-    capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return times, (of_others(ranks, alone) - before) / capacity
+    return alternate(where | dict.fromkeys(ranks.run(prepare, subject, False, ideal)[0], ranks), rounds, seconds)
 
 
 def report(subject: CpSubject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
     """Print a table, and return the row to keep."""
-    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    figures = milliseconds(times)
     baseline, asked = (ALONE, 1.03) if ALONE in figures else (IDEAL, 1.05)
-    ratios = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
-    lines = [(f"{ranks} ranks, {subject.tokens} tokens", "median ms", "p20", "p80", f"x {baseline}")]
-    for name, x in figures.items():
-        lines.append((name, *(f"{x[k]:.1f}" for k in ("median", "p20", "p80")), f"{ratios[name]:.3f}"))
-    print(aligned(lines))
+    found = ratios(f"{ranks} ranks, {subject.tokens} tokens", figures, baseline)
     print(f"asked: at most {asked}; other programs took {others:.0%} of the cores")
     row = {"ranks": ranks, **vars(subject), "baseline": baseline, "asked": asked, "others": round(others, 3)}
-    return row | {"ratios": ratios, "ms": figures}
+    return row | {"ratios": found, "ms": figures}
 
 
 def main() -> None:
@@ -295,16 +268,13 @@ def main() -> None:
     arguments = parser.parse_args()
     world = arguments.ranks or (2 if arguments.ideal else 4)
     subject = CpSubject(256, 4, 16) if arguments.quick else CpSubject(arguments.tokens)
-    ranks, alone = RankPool(world, timeout=600.0), RankPool(1, timeout=600.0)
-    alone.run(set_threads, arguments.threads)
-    if arguments.ideal:
-        ranks.run(pin)
     rounds, seconds = (2, 0.03) if arguments.quick else (arguments.rounds, 0.3)
-    row = report(subject, world, *measure(subject, ranks, alone, rounds, ideal=arguments.ideal, seconds=seconds))
+    with pools(world, arguments.threads) as (ranks, alone):
+        if arguments.ideal:
+            ranks.run(pin)
+        row = report(subject, world, *measure(subject, ranks, alone, rounds, ideal=arguments.ideal, seconds=seconds))
     if not arguments.quick:
         write_row("ring_attention", row, arguments.keep)
-    for pool in (ranks, alone):
-        pool.close()
 
 
 if __name__ == "__main__":

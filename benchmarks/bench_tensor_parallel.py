@@ -10,18 +10,12 @@ Trainer, and the same model in `benchmarks.torch_gpt` under `parallelize_module`
 clip_grad_norm_. Both begin with the same weights, and losses and gradient norms of three steps must agree. All
 processes keep freed memory, as `tpfuse train` does.
 
-Ranks have one thread each. The single process (torch's layers for the MLP, tpfuse with tp 1 for the GPT) is another
-process, with as many threads as there are ranks. A turn times several calls of one candidate, on rank 0 after a
-barrier. A process without a turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a
-turn begins a moment after the previous turn, when OpenMP's threads have stopped spinning). Rows contain the share of
-the cores that other programs took meanwhile (on Linux): where it is more than a few per cent, the times are unreliable.
+The single process (torch's layers for the MLP, tpfuse with tp 1 for the GPT) has as many threads as there are ranks;
+`benchmarks.cpu_ranks` says how they take turns.
 """
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,11 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from benchmarks.harness import OURS, Parser, Row, percentiles, write_row
-from benchmarks.timing import seconds_per_call
+from benchmarks.cpu_ranks import ALONE, alternate, calls, milliseconds, pools, whole
+from benchmarks.harness import OURS, Parser, Row, write_row
 from benchmarks.torch_gpt import TorchGPT, parallelize
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -49,12 +43,8 @@ from tpfuse.train.schedule import learning_rate
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero.bucket_layout import decays
 
-TORCH, ALONE = "torch", "one_process"
-_SECONDS = 0.15  # the approximate duration of a turn
+TORCH = "torch"
 _LINE = "{:<15}" + "{:>12}" * 3 + "{:>13}{:>7}{:>11}{:>16}"
-Call = Callable[[], object]
-
-_calls: dict[str, Call] = {}  # the calls of this rank that alternate
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ class TpSubject:
     """A compared computation. asked: the required speed, in multiples of that of torch's tensor parallelism."""
 
     name: str
-    prepare: Callable[[tuple[int, ...], bool], None]
+    prepare: Callable[[tuple[int, ...], bool], list[str]]
     sizes: tuple[int, ...] = ()
     asked: float = 2.0
 
@@ -95,14 +85,10 @@ def _torch_mlp(up: nn.Linear, down: nn.Linear, mesh: DeviceMesh | None) -> nn.Mo
     return parallelize_module(model, mesh, plan)
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice, expected: Expected) -> None:
     assert x.grad is not None
     results = {"x": x.grad, "out": out.detach()}
-    gradients = [_whole(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
     results |= dict(zip(("up", "up_bias", "down", "down_bias"), gradients, strict=True))
     for key, actual in results.items():
         index = part if key in ("x", "out") else slice(None)
@@ -112,8 +98,9 @@ def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice,
         torch.testing.assert_close(actual.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
 
-def prepare_mlp(sizes: tuple[int, ...], alone: bool) -> None:
-    """Fill `_calls` with checked forward and backward passes of (tokens, width). Every rank must call it."""
+def prepare_mlp(sizes: tuple[int, ...], alone: bool) -> list[str]:
+    """Fill `calls` with checked forward and backward passes of (tokens, width), and return their names. Collective."""
+    calls.clear()
     tokens, width = sizes
     generator = torch.Generator().manual_seed(tokens + width)
     shapes = {"x": (tokens, width), "up": (4 * width, width), "up_bias": (4 * width,)}
@@ -124,12 +111,12 @@ def prepare_mlp(sizes: tuple[int, ...], alone: bool) -> None:
     share = tokens // dist.get_world_size()
     part = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     mesh = None if alone else init_device_mesh("cpu", (dist.get_world_size(),))
-    models = {ALONE if alone else TORCH: _torch_mlp(*_linears(inputs), mesh)}
-    if mesh is not None:
-        models[OURS] = _tpfuse_mlp(*_linears(inputs), mesh)
+    models = {} if mesh is None else {OURS: _tpfuse_mlp(*_linears(inputs), mesh)}
+    models[ALONE if alone else TORCH] = _torch_mlp(*_linears(inputs), mesh)
     for name, model in models.items():
-        _calls[name] = call = _forward_and_backward(model, inputs["x"][part].clone().requires_grad_(), grad[part])
+        calls[name] = call = _forward_and_backward(model, inputs["x"][part].clone().requires_grad_(), grad[part])
         _check_mlp(name, model, *call(), part, expected)
+    return list(calls)
 
 
 def _forward_and_backward(model: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -173,24 +160,24 @@ def _torch_step(model: TorchGPT, options: TrainCommand, windows: Windows) -> Cal
         with loss_parallel():
             loss = model(ids, targets)
             loss.backward()
-        norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), optim.clip, foreach=True))
+        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), optim.clip, foreach=True))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(optim, done, options.train.steps, batch * windows.length)
         optimizer.step()
         done += 1
-        return _whole(loss).item(), norm.item()
+        return whole(loss).item(), norm.item()
 
     return step
 
 
-def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> None:
-    """Fill `_calls` with checked training steps. Every rank must call it."""
+def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> list[str]:
+    """Fill `calls` with checked training steps, and return their names. Every rank must call it."""
     keep_freed_memory()
     world = 1 if alone else dist.get_world_size()
     options, config, windows = preset(world)
     mesh = None if alone else build_mesh("cpu", dp=1, tp=world)
     trainer = Trainer(options, config, mesh, torch.device("cpu"))
-    weights = {name: _whole(p).detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: whole(p).detach().clone() for name, p in trainer.model.named_parameters()}
 
     def own_step() -> tuple[float, float]:
         result = trainer.train_step(windows, lambda: False)
@@ -203,53 +190,17 @@ def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> None:
     torch_step = _torch_step(model, options, windows)
     for _ in range(3):
         np.testing.assert_allclose(own_step(), torch_step(), rtol=1e-4)
-    _calls.update({ALONE: own_step} if alone else {OURS: own_step, TORCH: torch_step})
-
-
-def set_threads(threads: int) -> None:
-    """Set the number of threads of the single process."""
-    torch.set_num_threads(threads)
-
-
-def processor_seconds() -> float:
-    """Return the processor time of this process, over all of its threads, in seconds."""
-    return time.process_time()
-
-
-def of_others(*pools: RankPool) -> float:
-    """Return the seconds of processor time since the machine started that other programs used.
-
-    Idle time and the time of this benchmark's processes are not in it. It is NaN where there is no /proc/stat.
-    """
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return float("nan")
-    user, nice, system, _, _, *interrupts = (int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9])
-    busy = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
-    return busy - time.process_time() - sum(sum(pool.run(processor_seconds)) for pool in pools)
-
-
-def turn(name: str, repeats: int) -> float:
-    """Return the seconds of a call. Every rank of the candidate must call it."""
-    return seconds_per_call(_calls[name], repeats)
+    calls.clear()
+    calls.update({ALONE: own_step} if alone else {OURS: own_step, TORCH: torch_step})
+    return list(calls)
 
 
 def measure(subject: TpSubject, ranks: RankPool, alone: RankPool, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took."""
-    where = {OURS: ranks, TORCH: ranks, ALONE: alone}
-    for pool in (ranks, alone):
-        pool.run(subject.prepare, subject.sizes, pool is alone)
-    repeats = {}
-    for name, pool in where.items():
-        pool.run(turn, name, 3)
-        repeats[name] = max(1, min(200, int(_SECONDS / pool.run(turn, name, 3)[0])))
-    times: dict[str, list[float]] = {name: [] for name in where}
-    before, started = of_others(ranks, alone), time.monotonic()
-    for _ in range(rounds):
-        for name, pool in where.items():
-            times[name].append(pool.run(turn, name, repeats[name])[0])
-    capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return times, (of_others(ranks, alone) - before) / capacity
+    """Return what `alternate` does, for all candidates of the subject."""
+    where = {
+        name: each for each in (ranks, alone) for name in each.run(subject.prepare, subject.sizes, each is alone)[0]
+    }
+    return alternate(where, rounds, seconds=0.15)
 
 
 SUBJECTS = (
@@ -261,7 +212,7 @@ SUBJECTS = (
 
 def report(subject: TpSubject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
     """Print a line and return a row."""
-    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    figures = milliseconds(times)
     median = {name: figures[name]["median"] for name in figures}
     over_torch, over_one = (round(median[name] / median[OURS], 2) for name in (TORCH, ALONE))
     sizes = " x ".join(map(str, subject.sizes)) or "tiny"
@@ -279,16 +230,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
     parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
     arguments = parser.parse_args()
-    ranks, alone = RankPool(arguments.ranks, timeout=600.0), RankPool(1, timeout=600.0)
-    alone.run(set_threads, arguments.ranks)
     names = "times torch", "asked", "times one", "other programs"
     print(_LINE.format(f"{arguments.ranks} ranks", "tpfuse", "torch", "one process", *names))
-    for subject in SUBJECTS:
-        if not arguments.subjects or subject.name in arguments.subjects:
-            row = report(subject, arguments.ranks, *measure(subject, ranks, alone, arguments.rounds))
-            write_row("tensor_parallel", row, arguments.keep)
-    for pool in (ranks, alone):
-        pool.close()
+    with pools(arguments.ranks) as (ranks, alone):
+        for subject in SUBJECTS:
+            if not arguments.subjects or subject.name in arguments.subjects:
+                row = report(subject, arguments.ranks, *measure(subject, ranks, alone, arguments.rounds))
+                write_row("tensor_parallel", row, arguments.keep)
 
 
 if __name__ == "__main__":

@@ -17,22 +17,17 @@ update: an update of 50M float32 parameters, from whole gradients on every rank 
 (`benchmarks.zero_update`).
 
 Every candidate's result is checked first: with plain AdamW on the whole batch, and with the sum of all gradients.
-Candidates alternate, and each round begins with another one; a turn is as long as its slowest rank.
-`bench_tensor_parallel` describes how the processes without a turn sleep, and how the share of the cores that other
-programs took is measured.
+`benchmarks.cpu_ranks` says how candidates take turns.
 """
 
-import os
-import time
 from collections.abc import Iterator
 
 import torch
 
-from benchmarks.bench_tensor_parallel import of_others
+from benchmarks.cpu_ranks import alternate, calls, milliseconds, ratios
 from benchmarks.figures import Target, cost, figures_table, speedup
-from benchmarks.harness import OURS, Parser, Row, aligned, percentiles, write_row
-from benchmarks.timing import seconds_per_call
-from benchmarks.zero_training import ALONE, SHARD, STAGES, ZERO, Call, Training
+from benchmarks.harness import OURS, Parser, Row, percentiles, write_row
+from benchmarks.zero_training import ALONE, SHARD, STAGES, ZERO, Training
 from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.hardware import keep_freed_memory
@@ -42,40 +37,21 @@ SUBJECTS: dict[str, tuple[Training | Update, Training | Update]] = {  # (the ful
     "update": (Update(), Update(2, 48)),
 }
 
-_calls: dict[str, Call] = {}  # the calls of this rank that alternate
-
 
 def prepare(subject: Training | Update) -> list[str]:
-    """Fill `_calls` and return the names of the candidates. Every rank must call it."""
+    """Fill `calls` and return the names of the candidates. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     keep_freed_memory()
-    _calls.clear()
-    _calls.update(subject.calls())
-    return list(_calls)
-
-
-def turn(name: str, repeats: int) -> float:
-    """Return the seconds of a call. Every rank must call it."""
-    return seconds_per_call(_calls[name], repeats)
+    calls.clear()
+    calls.update(subject.calls())
+    return list(calls)
 
 
 def measure(
     subject: Training | Update, ranks: RankPool, rounds: int, seconds: float = 1.0
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took.
-
-    seconds: the approximate duration of a turn.
-    """
-    names = ranks.run(prepare, subject)[0]
-    repeats = {name: max(1, min(200, int(seconds / max(ranks.run(turn, name, 1))))) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    before, started = of_others(ranks), time.monotonic()
-    for i in range(rounds):
-        first = i % len(names)
-        for name in [*names[first:], *names[:first]]:
-            times[name].append(max(ranks.run(turn, name, repeats[name])))
-    capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return times, (of_others(ranks) - before) / capacity
+    """Return what `alternate` does, for all candidates of the subject."""
+    return alternate(dict.fromkeys(ranks.run(prepare, subject)[0], ranks), rounds, seconds)
 
 
 def _figures() -> Iterator[Target]:
@@ -104,16 +80,12 @@ def rows(mode: str, ranks: int, times: dict[str, list[float]]) -> list[Row]:
 
 def report(mode: str, subject: Training | Update, ranks: int, times: dict[str, list[float]], others: float) -> Row:
     """Print a table, and return the row to keep."""
-    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    figures = milliseconds(times)
     baseline = next(iter(figures))
-    ratios = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
-    lines: list[tuple[str, ...]] = [(f"{mode}, {ranks} ranks", "median ms", "p20", "p80", f"x {baseline}")]
-    for name, x in figures.items():
-        lines.append((name, *(f"{x[k]:.1f}" for k in ("median", "p20", "p80")), f"{ratios[name]:.3f}"))
-    print(aligned(lines))
+    found = ratios(f"{mode}, {ranks} ranks", figures, baseline)
     print(f"other programs took {others:.0%} of the cores\n", flush=True)
     row = {"subject": mode, "ranks": ranks, **vars(subject), "others": round(others, 3), "baseline": baseline}
-    return row | {"ratios": ratios, "ms": figures}
+    return row | {"ratios": found, "ms": figures}
 
 
 def main() -> None:

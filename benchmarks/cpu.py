@@ -12,18 +12,14 @@ process beside them has two threads.
 Each benchmark is a process of its own with a deadline (`benchmarks.apart`), and both files are written again after
 each row: a run that is killed keeps its rows. The files are cpu-MACHINE.json and cpu-MACHINE.md in build/results, or
 with --keep in benchmarks/results, if the run is a whole one. A benchmark that fails has a row with its error, and the
-exit status is 1. Rows contain the share of the cores that other programs took ("others"): where it is more than a few
-per cent, the times are unreliable.
+exit status is 1.
 """
 
-import contextlib
 import importlib
 import math
-import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -33,8 +29,8 @@ import triton
 
 from benchmarks import bench_ring_attention, bench_tensor_parallel, bench_zero, collectives
 from benchmarks.apart import Rows, Step, run_steps
-from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
 from benchmarks.contact_steps import time_case
+from benchmarks.cpu_ranks import ALONE, OtherPrograms, pools
 from benchmarks.documents import document_of, slug, table_lines
 from benchmarks.harness import (
     OURS,
@@ -73,17 +69,6 @@ LEFT_OUT = {
 _PATIENCE = 600.0  # the seconds after which a row counts as a hang
 
 
-@dataclass(frozen=True)
-class CpuRun:
-    """The settings of a run. quick: one round of each candidate, of small subjects where there are some."""
-
-    quick: bool = False
-
-    def rounds(self, number: int) -> int:
-        """Return the number of rounds."""
-        return 1 if self.quick else number
-
-
 def _rounded(others: float) -> float | None:
     """Return the share of the cores that other programs took, or None where the machine does not count it (NaN)."""
     return None if math.isnan(others) else max(0.0, round(others, 3))
@@ -101,40 +86,15 @@ def measurements(case: str, mode: str, times: Mapping[str, Sequence[float]], oth
     return rows
 
 
-@contextlib.contextmanager
-def _pools() -> Iterator[tuple[RankPool, RankPool]]:
-    """Start the ranks, and the single process with as many threads as there are ranks."""
-    ranks, alone = RankPool(RANKS, timeout=_PATIENCE), RankPool(1, timeout=_PATIENCE)
-    try:
-        alone.run(set_threads, RANKS)
-        yield ranks, alone
-    finally:
-        for pool in (ranks, alone):
-            pool.close()
-
-
-class _Others:
-    """A count of the share of the cores that other programs take from now on."""
-
-    def __init__(self, *pools: RankPool) -> None:
-        of_others(*pools)  # ranks that have not started yet would count as other programs
-        self._pools, self._before, self._started = pools, of_others(*pools), monotonic()
-
-    def share(self) -> float:
-        """Return the share."""
-        taken = of_others(*self._pools) - self._before
-        return taken / ((monotonic() - self._started) * (os.cpu_count() or 1))
-
-
-def time_operator(name: str, run: CpuRun, rows: Rows) -> None:
+def time_operator(name: str, rows: Rows, quick: bool) -> None:
     """Time the cases of `benchmarks.bench_NAME` at their sizes for CPUs."""
-    bench = new_cpu_bench(seed=1, seconds=0.0 if run.quick else 0.6)
+    bench = new_cpu_bench(seed=1, seconds=0.0 if quick else 0.6)
     for case in importlib.import_module(f"benchmarks.bench_{name}").cases("cpu"):
         rows.each(case.name, partial(_time_operator, case, bench))
 
 
 def _time_operator(case: BenchCase, bench: Bench) -> Row:
-    others = _Others()
+    others = OtherPrograms()
     found = time_case(case, bench)
     share, kept = _rounded(others.share()), []
     for measured in found.pop("measurements"):
@@ -149,43 +109,43 @@ def _time_operator(case: BenchCase, bench: Bench) -> Row:
     return {"measurements": kept} if kept else found
 
 
-def time_tensor_parallel(run: CpuRun, rows: Rows) -> None:
+def time_tensor_parallel(rows: Rows, quick: bool) -> None:
     """Time the sequence-parallel MLP and the training step of `benchmarks.bench_tensor_parallel`."""
 
     def work(case: str, subject: bench_tensor_parallel.TpSubject) -> Row:
         mode = "training step" if subject.name == "gpt" else "forward and backward"
-        times, others = bench_tensor_parallel.measure(subject, ranks, alone, run.rounds(9))
+        times, others = bench_tensor_parallel.measure(subject, ranks, alone, 1 if quick else 9)
         return {"measurements": measurements(case, mode, times, others)}
 
-    with _pools() as (ranks, alone):
+    with pools(RANKS) as (ranks, alone):
         for subject in bench_tensor_parallel.SUBJECTS:
             case = f"{subject.name}, {' x '.join(map(str, subject.sizes)) or 'tiny'}"
             rows.each(case, partial(work, case, subject))
 
 
-def time_ring_attention(run: CpuRun, rows: Rows) -> None:
+def time_ring_attention(rows: Rows, quick: bool) -> None:
     """Time the causal attention of `benchmarks.bench_ring_attention` on 2048 tokens."""
-    subject = bench_ring_attention.CpSubject(256, 4, 16) if run.quick else bench_ring_attention.CpSubject(2048)
+    subject = bench_ring_attention.CpSubject(256, 4, 16) if quick else bench_ring_attention.CpSubject(2048)
     case = f"{subject.tokens} tokens, {subject.heads} heads of {subject.size}"
 
     def work() -> Row:
-        seconds = 0.01 if run.quick else 0.3
-        times, others = bench_ring_attention.measure(subject, ranks, alone, run.rounds(7), seconds=seconds)
+        seconds = 0.01 if quick else 0.3
+        times, others = bench_ring_attention.measure(subject, ranks, alone, 1 if quick else 7, seconds=seconds)
         return {"measurements": measurements(case, "forward and backward", times, others)}
 
-    with _pools() as (ranks, alone):
+    with pools(RANKS) as (ranks, alone):
         rows.each(case, work)
 
 
-def time_zero(run: CpuRun, rows: Rows) -> None:
+def time_zero(rows: Rows, quick: bool) -> None:
     """Time the training step and the update of `benchmarks.bench_zero`."""
 
     def work(case: str, mode: str, subject: Training | Update, ranks: RankPool) -> Row:
-        times, others = bench_zero.measure(subject, ranks, run.rounds(5), 0.01 if run.quick else 1.0)
+        times, others = bench_zero.measure(subject, ranks, 1 if quick else 5, 0.01 if quick else 1.0)
         return {"measurements": measurements(case, mode, times, others)}
 
     for subjects in bench_zero.SUBJECTS.values():
-        subject, ranks = subjects[run.quick], RankPool(RANKS, timeout=_PATIENCE)
+        subject, ranks = subjects[quick], RankPool(RANKS, timeout=_PATIENCE)
         if isinstance(subject, Training):
             case, mode = f"GPT of {subject.n_layer} layers x {subject.n_embd}", "training step"
             case += f", {subject.sequences} x {subject.tokens} tokens per rank"
@@ -195,14 +155,14 @@ def time_zero(run: CpuRun, rows: Rows) -> None:
         ranks.close()  # this frees the memory of its candidates
 
 
-def time_collectives(run: CpuRun, rows: Rows) -> None:
+def time_collectives(rows: Rows, quick: bool) -> None:
     """Time the operations and sizes of `benchmarks.collectives`, with their bus bandwidths."""
 
     def work(op: str) -> Row:
         found: list[Row] = []
-        for nbytes in collectives.SIZES[: 2 if run.quick else None]:
-            others = _Others(ranks)
-            times = ranks.run(collectives.measure, op, nbytes, run.rounds(9))[0]
+        for nbytes in collectives.SIZES[: 2 if quick else None]:
+            others = OtherPrograms(ranks)
+            times = ranks.run(collectives.measure, op, nbytes, 1 if quick else 9)[0]
             for row in measurements(f"{op}, {nbytes} bytes", op, times, others.share(), bytes=nbytes):
                 if row["candidate"] != "copy":
                     bus = nbytes / row["median_ms"] / 1e6 * collectives.bus_factor(op, RANKS)
@@ -210,12 +170,12 @@ def time_collectives(run: CpuRun, rows: Rows) -> None:
                 found.append(row)
         return {"measurements": found}
 
-    with _pools() as (ranks, _):
+    with pools(RANKS) as (ranks, _):
         for op in collectives.OPERATIONS:
             rows.each(op, partial(work, op))
 
 
-BENCHMARKS: dict[str, Callable[[CpuRun, Rows], None]] = {
+BENCHMARKS: dict[str, Callable[..., None]] = {
     **{name: partial(time_operator, name) for name in OPERATORS},
     "tensor_parallel": time_tensor_parallel,
     "ring_attention": time_ring_attention,
@@ -259,7 +219,7 @@ class Files:
     """The two files of a run, which are written again after each row."""
 
     def __init__(self, folder: Path, quick: bool) -> None:
-        self.folder, self.rows = folder, list[Row]()
+        self.folder, self.quick, self.rows = folder, quick, list[Row]()
         self.head: Row = {"what": WHAT} | provenance() | {"machine": cpu_machine(), "triton": triton.__version__}
         self.head |= {"quick": quick, "left_out": LEFT_OUT}
         self.stem = f"cpu-{slug(self.head['machine'])}"
@@ -271,7 +231,7 @@ class Files:
         replace_file(self.folder / f"{self.stem}.md", page_of(self.head, self.rows))
 
 
-def run_benchmarks(names: Sequence[str], run: CpuRun, files: Files, minutes: float = MINUTES) -> int:
+def run_benchmarks(names: Sequence[str], files: Files, minutes: float = MINUTES) -> int:
     """Run benchmarks, print a line for each case, and return the exit status: 1 where one has failed."""
 
     def say(kept: Row) -> None:
@@ -280,7 +240,7 @@ def run_benchmarks(names: Sequence[str], run: CpuRun, files: Files, minutes: flo
             files.add(rows)
             print("\n".join(table_lines(rows)[2:]), flush=True)
 
-    steps = [Step(name, partial(BENCHMARKS[name], run), patience=_PATIENCE) for name in names]
+    steps = [Step(name, partial(BENCHMARKS[name], quick=files.quick), patience=_PATIENCE) for name in names]
     with tempfile.TemporaryDirectory() as folder:
         left = run_steps(steps, Path(folder), monotonic() + 60 * minutes, say)
     files.add([{"benchmark": name, "case": "all", "error": f"not done after {minutes:g} minutes"} for name in left])
@@ -301,7 +261,7 @@ def main() -> int:
     if arguments.keep and (arguments.only or arguments.quick):
         parser.error("--keep replaces the files of a whole run: leave out --only and --quick")
     files = Files(results(arguments.keep), arguments.quick)
-    status = run_benchmarks(arguments.only or list(BENCHMARKS), CpuRun(arguments.quick), files)
+    status = run_benchmarks(arguments.only or list(BENCHMARKS), files)
     print(f"kept in {files.folder / files.stem}.json")
     return status
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.cpu_ranks import Call, whole
 from benchmarks.harness import OURS
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import build_mesh
@@ -42,7 +42,6 @@ LR, DECAY, CLIP = 1e-3, 0.1, 0.1
 RATES: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-4}
 CHECKED = 3  # the number of steps that are compared with plain AdamW
 TOLERANCE = 1e-3  # relative, of a norm and of the length of all updates
-Call = Callable[[], object]
 Step = Callable[[int], float]  # number of the step -> norm of the gradient before clipping
 
 
@@ -133,7 +132,7 @@ def _torch_step(
         subject.loss(called, number, ranks).backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
         optimizer.step()
-        return float(_whole(norm))
+        return float(whole(norm))
 
     return step
 
@@ -210,8 +209,4 @@ def _plain(subject: Training, ranks: Sequence[int]) -> Plain:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _whole(x.detach()).clone() for name, x in model.named_parameters()}
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return {name: whole(x.detach()).clone() for name, x in model.named_parameters()}

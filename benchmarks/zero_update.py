@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.cpu_ranks import Call
 from benchmarks.harness import OURS
-from benchmarks.zero_training import DECAY, LR, RATES, TOLERANCE, Call, engine_of
+from benchmarks.zero_training import DECAY, LR, RATES, TOLERANCE, engine_of
 
 WHOLE, PIECES = "Gloo, whole", "Gloo, in pieces"
 SWEEP, NORM_FIRST = f"{OURS} one sweep", f"{OURS} norm first"

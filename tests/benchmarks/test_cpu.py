@@ -11,11 +11,11 @@ import torch
 
 from benchmarks import apart, cpu
 from benchmarks.apart import Row, Rows, Step, read
-from benchmarks.cpu import BENCHMARKS, LEFT_OUT, OPERATORS, CpuRun, Files, run_benchmarks
+from benchmarks.cpu import BENCHMARKS, LEFT_OUT, OPERATORS, Files, run_benchmarks
 from benchmarks.documents import table_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-Benchmark = Callable[[CpuRun, Rows], None]
+Benchmark = Callable[..., None]
 
 
 def _row(candidate: str, median: float, **more: Any) -> Row:
@@ -51,7 +51,7 @@ def test_every_benchmark_runs_or_is_left_out_with_a_reason() -> None:
 def test_an_operator_is_checked_and_timed_by_torch(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
-        BENCHMARKS["layer_norm"](CpuRun(quick=True), Rows(tmp_path, "layer_norm", float("inf")))
+        BENCHMARKS["layer_norm"](Rows(tmp_path, "layer_norm", float("inf")), quick=True)
     finally:
         torch.set_num_threads(threads)
     (kept,) = read(tmp_path)
@@ -88,7 +88,7 @@ def test_failures_are_rows_of_a_run_and_a_peers_failure_is_none(
         raise error
 
     def benchmark(case: str, work: Callable[[], Row]) -> Benchmark:
-        return lambda run, rows: rows.each(case, work)
+        return lambda rows, quick: rows.each(case, work)
 
     peer = [_row("tpfuse", 1.0), _row("torch", 1.0) | {"error": "no"}]
     toys = {
@@ -98,20 +98,20 @@ def test_failures_are_rows_of_a_run_and_a_peers_failure_is_none(
     }
     monkeypatch.setattr(apart, "_process", inline)
     monkeypatch.setattr(cpu, "BENCHMARKS", toys)
-    assert run_benchmarks(["right"], CpuRun(), Files(tmp_path, quick=False)) == 0
+    assert run_benchmarks(["right"], Files(tmp_path, quick=False)) == 0
     files = Files(tmp_path, quick=False)
     with pytest.raises(KeyboardInterrupt):
-        run_benchmarks(["right", "wrong", "killed"], CpuRun(), files)
+        run_benchmarks(["right", "wrong", "killed"], files)
     document = json.loads((tmp_path / f"{files.stem}.json").read_text())
     assert {"what", "machine", "date", "python", "torch", "triton", "commit", "command"} <= document.keys()
     assert [row["case"] for row in document["rows"]] == ["a", "a", "b"]
     page = (tmp_path / f"{files.stem}.md").read_text()
     assert "\n| wrong | b | failed: RuntimeError: no memory | |\n" in page
     assert all(f"| {name} | left out | | {reason} |" in page for name, reason in LEFT_OUT.items())
-    assert run_benchmarks(["wrong"], CpuRun(), Files(tmp_path, quick=False)) == 1
+    assert run_benchmarks(["wrong"], Files(tmp_path, quick=False)) == 1
     assert "benchmarks.cpu: failed: wrong, b: " in capsys.readouterr().err
     late = Files(tmp_path, quick=False)
-    assert run_benchmarks(["right"], CpuRun(), late, minutes=0) == 1
+    assert run_benchmarks(["right"], late, minutes=0) == 1
     assert late.rows == [{"benchmark": "right", "case": "all", "error": "not done after 0 minutes"}]
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_ring_attention as bench
-from benchmarks.bench_ring_attention import ALONE, PLAIN, TEMPLATES, CpSubject, PlainRing, measure, report
+from benchmarks.bench_ring_attention import PLAIN, TEMPLATES, CpSubject, PlainRing, measure, report
+from benchmarks.cpu_ranks import ALONE
 from tests.support.tiers import exhaustive
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.inputs import normal

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from benchmarks.bench_tensor_parallel import ALONE, TORCH, TpSubject, measure, prepare_mlp
+from benchmarks.bench_tensor_parallel import TORCH, TpSubject, measure, prepare_mlp
+from benchmarks.cpu_ranks import ALONE
 from benchmarks.harness import OURS
 from benchmarks.torch_gpt import TorchGPT, parallelize
 from tpfuse.models.gpt import GPT, GPTConfig

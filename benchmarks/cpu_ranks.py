@@ -1,0 +1,112 @@
+"""CPU ranks, and a single process with several threads, whose calls alternate.
+
+Ranks have one thread each. A turn times several calls of one candidate after a barrier, and is as long as its slowest
+rank. A process without a turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a turn
+begins a moment after the previous turn, when OpenMP's threads have stopped spinning). Each round begins with another
+candidate. The share of the cores that other programs took meanwhile (on Linux) is measured: where it is more than a few
+per cent, the times are unreliable.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.harness import aligned, percentiles
+from benchmarks.timing import seconds_per_call
+from tpfuse.testing.ranks import RankPool
+
+ALONE = "one_process"
+Call = Callable[[], object]
+
+calls: dict[str, Call] = {}  # the calls of this process that alternate
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads of this process."""
+    torch.set_num_threads(threads)
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process, over all of its threads, in seconds."""
+    return time.process_time()
+
+
+@contextlib.contextmanager
+def pools(ranks: int, threads: int | None = None) -> Iterator[tuple[RankPool, RankPool]]:
+    """Start the ranks, and the single process with `threads`, by default as many as there are ranks."""
+    several, alone = RankPool(ranks, timeout=600.0), RankPool(1, timeout=600.0)
+    try:
+        alone.run(set_threads, threads or ranks)
+        yield several, alone
+    finally:
+        several.close()
+        alone.close()
+
+
+def turn(name: str, repeats: int) -> float:
+    """Return the seconds of a call. Every rank of the candidate must call it."""
+    from benchmarks import cpu_ranks  # a pool loads the file of `turn` apart from the module that benchmarks import
+
+    return seconds_per_call(cpu_ranks.calls[name], repeats)
+
+
+class OtherPrograms:
+    """A count of the share of the cores that other programs take from now on."""
+
+    def __init__(self, *pools: RankPool) -> None:
+        self._pools = pools
+        self._busy()  # ranks that have not started yet would count as other programs
+        self._before, self._started = self._busy(), time.monotonic()
+
+    def share(self) -> float:
+        """Return the share; NaN where there is no /proc/stat."""
+        return (self._busy() - self._before) / ((time.monotonic() - self._started) * (os.cpu_count() or 1))
+
+    def _busy(self) -> float:
+        """Return the seconds of processor time that other programs used since the machine started."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return float("nan")
+        user, nice, system, _, _, *interrupts = (int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9])
+        busy = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+        return busy - time.process_time() - sum(sum(pool.run(processor_seconds)) for pool in self._pools)
+
+
+def alternate(candidates: Mapping[str, RankPool], rounds: int, seconds: float) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took.
+
+    candidates: where each is in `calls`. seconds: the approximate duration of a turn.
+    """
+    repeats = {name: max(1, min(200, int(seconds / max(pool.run(turn, name, 1))))) for name, pool in candidates.items()}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    others = OtherPrograms(*dict.fromkeys(candidates.values()))
+    for i in range(rounds):
+        first = i % len(times)
+        for name in [*list(times)[first:], *list(times)[:first]]:
+            times[name].append(max(candidates[name].run(turn, name, repeats[name])))
+    return times, others.share()
+
+
+def milliseconds(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return the percentiles of each candidate's seconds, in ms."""
+    return {name: {key: round(x * 1e3, 3) for key, x in percentiles(taken).items()} for name, taken in times.items()}
+
+
+def ratios(title: str, figures: Mapping[str, Mapping[str, float]], baseline: str) -> dict[str, float]:
+    """Print a table of `milliseconds`, and return each median divided by that of the baseline."""
+    found = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
+    lines = [(title, "median ms", "p20", "p80", f"x {baseline}")]
+    lines += [(name, *(f"{x:.1f}" for x in figure.values()), f"{found[name]:.3f}") for name, figure in figures.items()]
+    print(aligned(lines))
+    return found
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return a tensor of which ranks may have shards."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
