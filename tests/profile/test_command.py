@@ -34,6 +34,7 @@ def small(tmp_path: Path) -> list[str]:
     return ["tiny", *flags.split(), "--train.batch", "8", "--parallel.tp", "2"]
 
 
+@pytest.mark.processes
 def test_a_profile_explains_a_run(small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "profile"
     assert run(["profile", "--steps", "2:4", "--out", str(out), "--", *small]) == 0
@@ -128,11 +129,11 @@ def test_commands_of_other_profilers(options: ProfileCommand, words: str, expect
 
 
 STAND_IN = """#!/bin/sh
-if [ "$1" = stats ]; then
-    echo 'tpfuse:step 3'
-else
-    for word; do case "$word" in --output=*) touch "${word#--output=}.nsys-rep";; esac; done
-fi
+case "$1 $*" in
+stats*) echo 'tpfuse:step 3' ;;
+*--train.batch*) exit 3 ;;
+*) for word; do case "$word" in --output=*) touch "${word#--output=}.nsys-rep";; esac; done ;;
+esac
 """
 
 
@@ -143,15 +144,15 @@ def test_nsys_is_checked_then_run_then_explained(
     tool.write_text(STAND_IN)
     tool.chmod(0o755)
     arguments = ["profile", "--with", "nsys", "--out", str(out), "--", "tiny"]
-
     monkeypatch.setattr(doctor, "profiler", lambda machine, name: (name, f"{name} is too old"))
     assert run(arguments) == 2 and not out.exists()
     assert capfd.readouterr().err == "tpfuse profile: error: nsys is too old\n"
     monkeypatch.setattr(doctor, "profiler", lambda machine, name: (str(tool), ""))
+    assert run([*arguments, "--train.batch", "0"]) == 3, "the status of the command"
+    assert f"the command ended with exit status 3; what was recorded is in {out}" in capfd.readouterr().err
     assert run(arguments) == 0
     said = capfd.readouterr().out
-    assert "tpfuse:step 3" in said
-    assert f"files in {out}: nsys-%h.nsys-rep" in said
+    assert "tpfuse:step 3" in said and f"files in {out}: nsys-%h.nsys-rep" in said
 
 
 @pytest.mark.processes
@@ -201,36 +202,25 @@ def test_bad_input_is_one_line(words: str, said: str, tmp_path: Path, capsys: py
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_status_of_the_command_is_that_of_the_profile(
+def test_a_run_that_ends_early_writes_what_it_has_or_warns(
     small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "profile"
-    assert run(["profile", "--out", str(out), "--", *small, "--train.batch", "0"]) == 2
-    assert "the command ended with exit status 2" in capfd.readouterr().err
+    def train(steps: str, name: str, traces: Path) -> int:
+        flags = f"--train.steps 3 --train.eval-every 0 --parallel.tp 1 --out {tmp_path / name}"
+        return run(["train", *small[1:], *flags.split(), "--profile.steps", steps, "--profile.trace", str(traces)])
 
-
-def test_a_run_that_ends_early_writes_what_it_has(
-    small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--train.steps", "3", "--train.eval-every", "0", "--out", str(tmp_path / "run"), "--parallel.tp", "1"]
-    traces = tmp_path / "trace"
-    arguments = ["train", *small[1:], *flags, "--profile.steps", "2:9", "--profile.trace", str(traces)]
-    assert run(arguments) == 0
+    traces, file = tmp_path / "trace", tmp_path / "file"
+    assert train("2:9", "run", traces) == 0
     assert run(["profile", "summary", str(traces)]) == 0
-    assert json.loads((traces / "summary.json").read_text())["steps"] == ["step 2", "step 3"]
+    document = json.loads((traces / "summary.json").read_text())
+    assert document["steps"] == ["step 2", "step 3"]
+    assert {"forward", "backward", "gradients", "update"} <= {x["operator"] for x in document["ranks"][0]["operators"]}
+    assert {path.name for path in traces.iterdir()} == {"rank0.json", "summary.json", "trace.json", "profile.png"}
+    file.touch()
     capfd.readouterr()
-
-
-def test_a_trace_that_cannot_be_written_is_a_warning(
-    small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--train.steps", "3", "--train.eval-every", "0", "--out", str(tmp_path / "run"), "--parallel.tp", "1"]
-    (tmp_path / "file").touch()
-    arguments = ["train", *small[1:], *flags, "--profile.steps", "2", "--profile.trace", str(tmp_path / "file" / "x")]
-    assert run(arguments) == 0
+    assert train("2", "other", file / "x") == 0
     assert "warning: cannot write the profile" in capfd.readouterr().err
-    assert run([*arguments[:-4], "--profile.steps", "two", "--out", str(tmp_path / "other")]) == 2
-    assert not (tmp_path / "other").exists()
+    assert train("two", "third", traces) == 2 and not (tmp_path / "third").exists()
 
 
 def test_kernels_are_compiled_for_traces_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from tpfuse.profile.clock import clock_offset
 from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.recording import layer_spans, record
 from tpfuse.profile.summary import Place, summarise, times_of
-from tpfuse.profile.trace_files import RankTrace, read_traces
+from tpfuse.profile.trace_files import read_traces
 from tpfuse.switches import use
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
@@ -265,6 +265,7 @@ def test_a_module_inside_another_keeps_its_part_of_the_backward_pass() -> None:
     model = nn.Module()
     model.outer = Outer()
     x = torch.ones(2, requires_grad=True)
+    assert trace.begin("layer", "h") is None and trace.layer_now() == "", "nothing observes"
     with trace.observed(trace.Recorder(torch.device("cpu"))), layer_spans(model):
         y = Probe.apply(model.outer(Probe.apply(x, "first")), "last")  # type: ignore[no-untyped-call]
         y.sum().backward()
@@ -328,16 +329,32 @@ def test_a_wait_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [span.idle for span in recorder.ended] == [0, 0]
 
 
-def test_times_are_moved_to_the_first_ranks_clock(tmp_path: Path) -> None:
-    with record(tmp_path) as step, step():
+def _changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Record a step with an operator, and change what the file says."""
+    with record(folder) as step, step():
         trace.signal("a")
-    path = tmp_path / "rank0.json"
+        trace.end(trace.begin("operator", "sum", "fused"))
+    path = folder / "rank0.json"
     found = json.loads(path.read_text())
-    found["clock_offset_ns"] = 5000
+    change(found)
     path.write_text(json.dumps(found))
+
+
+def test_times_are_moved_to_one_clock(tmp_path: Path) -> None:
+    """The first rank's; the timer of a GPU is none of the hosts' clocks: its events begin with their operator."""
+    seen: dict[str, Any] = {}
+    events = [[0, "waiting", -1, 70, 80], [0, "waiting", -1, 50, 60]]
+
+    def change(found: dict[str, Any]) -> None:
+        seen.update(signal=found["signals"][0][1], begin=found["spans"][0][6])
+        found.update(clock_offset_ns=5000, device="cuda", launches=[["kernel", 0, 1, 0, events]])
+
+    _changed(tmp_path, change)
     (moved,) = read_traces(tmp_path)
-    begin = found["spans"][0][6]
-    assert (moved.steps[0].span.begin, moved.signals["a"]) == (begin + 5000, found["signals"][0][1] + 5000)
+    operator, begin = moved.steps[0].children[0].span, seen["begin"] + 5000
+    assert (operator.begin, moved.signals["a"]) == (begin, seen["signal"] + 5000)
+    (launch,) = moved.launches_of(operator)
+    assert [event[3:] for event in launch.events] == [(begin + 20, begin + 30), (begin, begin + 10)]
 
 
 class _Kernels:
@@ -362,23 +379,6 @@ def test_launches_belong_to_their_operator_and_name_ranks_of_the_world() -> None
     assert recorder.launches == [trace.LaunchMark("kernel 1", 0, 3, 1, [(0, "waiting", 5, 1, 2)])]
 
 
-def test_events_of_a_gpu_begin_with_their_operator(tmp_path: Path) -> None:
-    """The timer of a GPU is not the host's clock."""
-    with record(tmp_path) as step, step():
-        trace.end(trace.begin("operator", "sum", "fused"))
-    path = tmp_path / "rank0.json"
-    found = json.loads(path.read_text())
-    begin = found["spans"][0][6]
-    found |= {
-        "device": "cuda",
-        "launches": [["kernel", 0, 1, 0, [[0, "waiting", -1, 70, 80], [0, "waiting", -1, 50, 60]]]],
-    }
-    path.write_text(json.dumps(found))
-    (moved,) = read_traces(tmp_path)
-    (launch,) = moved.launches_of(moved.steps[0].children[0].span)
-    assert [event[3:] for event in launch.events] == [(begin + 20, begin + 30), (begin, begin + 10)]
-
-
 def test_a_failing_call_ends_its_spans() -> None:
     class Fails(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -397,43 +397,27 @@ def test_a_failing_call_ends_its_spans() -> None:
     ]
 
 
-def test_nothing_is_recorded_without_an_observer() -> None:
-    with trace.span("step", "step 1"):
-        assert trace.begin("layer", "h") is None and trace.layer_now() == ""
-        trace.end(None)
-
-
-def _skewed(skew: int) -> tuple[int, int]:
+def _offsets(skew: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return what is measured between two hosts, and on one host, where no clock is read."""
+    group, device = dist.group.WORLD, torch.device("cpu")
     with mock.patch("tpfuse.profile.clock.node_identity", lambda: f"host {dist.get_rank()}"):
         now = (lambda: time.time_ns() + skew) if dist.get_rank() == 1 else time.time_ns
-        return clock_offset(dist.group.WORLD, torch.device("cpu"), now)
+        between = clock_offset(group, device, now)
+    return between, clock_offset(group, device, lambda: 1 // 0)
 
 
 def test_clocks_of_hosts_are_measured() -> None:
     skew = 12_345_678_901
-    first, second = pool(2).run(_skewed, skew)
-    assert first == (0, 0)
+    (first, same), (second, equal) = pool(2).run(_offsets, skew)
+    assert first == same == equal == (0, 0)
     offset, error = second
     assert abs(offset + skew) <= error + 1000 and 0 < error < 50_000_000
 
 
-def test_ranks_of_one_host_have_one_clock() -> None:
-    assert pool(2).run(_same_host) == [(0, 0)] * 2
-
-
-def _same_host() -> tuple[int, int]:
-    return clock_offset(dist.group.WORLD, torch.device("cpu"), lambda: 1 // 0)
-
-
-@pytest.fixture
-def traces(tmp_path: Path) -> list[RankTrace]:
-    pool(2).run(_layers, tmp_path)
-    return read_traces(tmp_path)
-
-
-def test_the_merged_trace_is_valid(traces: list[RankTrace], tmp_path: Path) -> None:
+def test_the_merged_trace_is_valid(tmp_path: Path) -> None:
     """Every event has what the format asks for, ranges of a track nest, and each arrow has both ends."""
-    write_perfetto(traces, tmp_path / "trace.json")
+    pool(2).run(_layers, tmp_path)
+    write_perfetto(read_traces(tmp_path), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -469,15 +453,8 @@ def test_the_merged_trace_is_valid(traces: list[RankTrace], tmp_path: Path) -> N
     ],
 )
 def test_files_that_are_no_traces_are_refused(change: Any, said: str, tmp_path: Path) -> None:
-    with record(tmp_path) as step, step():
-        pass
-    read_traces(tmp_path)
-    path = tmp_path / "rank0.json"
-    found = json.loads(path.read_text())
-    change(found)
-    path.write_text(json.dumps(found))
+    _changed(tmp_path, change)
     with pytest.raises(UserError, match=said):
         read_traces(tmp_path)
-    path.unlink()
     with pytest.raises(UserError, match="has no traces"):
-        read_traces(tmp_path)
+        read_traces(tmp_path / "elsewhere")

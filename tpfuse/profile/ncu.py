@@ -84,12 +84,12 @@ def _list(names: Sequence[str]) -> str:
 
 def _alone(waiting: Iterable[str]) -> list[list[str]]:
     """Return the commands that launch these kernels in one process. Raise UserError if a kernel has none."""
-    without = [name for name in waiting if name not in PROGRAMS]
-    if without:
+    programs = {name: PROGRAMS[name] for name in waiting}
+    if without := [name for name, program in programs.items() if program is None]:
         raise UserError(
             f"no program of tpfuse.tools.one_rank launches {_list(without)}, so ncu cannot measure it: use --with nsys"
         )
-    return [[*_ONE_RANK, program] for program in dict.fromkeys(PROGRAMS[name] for name in waiting)]
+    return [[*_ONE_RANK, program] for program in dict.fromkeys(filter(None, programs.values()))]
 
 
 def _replayed(kernel: str, program: Sequence[str], report: Path, marked: bool, tool: str) -> list[str]:
