@@ -7,10 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import triton
@@ -21,10 +18,15 @@ from tpfuse.tools.compilation import CompilationReport, read_report
 from tpfuse.tools.gate import violations
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
-# Families and dtype. sm_100 has no constants of its own except sizes. The front end accepts float16 wherever it accepts
-# bfloat16.
-KERNELS = ["sm_90 bfloat16", *exhaustive("sm_80 bfloat16", "sm_80 sm_90 float32")]
+OLDEST, INSTALLED, NEWEST = "3.6.0", triton.__version__, "3.9.0"
+EVERY = tuple(dict.fromkeys((OLDEST, "3.7.1", INSTALLED, NEWEST)))
+# Versions, the features that occur together (`front_end.TOGETHER`; 1: every branch), families and dtype. sm_100 has no
+# constants of its own except sizes. The front end accepts float16 wherever it accepts bfloat16.
+KERNELS = [
+    ((OLDEST, NEWEST), "1 sm_90 bfloat16"),
+    *exhaustive((EVERY, "2 sm_90 bfloat16"), (EVERY, "2 sm_80 bfloat16"), (EVERY, "2 sm_80 sm_90 float32")),
+]
+COMMAND = "from tpfuse.tools import compilation, front_end; front_end.TOGETHER = {}; compilation.main()"
 
 
 def _folder(version: str) -> Path | None:
@@ -32,58 +34,47 @@ def _folder(version: str) -> Path | None:
     return None if version == triton.__version__ else ROOT / "build" / f"triton-{version}"
 
 
-def _run(version: str, *flags: str, script: tuple[str, ...] = ("-m", "tpfuse.tools.compilation")) -> Any:
-    """Run a Python process that does not interpret kernels, with this version of Triton."""
+def _start(version: str, together: str, *flags: str) -> subprocess.Popen[str]:
+    """Start a Python process that does not interpret kernels, with this version of Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folder = _folder(version)
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
-    command = [sys.executable, *script, "--front-end", "--json", *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-c", COMMAND.format(together), "--front-end", "--json", *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 
 
-def _needed(version: str) -> None:
-    folder = _folder(version)
-    if folder is not None and not folder.is_dir():
-        pytest.skip(
-            f"Triton {version} is not in {folder}: `make build/triton-{version}`, or "
-            f"`pip install --no-deps --target build/triton-{version} triton=={version}`"
-        )
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def report_of(request: pytest.FixtureRequest) -> Callable[[str], CompilationReport]:
-    """Return a function that returns the report of a version. All versions run at the same time."""
-    *families, dtype = request.param.split()
-    done: dict[str, Any] = {}
-
-    def run(version: str) -> None:
-        done[version] = _run(version, "--families", *families, "--dtypes", dtype)
-
-    there = [version for version in VERSIONS if (folder := _folder(version)) is None or folder.is_dir()]
-    threads = {version: threading.Thread(target=run, args=(version,)) for version in there}
-    for thread in threads.values():
-        thread.start()
-
-    def of(version: str) -> CompilationReport:
-        _needed(version)
-        threads[version].join()
-        try:
-            return read_report(done[version].stdout)
-        except json.JSONDecodeError:
-            pytest.fail(f"Triton {version} ended with status {done[version].returncode}: {done[version].stderr}")
-
-    return of
+def _report(version: str, process: subprocess.Popen[str]) -> CompilationReport:
+    printed, errors = process.communicate()
+    try:
+        return read_report(printed)
+    except json.JSONDecodeError:
+        pytest.fail(f"Triton {version} ended with status {process.returncode}: {errors}")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_kernel_passes(report_of: Callable[[str], CompilationReport], version: str) -> None:
-    report = report_of(version)
-    assert report.triton == version
-    assert {result.operator for result in report.compilations} >= OWN_KERNELS
-    wrong = [line for result in report.compilations for line in violations(result) if result.error]
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize(("versions", "kernels"), KERNELS)
+def test_every_kernel_passes(versions: tuple[str, ...], kernels: str) -> None:
+    """All versions run at the same time."""
+    missing = [version for version in versions if (folder := _folder(version)) and not folder.is_dir()]
+    together, *families, dtype = kernels.split()
+    flags = ("--families", *families, "--dtypes", dtype)
+    started = {version: _start(version, together, *flags) for version in versions if version not in missing}
+    for version, process in started.items():
+        report = _report(version, process)
+        assert report.triton == version
+        assert {result.operator for result in report.compilations} >= OWN_KERNELS
+        wrong = [line for result in report.compilations for line in violations(result) if result.error]
+        assert not wrong, "\n".join([version, *wrong])
+    if missing:
+        pytest.skip(
+            "; ".join(
+                f"Triton {version} is not installed: `make build/triton-{version}`, or `pip install --no-deps --target"
+                f" build/triton-{version} triton=={version}`"
+                for version in missing
+            )
+        )
 
 
 # These operators launch a kernel that no operator before them launches.

@@ -21,6 +21,8 @@ from triton.compiler import make_backend
 
 from tpfuse.tools.recorded import Job, target
 
+TOGETHER = 2  # an error depends on one feature or on two: a constant that selects a branch, and a type or None in it
+
 
 def lower(job: Job) -> Any:
     """Return the TTIR of a kernel. Raise the exceptions that the front end raises."""
@@ -55,11 +57,11 @@ def features(job: Job) -> list[tuple[str, object]]:
 def representatives(jobs: Sequence[Job]) -> list[Job]:
     """Return jobs that together have, for each kernel, every pair of features that occurs in one of all jobs.
 
-    An error in the front end depends on one feature or on two: on a constant that selects a branch, and on a type or a
-    None in this branch. The jobs are chosen greedily: the job that adds the most pairs is chosen first.
+    The jobs are chosen greedily: the job that adds the most pairs is chosen first. With `TOGETHER` 1, each feature
+    occurs, and so every branch.
     """
     pairs = {
-        index: {(job.source.name, *pair) for pair in itertools.combinations(features(job), 2)}
+        index: {(job.source.name, *pair) for pair in itertools.combinations(features(job), TOGETHER)}
         for index, job in enumerate(jobs)
     }
     chosen = []

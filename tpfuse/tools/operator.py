@@ -160,3 +160,14 @@ def gradients(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], gra
     """Return the gradients of all floating-point inputs, for the gradient `grad` of the function's result."""
     leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
     return torch.autograd.grad(function(**leaves), [x for x in leaves.values() if x.requires_grad], grad)
+
+
+def without_gradient(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of q, k and v whose result has gradients of 0: the kernels have none of their own."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = function(q, k, v)
+        return out + 0 * (q + k.sum() + v.sum())
+
+    return call

@@ -6,10 +6,10 @@ The inputs are whole numbers, so that products and sums are exact in any order. 
 first rounds are compared with float64, and those of later rounds must equal the first ones to the bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,29 +58,30 @@ class Sizes:
 TINY = Sizes(torch.float32, 3, 8, 5, 7, 8, 1, 16, 40)  # for the interpreter
 
 
-class RankProgram(Protocol):
-    """The work that a rank repeats."""
+class RankProgram:
+    """The work that a rank repeats. rounds: for each set of inputs a function, and a check of its results."""
 
-    def run(self, variant: int) -> Tensors:
-        """Launch one round with a set of inputs, and return its results, which the next round may overwrite."""
-
-    def check(self, variant: int, results: Tensors) -> None:
-        """Raise AssertionError if the results of `run(variant)` are wrong."""
-
-
-class _Exact:
-    """A program whose results are equal to the expected ones to the bit. rounds: (function, its results)."""
-
-    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Tensors]]) -> None:
+    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Callable[[Tensors], None]]]) -> None:
         self._rounds = rounds
 
     def run(self, variant: int) -> Tensors:
+        """Launch one round with a set of inputs, and return its results, which the next round may overwrite."""
         return self._rounds[variant][0]()
 
     def check(self, variant: int, results: Tensors) -> None:
-        for name, expected in self._rounds[variant][1].items():
-            wrong = int((results[name] != expected).sum())
-            assert wrong == 0, f"{name}, inputs {variant}: {wrong} of {expected.numel()} numbers are wrong"
+        """Raise AssertionError if the results of `run(variant)` are wrong."""
+        self._rounds[variant][1](results)
+
+
+def _equal(expected: Tensors) -> Callable[[Tensors], None]:
+    """Return a check that results are equal to the expected ones to the bit."""
+
+    def check(results: Tensors) -> None:
+        for name, x in expected.items():
+            wrong = int((results[name] != x).sum())
+            assert wrong == 0, f"{name}: {wrong} of {x.numel()} numbers are wrong"
+
+    return check
 
 
 def _whole(seed: int, *shape: int, memory: SymmetricMemory, dtype: torch.dtype) -> Tensor:
@@ -100,8 +101,8 @@ def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> 
         def run(x: Tensor = xs[memory.rank]) -> Tensors:
             return {"out": products.all_gather(x, [weight], [None], "relu", False)[0][0]}
 
-        rounds.append((run, {"out": expected}))
-    return _Exact(rounds)
+        rounds.append((run, _equal({"out": expected})))
+    return RankProgram(rounds)
 
 
 def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> RankProgram:
@@ -126,8 +127,8 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
             scattered = products.reduce_scatter(x, weight, None, residual)
             return {"scattered": scattered, "reduced": products.all_reduce(x, weight, None, None)}
 
-        rounds.append((run, expected))
-    return _Exact(rounds)
+        rounds.append((run, _equal(expected)))
+    return RankProgram(rounds)
 
 
 def collectives(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
@@ -155,8 +156,8 @@ def collectives(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
             launched.all_reduce(x[0, :few].contiguous(), out["all_reduce of few"])
             return out
 
-        rounds.append((run, expected))
-    return _Exact(rounds)
+        rounds.append((run, _equal(expected)))
+    return RankProgram(rounds)
 
 
 def messages(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
@@ -177,21 +178,8 @@ def messages(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
             opened.release(source, message)
             return {"received": received}
 
-        rounds.append((run, {"received": xs[source]}))
-    return _Exact(rounds)
-
-
-class _Rounded:
-    """A program whose first results are compared with float64. rounds: (function, check of its results)."""
-
-    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Callable[[Tensors], None]]]) -> None:
-        self._rounds = rounds
-
-    def run(self, variant: int) -> Tensors:
-        return self._rounds[variant][0]()
-
-    def check(self, variant: int, results: Tensors) -> None:
-        self._rounds[variant][1](results)
+        rounds.append((run, _equal({"received": xs[source]})))
+    return RankProgram(rounds)
 
 
 def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> RankProgram:
@@ -216,7 +204,7 @@ def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Rank
 
         check = partial(_check_attention, layout=layout, rank=rank, inputs={"q": q, "k": k, "v": v}, grad=grad)
         rounds.append((run, check))
-    return _Rounded(rounds)
+    return RankProgram(rounds)
 
 
 def _check_attention(results: Tensors, layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> None:
@@ -276,7 +264,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
             return results
 
         rounds.append((run, partial(_check_adamw, world=memory.world, rank=memory.rank, first=first, every=every)))
-    return _Rounded(rounds)
+    return RankProgram(rounds)
 
 
 def _check_adamw(results: Tensors, world: int, rank: int, first: Tensor, every: list[Tensor]) -> None:
@@ -348,10 +336,4 @@ def iterate(
             delay()
             for name, x in program.run(turn % VARIANTS).items():
                 different[turn] += (x != firsts[turn % VARIANTS][name]).sum()
-        return list(_places(different))
-
-
-def _places(different: Tensor) -> Iterator[int]:
-    for turn, count in enumerate(different.tolist()):
-        if count:
-            yield turn
+        return [turn for turn, count in enumerate(different.tolist()) if count]

@@ -16,10 +16,8 @@ from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.testing.inputs import normal
+from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
 from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
-
-_SLOT_BYTES = 1 << 16
-_EPOCHS = 3
 
 
 @dataclass(frozen=True)
@@ -95,17 +93,16 @@ def _alone(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, copied: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Multiply several times in a group of one rank. Return the last results and the gathered rows."""
-    slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
-    flags, state, abort, ready, stamp = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 2, 1, 8, 1))
-    addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
-    endpoint = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=4)
+    endpoint, memory = of_one_rank(x.device, programs=4)
+    ready, stamp = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 1))
     gathered = torch.empty(1, *x.shape, dtype=x.dtype, device=x.device)
     options |= {"copied": True} if copied else {"keep_own": True}
-    for _ in range(_EPOCHS):
+    for _ in range(EPOCHS):
         if copied:
             open_copies(endpoint, stamp)
             gathered[0].copy_(x)
         out, preactivation = all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
+    del memory  # freed in the order of the stream, or at once if kernels are interpreted
     return out, preactivation, gathered[0]
 
 
@@ -173,9 +170,8 @@ def launches(dtype: torch.dtype) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def run(world: int, m: int, weight: Tensor, bias: Tensor | None = None, **options: Any) -> None:
-        slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
-        state, stamp, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 8 * world))
-        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, 8 * world, state, stamp, programs=108)
+        endpoint = on_meta(world, flags=8 * world, programs=108)
+        stamp, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (1, 8 * world))
         x, gathered = empty(m, weight.shape[1]), empty(world, m, weight.shape[1])
         if options.get("copied"):
             open_copies(endpoint, stamp)

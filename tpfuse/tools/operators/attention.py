@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operators.attention_forward import launch_options
 
 ENDS = [0, 25, 26, 60]  # ends of documents, in tokens
 DROPOUT = 0.3
@@ -112,40 +114,16 @@ def launches(dtype: torch.dtype) -> None:
     _launch(dtype, 80, causal=False)
 
 
-def _launch(
-    dtype: torch.dtype,
-    size: int,
-    *,
-    causal: bool,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    documents: int = 0,
-) -> None:
+def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
     """Launch the backward pass of 8192 positions with 32 heads of queries, and 8 of keys and values."""
 
     def empty(heads: int) -> Tensor:
         return torch.empty(1, 8192, heads, size, dtype=dtype, device="meta").transpose(1, 2)
 
-    cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="meta") if documents else None
     lse = torch.empty(1, 32, 8192, device="meta")
-    attention_backward(
-        empty(32),
-        empty(32),
-        empty(8),
-        empty(8),
-        empty(32),
-        lse,
-        causal=causal,
-        window=window,
-        dropout_p=dropout_p,
-        dropout_key=torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None,
-        head_rows=torch.empty(max(documents, 1), 32, dtype=torch.int64, device="meta") if dropout_p else None,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=2048 if documents else None,
-        max_seqlen_k=2048 if documents else None,
-        grad_lse=lse if documents else None,
-    )
+    options |= launch_options(documents, dropout_p)
+    options |= {"max_seqlen_k": 2048, "grad_lse": lse} if documents else {}
+    attention_backward(empty(32), empty(32), empty(8), empty(8), empty(32), lse, **options)
 
 
 OPERATOR = Operator(

@@ -5,6 +5,7 @@ The launches reach every row of the tables of the forward pass and of the merge.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors, without_gradient
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,12 @@ class MergeShape(Shape):
 def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: int, **options: Any) -> Given:
     """Return a case that compares `function` with the reference, for two heads that share one of keys and values."""
 
-    def constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with torch.no_grad():
-                out = function(q, k, v, **options)
-            return out + 0 * (q + k.sum() + v.sum())  # the kernels have no gradient of their own
-
-        return call
-
     def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
         shapes = {"q": (1, 2, tq, size), "k": (1, 1, tk, size), "v": (1, 1, tk, size)}
         return {name: normal(seed, *shape, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items(), 1)}
 
-    return Given(name, constant(function), constant(_reference), inputs)
+    both = (without_gradient(partial(f, **options)) for f in (function, _reference))
+    return Given(name, *both, inputs)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -103,21 +97,18 @@ def _empty(heads: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(1, 8192, heads, size, dtype=dtype, device="meta").transpose(1, 2)
 
 
-def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
-    """Launch 8192 positions with 32 heads of queries, and 8 of keys and values."""
+def launch_options(documents: int, dropout_p: float) -> dict[str, Any]:
+    """Return the options of 8192 positions with 32 heads of queries, on meta tensors."""
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="meta") if documents else None
-    attention_forward(
-        _empty(32, size, dtype),
-        _empty(8, size, dtype),
-        _empty(8, size, dtype),
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=2048 if documents else None,
-        dropout_p=dropout_p,
-        dropout_key=torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None,
-        head_rows=torch.empty(max(documents, 1), 32, dtype=torch.int64, device="meta") if dropout_p else None,
-        **options,
-    )
+    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 2048 if documents else None}
+    key, head_rows = (torch.empty(x, dtype=torch.int64, device="meta") for x in ((), (max(documents, 1), 32)))
+    return options | ({"dropout_p": dropout_p, "dropout_key": key, "head_rows": head_rows} if dropout_p else {})
+
+
+def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
+    """Launch 32 heads of queries, and 8 of keys and values."""
+    q, k, v = (_empty(heads, size, dtype) for heads in (32, 8, 8))
+    attention_forward(q, k, v, **launch_options(documents, dropout_p), **options)
 
 
 OPERATOR = Operator(

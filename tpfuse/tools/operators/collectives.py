@@ -1,6 +1,7 @@
 """collectives: one rank alone, with its signals, for `tpfuse verify`, and launches of eight ranks, also of messages."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,19 +15,8 @@ from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 from tpfuse.kernels.send_message import send_message
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
+from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
 from tpfuse.tools.operator import Given, Operator
-
-_SLOT_BYTES = 1 << 16
-_EPOCHS = 3
-
-
-def _alone(device: torch.device) -> tuple[Endpoint, list[Tensor]]:
-    """Return the endpoint of a group of one rank, and the memory at its addresses."""
-    slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=device)
-    flags, state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (256, 2, 1))
-    addresses = [torch.tensor([x.data_ptr()], device=device) for x in (slots, flags)]
-    endpoint = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=3)
-    return endpoint, [slots, flags]
 
 
 class _OutOfPlace(torch.autograd.Function):
@@ -35,8 +25,8 @@ class _OutOfPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: Callable[[Tensor, Endpoint], Tensor]) -> Tensor:
         ctx.move = move
-        endpoint, memory = _alone(x.device)
-        for _ in range(_EPOCHS):
+        endpoint, memory = of_one_rank(x.device, programs=3)
+        for _ in range(EPOCHS):
             out = move(x, endpoint)
         del memory  # freed in the order of the stream, or at once if kernels are interpreted
         return out
@@ -58,15 +48,9 @@ def _reduce_scatter(x: Tensor, endpoint: Endpoint) -> Tensor:
     return out
 
 
-def _one_shot(x: Tensor, endpoint: Endpoint) -> Tensor:
+def _all_reduce(x: Tensor, endpoint: Endpoint, two_shot: bool) -> Tensor:
     out = torch.empty_like(x)
-    all_reduce_forward(x, out, endpoint, two_shot=False)
-    return out
-
-
-def _two_shot(x: Tensor, endpoint: Endpoint) -> Tensor:
-    out = torch.empty_like(x)
-    all_reduce_forward(x, out, endpoint, two_shot=True)
+    all_reduce_forward(x, out, endpoint, two_shot=two_shot)
     return out
 
 
@@ -88,17 +72,15 @@ def _case(name: str, move: Callable[[Tensor, Endpoint], Tensor]) -> Given:
 CASES = (
     _case("all_gather", _all_gather),
     _case("reduce_scatter", _reduce_scatter),
-    _case("all_reduce in one shot", _one_shot),
-    _case("all_reduce in two shots", _two_shot),
+    _case("all_reduce in one shot", partial(_all_reduce, two_shot=False)),
+    _case("all_reduce in two shots", partial(_all_reduce, two_shot=True)),
     _case("all_to_all", _all_to_all),
 )
 
 
 def launches(dtype: torch.dtype, world: int = 8, n: int = 1 << 20) -> None:
     """Launch the last rank of `world` with n elements in a row, on meta tensors."""
-    tables = [torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2)]
-    state, abort = (torch.empty(words, dtype=torch.int32, device="meta") for words in (2, 1))
-    endpoint = Endpoint(world - 1, world, tables[0], 1 << 30, tables[1], 4096, state, abort, programs=64)
+    endpoint = on_meta(world, flags=4096, programs=64)
     row, rows = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((n,), (world, n)))
     all_gather_forward(row, rows, endpoint)
     all_to_all_forward(rows, rows, endpoint)

@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
+from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
 from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors
-
-_SLOT_BYTES = 1 << 16
-_EPOCHS = 3
 
 
 @dataclass(frozen=True)
@@ -41,18 +38,17 @@ class GemmReduceScatterShape(Shape):
 
 def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> Tensor:
     """Multiply several times in a group of one rank. copied: whether to launch as if copy engines moved the tiles."""
-    slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
-    flags, state, abort, stored = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (3, 2, 1, 3))
-    addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
-    endpoint = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=3)
-    for _ in range(_EPOCHS):
+    endpoint, memory = of_one_rank(x.device, programs=3)
+    stored = torch.zeros(3, dtype=torch.int32, device=x.device)
+    for _ in range(EPOCHS):
         if copied:
             gemm_for_copies(x, weight, endpoint, stored.view(3, 1))
-            await_part(endpoint, stored.view(3, 1), state[:1] + 1, 0)
+            await_part(endpoint, stored.view(3, 1), endpoint.state[:1] + 1, 0)
             out = x.new_empty(len(x), len(weight))
             sum_parts(out, endpoint, stored, len(x), **options)
         else:
             out = gemm_reduce_scatter_forward(x, weight, endpoint, **options)
+    del memory  # freed in the order of the stream, or at once if kernels are interpreted
     return out
 
 
@@ -109,14 +105,12 @@ def launches(dtype: torch.dtype) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def run(world: int, x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> None:
-        slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
-        state, abort = (torch.empty(words, dtype=torch.int32, device="meta") for words in (2, 1))
         programs = multiprocessors(x.device)
-        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, programs * world, state, abort, programs)
+        endpoint = on_meta(world, programs * world, programs)
         if copied:
             stored = torch.empty(programs, world, dtype=torch.int32, device="meta")
             gemm_for_copies(x, weight, endpoint, stored)
-            await_part(endpoint, stored, abort, 0)
+            await_part(endpoint, stored, endpoint.abort, 0)
             sum_parts(empty(len(x) // world, len(weight)), endpoint, stored.view(-1), len(x) // world, **options)
         else:
             gemm_reduce_scatter_forward(x, weight, endpoint, **options)

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from tpfuse.kernels import reference
 from tpfuse.kernels.block_exchange import BlockExchange
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors
-
-_EPOCHS = 3
+from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
+from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors, without_gradient
 
 
 @dataclass(frozen=True)
@@ -52,23 +50,15 @@ def _causal(positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(positions, dtype=torch.int32), positions.to(torch.int32)
 
 
-def _alone(blocks: Tensor) -> BlockExchange:
-    """Return the block exchange of a group of one rank."""
-    slot_bytes = -(-blocks.nbytes // 64) * 64
-    slots = torch.empty(2, slot_bytes, dtype=torch.uint8, device=blocks.device)
-    flags, state, abort, ready = (torch.zeros(n, dtype=torch.int32, device=blocks.device) for n in (8, 2, 1, 8))
-    addresses = [torch.tensor([memory.data_ptr()], device=blocks.device) for memory in (slots, flags)]
-    end = Endpoint(0, 1, addresses[0], slot_bytes, addresses[1], len(flags), state, abort, programs=4)
-    return BlockExchange(end, ready, ring=True)
-
-
 def _brought(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Launch several times in a ring of one rank, which has both ends of the sequence; return the last output."""
     runs = SequenceRuns(q.shape[2], 1, 2, q.shape[2] // 2, q.shape[2] // 2, 1)
     blocks = torch.stack([k, v])
-    exchange = _alone(blocks)
-    for _ in range(_EPOCHS):
+    endpoint, memory = of_one_rank(q.device, programs=4, slot_bytes=-(-blocks.nbytes // 64) * 64)
+    exchange = BlockExchange(endpoint, torch.zeros(8, dtype=torch.int32, device=q.device), ring=True)
+    for _ in range(EPOCHS):
         out, _ = ring_attention_forward(q, blocks, runs, 0, _causal(runs.positions(0, q.device)), exchange=exchange)
+    del memory  # freed in the order of the stream, or at once if kernels are interpreted
     return out
 
 
@@ -85,28 +75,19 @@ def _here(q: Tensor, k: Tensor, v: Tensor, *, runs: SequenceRuns) -> Tensor:
     return out
 
 
-def _case(name: str, function: Callable[..., Tensor]) -> Given:
-    """Return a case of causal attention of two heads that share one of keys and values."""
-
-    def constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with torch.no_grad():
-                out = function(q, k, v)
-            return out + 0 * (q + k.sum() + v.sum())  # the kernel has no gradient of its own
-
-        return call
-
-    def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: normal(seed, 1, heads, 72, 24, dtype=dtype) for seed, (name, heads) in enumerate(_HEADS, 1)}
-
-    return Given(name, constant(function), constant(_reference), inputs)
+def two_heads(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return q of two heads that share one of k and v, 72 tokens."""
+    heads = {"q": 2, "k": 1, "v": 1}
+    return {name: normal(seed, 1, n, 72, 24, dtype=dtype) for seed, (name, n) in enumerate(heads.items(), 1)}
 
 
-_HEADS = (("q", 2), ("k", 1), ("v", 1))
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the reference's output."""
     return reference.attention(q, k, v)[0]
+
+
+def _case(name: str, function: Callable[..., Tensor]) -> Given:
+    return Given(name, without_gradient(function), without_gradient(causal_attention), two_heads)
 
 
 CASES = (
@@ -118,20 +99,16 @@ CASES = (
 
 def launches(dtype: torch.dtype) -> None:
     """Launch every head size alone, with dropout and with blocks present, in groups of several sizes (meta tensors)."""
-    _launches_forward(dtype)
-
-
-def _launches_forward(dtype: torch.dtype) -> None:
     for size in (64, 128, 256):
-        _launch_forward(dtype, size, 8)
-        _launch_forward(dtype, size, 8, dropout_p=0.1)
-        _launch_forward(dtype, size, 4, sources=(3, 2, 1, 0))
-    _launch_forward(dtype, 80, 2, ring=False)
-    _launch_forward(dtype, 128, 4, sources=(1,), out_dtype=torch.float32)
-    _launch_forward(dtype, 256, 4, sources=(1,), dropout_p=0.1)
+        _launch(dtype, size, 8)
+        _launch(dtype, size, 8, dropout_p=0.1)
+        _launch(dtype, size, 4, sources=(3, 2, 1, 0))
+    _launch(dtype, 80, 2, ring=False)
+    _launch(dtype, 128, 4, sources=(1,), out_dtype=torch.float32)
+    _launch(dtype, 256, 4, sources=(1,), dropout_p=0.1)
 
 
-def _launch_forward(
+def _launch(
     dtype: torch.dtype,
     size: int,
     world: int,
@@ -165,10 +142,8 @@ def _launch_forward(
 
 def _exchange(world: int, ring: bool) -> BlockExchange:
     """Return the block exchange of the last rank of a group, on meta tensors."""
-    slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
-    state, abort, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 16 * world))
-    end = Endpoint(world - 1, world, slots, 1 << 30, flags, 16 * world**2, state, abort, programs=108)
-    return BlockExchange(end, ready, ring)
+    ready = torch.empty(16 * world, dtype=torch.int32, device="meta")
+    return BlockExchange(on_meta(world, flags=16 * world**2, programs=108), ready, ring)
 
 
 OPERATOR = Operator("ring_attention", launches, CASES)

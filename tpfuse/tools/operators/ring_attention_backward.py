@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.block_exchange import BlockExchange
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_backward import (
     ring_attention_backward,
     ring_attention_delta,
@@ -20,11 +18,10 @@ from tpfuse.kernels.ring_attention_backward import (
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.ring_attention.visibility import visible_ranges
-from tpfuse.testing.inputs import normal
+from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
 from tpfuse.tools.operator import Given, Operator
+from tpfuse.tools.operators.ring_attention import causal_attention, two_heads
 
-_SLOT_BYTES = 1 << 16
-_EPOCHS = 3
 _Backward = Callable[..., tuple[Tensor, ...]]
 
 
@@ -32,16 +29,14 @@ def _brought(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     """Launch several times in a ring of one rank, which has both ends of the sequence; return the last gradients."""
     half = q.shape[2] // 2
     runs = SequenceRuns(q.shape[2], 1, 2, half, half, 1)
-    slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=q.device)
-    flags, state, abort, ready = (torch.zeros(n, dtype=torch.int32, device=q.device) for n in (8, 2, 1, 8))
-    addresses = [torch.tensor([memory.data_ptr()], device=q.device) for memory in (slots, flags)]
-    end = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=4)
+    endpoint, memory = of_one_rank(q.device, programs=4)
     visible_keys, visible_queries = visible_ranges(runs.positions(0, q.device), runs.length, True, None, None)
-    exchange = BlockExchange(end, ready, ring=True)
-    for _ in range(_EPOCHS):
+    exchange = BlockExchange(endpoint, torch.zeros(8, dtype=torch.int32, device=q.device), ring=True)
+    for _ in range(EPOCHS):
         gradients = ring_attention_backward(
             grad_out, q, k, v, out, lse, runs, 0, visible_keys, visible_queries, exchange=exchange
         )
+    del memory  # freed in the order of the stream, or at once if kernels are interpreted
     return gradients
 
 
@@ -83,20 +78,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, backward: _Backward) -> Tenso
     return apply(_Attention, q, k, v, backward)
 
 
-def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the inputs of two heads that share one of keys and values."""
-    return {name: normal(seed, 1, heads, 72, 24, dtype=dtype) for seed, (name, heads) in enumerate(_HEADS, 1)}
-
-
-_HEADS = (("q", 2), ("k", 1), ("v", 1))
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return reference.attention(q, k, v)[0]
-
-
 def _case(name: str, backward: _Backward) -> Given:
-    return Given(name, partial(_attention, backward=backward), _reference, _inputs)
+    return Given(name, partial(_attention, backward=backward), causal_attention, two_heads)
 
 
 CASES = (
@@ -128,12 +111,10 @@ def _launch(dtype: torch.dtype, size: int, world: int, ring: bool = True, dropou
     """Launch the last rank's 2048 tokens, in zigzag, with 16 heads of queries, and 4 of keys and values."""
     q, k = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 4, 2048, size, dtype=dtype)
     visible = (_empty(2048, dtype=torch.int32),) * 2
-    addresses, words = _empty(world, dtype=torch.int64), _empty(16 * world, dtype=torch.int32)
-    flag_count = 16 * world * max(world - 1, 1)
-    end = Endpoint(world - 1, world, addresses, 1 << 30, addresses, flag_count, words[:2], words[:1], programs=108)
+    end = on_meta(world, flags=16 * world * max(world - 1, 1), programs=108)
     ring_attention_backward(
         q, q, k, k, q, _empty(1, 16, 2048, dtype=torch.float32), _runs(world), world - 1, visible, visible,
-        exchange=BlockExchange(end, words, ring),
+        exchange=BlockExchange(end, _empty(16 * world, dtype=torch.int32), ring),
         dropout_p=dropout_p,
         counters_of_all=_empty(world, 1, 16, 2048, dtype=torch.int64) if dropout_p else None,
         dropout_key=_empty(dtype=torch.int64) if dropout_p else None,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.inputs import normal
+from tpfuse.tools.endpoints import of_one_rank, on_meta
 from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors
 
 RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -53,13 +53,6 @@ def _address(x: Tensor) -> Tensor:
     return torch.tensor([x.data_ptr()], device=x.device)
 
 
-def _alone(device: torch.device) -> tuple[Endpoint, Tensor]:
-    """Return the endpoint of a group of one rank, and the flags at its address."""
-    flags, state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (64, 2, 1))
-    table = _address(flags)
-    return Endpoint(0, 1, table, 16, table, len(flags), state, abort, programs=3), flags
-
-
 @torch.no_grad()
 def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
     """Return the bucket of parameters after some updates of its elements from _START on."""
@@ -67,7 +60,7 @@ def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
     values, scalar = normal(2, len(gradients), dtype=gradients.dtype).to(device), torch.zeros((), device=device)
     exp_avg, exp_avg_sq, sums = (torch.zeros(m, device=device) for _ in range(3))
     master = None if values.dtype == torch.float32 else values[_START:].float()
-    endpoint, memory = _alone(device)
+    endpoint, memory = of_one_rank(device, programs=3)
     squares = torch.zeros(endpoint.programs, device=device)
     for step in range(1, _STEPS + 1):
         sent = gradients * step
@@ -121,8 +114,8 @@ def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) 
     def empty(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n, dtype=dtype, device="meta")
 
-    table, words, scalar = empty(world, torch.int64), empty(2, torch.int32), torch.empty((), device="meta")
-    endpoint = Endpoint(world - 1, world, table, 16, table, 4096, words, words[:1], programs=64)
+    table, scalar = empty(world, torch.int64), torch.empty((), device="meta")
+    endpoint = on_meta(world, flags=4096, programs=64, slot_bytes=16)
     values, sums, start = empty(world * m, dtype), empty(m), (world - 1) * m
     master = None if dtype == torch.float32 else sums
     numbers = RATES | {"lr": scalar, "step": scalar, "clip": scalar if clipped else None}
