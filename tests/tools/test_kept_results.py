@@ -128,9 +128,8 @@ def test_an_entry_that_is_corrupt_is_compiled_again(
 
 
 def test_failures_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Job]) -> None:
-    job = _job(tmp_path, num_warps=16)
     for count in (1, 2):
-        assert _run(monkeypatch, tmp_path / "kept", job)[0].error == "out of memory"
+        assert _run(monkeypatch, tmp_path / "kept", _job(tmp_path, num_warps=16))[0].error == "out of memory"
         assert len(compiled) == count
 
 

@@ -59,9 +59,7 @@ def pointer(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     [
         ({}, {}, {"x_ptr", "stride"}),
         (pointer(torch.float16), {"y_ptr": "*fp16"}, {"x_ptr", "y_ptr", "stride"}),
-        (pointer(torch.float32), {"y_ptr": "*fp32"}, {"x_ptr", "y_ptr", "stride"}),
         (pointer(torch.int64), {"y_ptr": "*i64"}, {"x_ptr", "y_ptr", "stride"}),
-        (pointer(torch.int32), {"y_ptr": "*i32"}, {"x_ptr", "y_ptr", "stride"}),
         (pointer(torch.bool), {"y_ptr": "*u1"}, {"x_ptr", "y_ptr", "stride"}),
         ({"x_ptr": X[:, 8:]}, {}, {"x_ptr", "stride"}),  # a view is aligned as its first element
         ({"x_ptr": X[:, 1:]}, {}, {"stride"}),

@@ -41,12 +41,6 @@ def test_a_wrong_gradient_is_detected(runs: list[TrainingRun]) -> None:
     assert distance > runs[0].allowed
 
 
-@PROCESSES
-def test_an_error_becomes_one_line() -> None:
-    nothing = train_each(["nothing"])[1]  # type: ignore[list-item]
-    assert not nothing.passed and nothing.failure.endswith("expected one of auto, fused, direct, collective")
-
-
 @pytest.mark.parametrize("gpu", [False, True])
 def test_an_error_of_one_rank_becomes_one_line(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks on GPUs are those of the pool whose ranks may share a GPU."""

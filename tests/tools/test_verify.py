@@ -128,28 +128,38 @@ def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert document["kernels"][0]["kernel"] == "rms_norm_kernel"
 
 
-def test_a_wrong_kernel_gives_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    use(monkeypatch, replace(SOUND, function=lambda x, weight, shift: swish(x, weight) * 1.1))
-    assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
-    out = capsys.readouterr().out
-    assert "FAILED rms_norm, small, float32: " in out
-    assert out.endswith("\nFAILED: 0 of 3 cases are within their bounds\n")
-    use(monkeypatch, replace(SOUND, function=lambda **tensors: tensors["nothing"]))
-    assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
-    captured = capsys.readouterr()
-    assert "FAILED rms_norm, small, float16: KeyError: 'nothing'" in captured.out
-    assert "Traceback" not in captured.out + captured.err
+FAILED = "FAILED rms_norm sm_90 bfloat16 rms_norm_kernel BLOCK=64 num_warps=4 num_stages=2: "
 
 
-@pytest.mark.parametrize("fault", [{"spilled": 8}, {"error": "out of range"}])
-def test_a_kernel_that_spills_gives_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: dict[str, Any]
-) -> None:
-    use(monkeypatch, kernels=(KERNEL, replace(KERNEL, **fault)))
-    assert run(["verify", "--operators", FAST]) == 1
-    out = capsys.readouterr().out
-    assert "FAILED rms_norm sm_90 bfloat16 rms_norm_kernel BLOCK=64 num_warps=4 num_stages=2: " in out
-    assert out.endswith("all 3 cases are within their bounds, 1 of 2 kernels compile without spills\n")
+@pytest.mark.parametrize(
+    ("case", "kernels", "said", "last"),
+    [
+        (
+            replace(SOUND, function=lambda x, weight, shift: swish(x, weight) * 1.1), (),
+            "FAILED rms_norm, small, float32: ", "FAILED: 0 of 3 cases are within their bounds",
+        ),
+        (
+            replace(SOUND, function=lambda **tensors: tensors["nothing"]), (),
+            "FAILED rms_norm, small, float16: KeyError: 'nothing'", "FAILED: 0 of 3 cases are within their bounds",
+        ),
+        (
+            None, (KERNEL, replace(KERNEL, spilled=8)), FAILED,
+            "FAILED: all 3 cases are within their bounds, 1 of 2 kernels compile without spills",
+        ),
+        (
+            None, (KERNEL, replace(KERNEL, error="out of range")), FAILED,
+            "FAILED: all 3 cases are within their bounds, 1 of 2 kernels compile without spills",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_case_or_kernel_gives_status_1(
+    case: Given | None, kernels: tuple[Compilation, ...], said: str, last: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    use(monkeypatch, case, kernels)
+    assert run(["verify", "--operators", FAST, *([] if kernels else ["--no-compile"])]) == 1
+    out, errors = capsys.readouterr()
+    assert said in out and out.endswith(f"\n{last}\n") and "Traceback" not in out + errors
 
 
 def test_an_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
