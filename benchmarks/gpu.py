@@ -21,8 +21,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 
@@ -104,43 +106,37 @@ def measured_in(folder: Path) -> GpuResults:
 
 def figures() -> Iterator[Figure]:
     """Yield all figures of the project that need a GPU."""
+    operators = "python -m benchmarks.gpu --out runs/gpu"
     for target in FIGURES:
         asked = f"{'at most' if target.at_most else 'at least'} {target.threshold:.2f}"
-        yield Figure("operators", target.name, asked, _only(target.operator), _Outcome(target.name))
-    for operator in TIMED:
-        if operator not in {target.operator for target in FIGURES}:
-            yield Figure("operators", f"{operator}, speed / fastest peer", "", _only(operator), _Speed(operator))
-    yield Figure(
-        "operators",
-        "gemm backward, speed / fastest peer (backward_products.md)",
-        "",
-        _only("gemm"),
-        _Speed("gemm", "backward"),
-    )
-    yield Figure(
-        "operators", "host time of a call, µs (host_time.md)", "", "python -m benchmarks.gpu --out runs/gpu", _host_time
-    )
+        command = f"{operators} --only {target.operator}"
+        yield Figure("operators", target.name, asked, command, partial(_outcome, target.name))
+    speeds = [(operator, "", f"{operator}, speed / fastest peer") for operator in TIMED]
+    speeds = [each for each in speeds if each[0] not in {target.operator for target in FIGURES}]
+    speeds.append(("gemm", "backward", "gemm backward, speed / fastest peer (backward_products.md)"))
+    for operator, mode, name in speeds:
+        yield Figure("operators", name, "", f"{operators} --only {operator}", partial(_speed, operator, mode))
+    yield Figure("operators", "host time of a call, µs (host_time.md)", "", operators, _host_time)
     for kind, layers in (("all_gather_gemm", ("qkv", "up")), ("gemm_reduce_scatter", ("proj", "down"))):
         for peer, text in ((BY_HAND, "NCCL and cuBLAS"), (SYMMETRIC, SYMMETRIC)):
             name = f"{kind} on a node, fused, speed / {text}"
-            yield Figure("between GPUs", name, "", f"{_TORCHRUN} benchmarks.node", _Fused(layers, peer))
+            yield Figure("between GPUs", name, "", f"{_TORCHRUN} benchmarks.node", partial(_fused, layers, peer))
     for op in OPERATIONS:
         if op not in ("broadcast", "reduce"):  # tpfuse has no kernels for these
-            name = f"{op}, speed / NCCL"
-            yield Figure("between GPUs", name, "", f"{_TORCHRUN} benchmarks.collectives", _CollectiveSpeed(op))
+            command = f"{_TORCHRUN} benchmarks.collectives"
+            yield Figure("between GPUs", f"{op}, speed / NCCL", "", command, partial(_collective_speed, op))
     command = f"python -m benchmarks.training_speed {_STAGES} fused"
     yield Figure("between GPUs", "messages between stages, fused, training speed / NCCL", "", command, _messages)
     for options in TRAINED:
-        name = f"tokens per second, MFU: {options}"
-        yield Figure("training", name, "", f"python -m benchmarks.training_speed {options}", _Training(options))
+        name, command = f"tokens per second, MFU: {options}", f"python -m benchmarks.training_speed {options}"
+        yield Figure("training", name, "", command, partial(_training, options))
     for limit, command in LIMITS.items():
         yield Figure("limits", limit, "", command)
+    rows = read_table(TABLE)
     for family in FAMILIES:
-        yield Figure("tile sizes", f"kernels/configurations.toml, {family}", "", "tpfuse tune", _Tuned(family))
-
-
-def _only(operator: str) -> str:
-    return f"python -m benchmarks.gpu --out runs/gpu --only {operator}"
+        left = any(row.family == family and row.measured.startswith(UNKNOWN) for row in rows)
+        name, told = f"kernels/configurations.toml, {family}", [] if left else ["measured, the table says where"]
+        yield Figure("tile sizes", name, "", "tpfuse tune", lambda _, told=told: told)
 
 
 def _place(document: Row) -> str:
@@ -152,132 +148,102 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The outcome of a figure of `benchmarks.figures` in the documents."""
+def _outcome(name: str, measured: GpuResults) -> list[str]:
+    """Return the outcomes of a figure of `benchmarks.figures` in the documents."""
+    return [
+        f"{outcome['got']:.2f}, {outcome['verdict']} ({_place(document)})"
+        for document in measured.documents
+        for outcome in document["figures"]
+        if outcome["figure"] == name and outcome["got"] is not None
+    ]
 
-    name: str
 
-    def __call__(self, measured: GpuResults) -> list[str]:
+def _by_document(measured: GpuResults, values: Callable[[Row], list[float]]) -> list[str]:
+    """Return the range of the values of each document that has some."""
+    found = [(document, values(document)) for document in measured.documents]
+    return [f"{_range(numbers)} ({_place(document)})" for document, numbers in found if numbers]
+
+
+def _speed(operator: str, mode: str, measured: GpuResults) -> list[str]:
+    """Return the fastest peer's time divided by tpfuse's, over the cases and modes of the documents."""
+
+    def values(document: Row) -> list[float]:
+        times: dict[tuple[str, str], dict[str, float]] = {}
+        for row in document["rows"]:
+            if row["benchmark"] == operator and mode in ("", row["mode"]) and "median_ms" in row:
+                times.setdefault((row["case"], row["mode"]), {})[row["candidate"]] = row["median_ms"]
         return [
-            f"{outcome['got']:.2f}, {outcome['verdict']} ({_place(document)})"
-            for document in measured.documents
-            for outcome in document["figures"]
-            if outcome["figure"] == self.name and outcome["got"] is not None
+            min(time for name, time in by_name.items() if name != OURS) / by_name[OURS]
+            for by_name in times.values()
+            if OURS in by_name and len(by_name) > 1
         ]
 
-
-@dataclass(frozen=True)
-class _Speed:
-    """The fastest peer's time divided by tpfuse's, over the cases and modes of the documents."""
-
-    operator: str
-    mode: str = ""
-
-    def __call__(self, measured: GpuResults) -> list[str]:
-        texts = []
-        for document in measured.documents:
-            times: dict[tuple[str, str], dict[str, float]] = {}
-            for row in document["rows"]:
-                if row["benchmark"] == self.operator and self.mode in ("", row["mode"]) and "median_ms" in row:
-                    times.setdefault((row["case"], row["mode"]), {})[row["candidate"]] = row["median_ms"]
-            values = [
-                min(time for name, time in by_name.items() if name != OURS) / by_name[OURS]
-                for by_name in times.values()
-                if OURS in by_name and len(by_name) > 1
-            ]
-            texts += [f"{_range(values)} ({_place(document)})"] if values else []
-        return texts
+    return _by_document(measured, values)
 
 
 def _host_time(measured: GpuResults) -> list[str]:
     """Return the range over all operators of tpfuse."""
+    ours = lambda row: row.get("candidate") == OURS and "host_us" in row  # noqa: E731
+    return _by_document(measured, lambda document: [row["host_us"] for row in document["rows"] if ours(row)])
+
+
+def _by_node(ratios: dict[tuple[Any, ...], tuple[float, str]]) -> list[str]:
+    """Return the range of the ratios of each machine and number of ranks, with its newest date.
+
+    ratios: (ratio, date) by (machine, ranks, …), where newer ones have replaced older ones.
+    """
     texts = []
-    for document in measured.documents:
-        values = [row["host_us"] for row in document["rows"] if row.get("candidate") == OURS and "host_us" in row]
-        texts += [f"{_range(values)} ({_place(document)})"] if values else []
+    for machine, ranks in dict.fromkeys(key[:2] for key in ratios):
+        values, dates = zip(*(each for key, each in ratios.items() if key[:2] == (machine, ranks)), strict=True)
+        texts.append(f"{_range(values)} ({ranks} x {machine}, {max(dates)})")
     return texts
 
 
-@dataclass(frozen=True)
-class _Fused:
-    """A peer's time divided by that of the fused program, over the newest products of each machine's node."""
-
-    layers: tuple[str, ...]
-    peer: str
-
-    def __call__(self, measured: GpuResults) -> list[str]:
-        newest = {}
-        for row in measured.node:
-            times = row["us"]
-            if row["layer"].split()[-1] in self.layers and f"{OURS} fused" in times and self.peer in times:
-                newest[row["machine"], row["ranks"], row["layer"], row["M"]] = row
-        ratios = [row | {"ratio": _median(row, self.peer) / _median(row, f"{OURS} fused")} for row in newest.values()]
-        return _by_node(ratios)
-
-
-def _median(row: Row, name: str) -> float:
-    return float(row["us"][name]["median"])
-
-
-@dataclass(frozen=True)
-class _CollectiveSpeed:
-    """NCCL's time divided by tpfuse's, over the sizes of each machine's newest rows."""
-
-    op: str
-
-    def __call__(self, measured: GpuResults) -> list[str]:
-        rows = [row for row in measured.collectives if row["op"] == self.op and "tpfuse_us" in row]
-        newest = {(row["machine"], row["ranks"], row["bytes"]): row for row in rows}
-        ratios = [row | {"ratio": row["nccl_us"]["median"] / row["tpfuse_us"]["median"]} for row in newest.values()]
-        return _by_node(ratios)
-
-
-def _by_node(rows: Sequence[Row]) -> list[str]:
-    """Return the range of the ratios of each machine and number of ranks, with its newest date."""
-    texts = []
-    for machine, ranks in dict.fromkeys((row["machine"], row["ranks"]) for row in rows):
-        own = [row for row in rows if (row["machine"], row["ranks"]) == (machine, ranks)]
-        dates = max(row["date"] for row in own)
-        texts.append(f"{_range([row['ratio'] for row in own])} ({ranks} x {machine}, {dates})")
-    return texts
-
-
-@dataclass(frozen=True)
-class _Training:
-    """The speed of each machine's newest training run with these options."""
-
-    options: str
-
-    def __call__(self, measured: GpuResults) -> list[str]:
-        rows = [row for row in measured.training if " ".join(row["options"]) == self.options]
-        return [
-            f"{row['tokens_per_second']['median']:.0f}, {row['mfu']['median']:.0%} ({row['gpus']} x {_place(row)})"
-            for row in {(row["machine"], row["gpus"]): row for row in rows}.values()
-        ]
-
-
-def _messages(measured: GpuResults) -> list[str]:
-    """Return the speed of each machine's newest training run with fused messages, divided by that with NCCL's."""
-    newest = {(row["machine"], row["gpus"], " ".join(row["options"])): row for row in measured.training}
-    ratios = []
-    for (machine, gpus, options), row in newest.items():
-        peer = newest.get((machine, gpus, f"{_STAGES} collective"))
-        if options == f"{_STAGES} fused" and peer is not None:
-            ratio = row["tokens_per_second"]["median"] / peer["tokens_per_second"]["median"]
-            ratios.append(row | {"ranks": gpus, "ratio": ratio})
+def _fused(layers: tuple[str, ...], peer: str, measured: GpuResults) -> list[str]:
+    """Return the peer's time divided by that of the fused program, over the newest products of each machine's node."""
+    ratios = {}
+    for row in measured.node:
+        times = row["us"]
+        if row["layer"].split()[-1] in layers and f"{OURS} fused" in times and peer in times:
+            ratio = times[peer]["median"] / times[f"{OURS} fused"]["median"]
+            ratios[row["machine"], row["ranks"], row["layer"], row["M"]] = ratio, row["date"]
     return _by_node(ratios)
 
 
-@dataclass(frozen=True)
-class _Tuned:
-    """A figure that is measured if all rows of a GPU family in the table of tile sizes are."""
+def _collective_speed(op: str, measured: GpuResults) -> list[str]:
+    """Return NCCL's time divided by tpfuse's, over the sizes of each machine's newest rows."""
+    rows = [row for row in measured.collectives if row["op"] == op and "tpfuse_us" in row]
+    return _by_node(
+        {
+            (row["machine"], row["ranks"], row["bytes"]): (
+                row["nccl_us"]["median"] / row["tpfuse_us"]["median"],
+                row["date"],
+            )
+            for row in rows
+        }
+    )
 
-    family: str
 
-    def __call__(self, _: GpuResults) -> list[str]:
-        rows = [row for row in read_table(TABLE) if row.family == self.family]
-        return [] if any(row.measured.startswith(UNKNOWN) for row in rows) else ["measured, the table says where"]
+def _newest(options: str, measured: GpuResults) -> dict[tuple[str, int], Row]:
+    """Return each machine's newest training run with these options, by machine and number of GPUs."""
+    rows = [row for row in measured.training if " ".join(row["options"]) == options]
+    return {(row["machine"], row["gpus"]): row for row in rows}
+
+
+def _training(options: str, measured: GpuResults) -> list[str]:
+    return [
+        f"{row['tokens_per_second']['median']:.0f}, {row['mfu']['median']:.0%} ({row['gpus']} x {_place(row)})"
+        for row in _newest(options, measured).values()
+    ]
+
+
+def _messages(measured: GpuResults) -> list[str]:
+    """Return the speed of training with fused messages, divided by that with NCCL's."""
+    fused, peers = (_newest(f"{_STAGES} {name}", measured) for name in ("fused", "collective"))
+    speeds = {
+        key: [rows[key]["tokens_per_second"]["median"] for rows in (fused, peers)] for key in fused if key in peers
+    }
+    return _by_node({key: (ours / theirs, fused[key]["date"]) for key, (ours, theirs) in speeds.items()})
 
 
 def plan_of(measured: GpuResults) -> str:
