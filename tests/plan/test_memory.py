@@ -1,7 +1,6 @@
 """The formula of memory counts what autograd saves, what ZeRO's engines hold, and what papers and measurements say."""
 
 import dataclasses
-import timeit
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -373,12 +372,3 @@ def test_stages_that_do_not_exist_are_refused() -> None:
 def test_peaks_that_were_measured_on_b200(run: MeasuredRun) -> None:
     """Nothing is fitted to them: the formulas count Megatron's tensors."""
     assert run.predicted_peak() == pytest.approx(run.peak, rel=0.01)
-
-
-def test_the_memory_of_a_layout_is_found_fast() -> None:
-    """`tpfuse plan` counts tens of thousands of layouts: 50 microseconds each, and more on a busy machine."""
-    layouts = [RankLayout(4, 1, 2, 4, "1f1b", 1, zero, "full", size, 64) for zero in (0, 1, 2) for size in (1, 2, 4)]
-    for layout in layouts:
-        rank_memory(SIZES, layout, TPFUSE)
-    seconds = min(timeit.repeat(lambda: [rank_memory(SIZES, each, TPFUSE) for each in layouts], number=10, repeat=5))
-    assert seconds / 90 < 500e-6

@@ -144,5 +144,5 @@ def test_a_search_takes_seconds(gpus: int, batch: int) -> None:
     model = planned_model(PlanCommand(layers=48, width=8192, heads=64, tokens=4096, batch=batch))
     start = time.process_time()
     found = search(model, cluster_of(gpus))
-    assert time.process_time() - start < 8.0, "2 to 3 seconds, on a machine with nothing else to do"
+    assert time.process_time() - start < 8.0, "1 to 5 seconds, on a machine with nothing else to do"
     assert found.compared > 2000 and found.fitting

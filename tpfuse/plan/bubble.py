@@ -1,9 +1,7 @@
 """How the blocks of a model are cut into pipeline stages, and how long a step of all stages takes.
 
 We simulate a few micro-batches and extrapolate: in steady state the length grows linearly. Schedules that split the
-backward pass reach this state later than the others. Which action waits for which does not depend on how long they
-take, so `_waits` finds it once (`tpfuse.parallel.pipeline.timeline`), and a plain loop computes the ends of all
-actions for many different times.
+backward pass reach this state later than the others.
 """
 
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from tpfuse.choices import PipelineSchedule
-from tpfuse.parallel.pipeline.order import Action, Kind, order, stage_ranks
+from tpfuse.parallel.pipeline.order import Kind, order, stage_ranks
 from tpfuse.parallel.pipeline.timeline import timeline
 from tpfuse.plan.in_flight import stage_blocks
 from tpfuse.plan.sizes import ModelSizes
@@ -20,8 +18,6 @@ _STEPS = 16  # a ratio of times is rounded to 1 / _STEPS, so that few different 
 _SPLIT = {Kind.FORWARD: (0, 1.0), Kind.BACKWARD: (1, 1.0), Kind.INPUT: (1, 0.5), Kind.WEIGHT: (1, 0.5)}
 
 StageSeconds = tuple[float, float]  # of the forward and of the backward pass
-KINDS = tuple(Kind)
-_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
 
 class StageKind(NamedTuple):
@@ -114,55 +110,12 @@ def _units(
 def simulated(
     schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, stages: Sequence[StageSeconds]
 ) -> float:
-    """Return the length of a step, all micro-batches of which are simulated. stages: the times of each stage."""
-    seconds = [pass_seconds(stage, kind) for stage in stages for kind in KINDS]
-    return simulated_length(schedule, ranks, turns, micro_batches, seconds)
+    """Return the length of a step without messages, by simulating all micro-batches. stages: the times of each."""
+    made = order(schedule, ranks, turns, micro_batches)
+    return timeline(made, lambda action: pass_seconds(stages[action.stage], action.kind)).length
 
 
 def pass_seconds(stage: StageSeconds, kind: Kind) -> float:
     """Return the seconds of an action of a stage. The parts of a backward pass take equally long."""
     part, share = _SPLIT[kind]
     return stage[part] * share
-
-
-def index_of(action: Action) -> int:
-    """Return the index of an action's seconds: those of the KINDS of the first stage come first."""
-    return action.stage * len(KINDS) + _INDEX[action.kind]
-
-
-def simulated_length(
-    schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int, seconds: Sequence[float]
-) -> float:
-    """Return the length of a step whose messages take no time. seconds: by `index_of`."""
-    ends = [0.0]  # the first entry stands for what does not wait
-    append = ends.append
-    for index, before, needed in _waits(schedule, ranks, turns, micro_batches):
-        start, ready = ends[before], ends[needed]
-        append((start if start > ready else ready) + seconds[index])
-    return max(ends)
-
-
-@cache
-def _waits(schedule: PipelineSchedule, ranks: int, turns: int, micro_batches: int) -> list[tuple[int, int, int]]:
-    """Return for each action the index of its seconds, and the numbers of two actions that it waits for.
-
-    These are the one before it on its rank and the one whose result it takes; 0 stands for none. Actions are numbered
-    from 1, each after those that it waits for.
-    """
-    made = order(schedule, ranks, turns, micro_batches)
-    rows = timeline(made).intervals
-    newest, waits = [0] * ranks, list[tuple[int, int, int]]()
-    forward, backward = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # by stage and micro-batch
-    for _, rank, (kind, stage, batch) in sorted(
-        (each.start, rank, each.action) for rank, row in enumerate(rows) for each in row
-    ):
-        needed = 0
-        if kind is Kind.FORWARD:
-            needed = forward[stage - 1, batch] if stage else 0
-        elif kind is not Kind.WEIGHT:
-            needed = forward[stage, batch] if stage == made.stages - 1 else backward[stage + 1, batch]
-        waits.append((index_of(Action(kind, stage, batch)), newest[rank], needed))
-        newest[rank] = len(waits)
-        if kind is not Kind.WEIGHT:
-            (forward if kind is Kind.FORWARD else backward)[stage, batch] = len(waits)
-    return waits

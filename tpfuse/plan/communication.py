@@ -26,15 +26,10 @@ def all_reduce(size: float, ranks: int, link: Link, *, tree: bool = False) -> fl
 
 
 def all_gather(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of an all-gather."""
+    """Return the seconds of an all-gather, or of a reduce-scatter, which sends as much."""
     if ranks == 1:
         return 0.0
     return link.start + (ranks - 1) * link.latency + size * (ranks - 1) / ranks / link.bandwidth
-
-
-def reduce_scatter(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a reduce-scatter, which sends as much as an all-gather."""
-    return all_gather(size, ranks, link)
 
 
 def send(size: float, link: Link) -> float:
@@ -42,31 +37,19 @@ def send(size: float, link: Link) -> float:
     return link.latency + size / link.bandwidth
 
 
-def grouped_all_reduce(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
-    """Return the seconds of an all-reduce of ranks that are `stride` apart.
+def grouped(size: float, ranks: int, stride: int, cluster: Cluster, *, reduce: bool) -> float:
+    """Return the seconds of an all-gather, or of a reduce-scatter, of ranks that are `stride` apart.
 
-    Over several nodes the ranks of a node scatter, all-reduce their shares with other nodes, and gather, where that is
-    faster than one ring over all.
+    reduce: of an all-reduce. Over several nodes, the ranks of a node take part among themselves, and each of them with
+    its share among the nodes, where that is faster than one ring over all.
     """
     link = cluster.link(ranks, stride)
-    flat = all_reduce(size, ranks, link, tree=link is cluster.network)
     inside = max(1, cluster.per_node // stride)
+    flat = all_reduce(size, ranks, link, tree=link is cluster.network) if reduce else all_gather(size, ranks, link)
     if link is cluster.gpu.link or inside == 1 or ranks % inside:
         return flat
-    nodes = ranks // inside
-    apart = all_reduce(size / inside, nodes, cluster.network, tree=True)
-    return min(flat, 2 * all_gather(size, inside, cluster.gpu.link) + apart)
-
-
-def grouped_all_gather(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
-    """Return the seconds of an all-gather, or of a reduce-scatter, of ranks that are `stride` apart."""
-    link = cluster.link(ranks, stride)
-    flat = all_gather(size, ranks, link)
-    inside = max(1, cluster.per_node // stride)
-    if link is cluster.gpu.link or inside == 1 or ranks % inside:
-        return flat
-    apart = all_gather(size / inside, ranks // inside, cluster.network)
-    return min(flat, all_gather(size, inside, cluster.gpu.link) + apart)
+    near, apart = all_gather(size, inside, cluster.gpu.link), (size / inside, ranks // inside, cluster.network)
+    return min(flat, 2 * near + all_reduce(*apart, tree=True) if reduce else near + all_gather(*apart))
 
 
 def gather_exposed(compute: float, message: float, ranks: int) -> float:

@@ -6,7 +6,7 @@ the larger of the two when they differ.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import hypot
 from typing import NamedTuple
 
@@ -92,18 +92,9 @@ def step_times(
         waits = 2 * crossings * _message(sizes, layout, cluster, program) + _tied(sizes, layout, cluster, program)
     data, optimizer = _update(sizes, layout, cluster, program, cut, parts)
     count = layout.micro_batches
-    return StepTimes(
-        count * last.products,
-        count * last.attention,
-        count * last.elementwise,
-        count * last.tensor,
-        count * last.context,
-        waits,
-        data,
-        max(0.0, length - busy),
-        optimizer,
-        count * last.launches + program.step_operators * cluster.gpu.host_seconds,
-    )
+    kinds = {kind: count * seconds for kind, seconds in last._asdict().items()}
+    kinds["launches"] += program.step_operators * cluster.gpu.host_seconds
+    return StepTimes(**kinds, pipeline=waits, data=data, bubble=max(0.0, length - busy), optimizer=optimizer)
 
 
 def simulated_step(
@@ -151,11 +142,9 @@ def _rank_pass(parts: _Parts, cut: Cut) -> Pass:
     total = Pass()
     for index in cut.of_last:
         blocks, first, last = cut.kinds[index]
-        total = total.plus(parts.extra).plus(parts.block[0], blocks).plus(parts.block[1], blocks)
-        if first:
-            total = total.plus(parts.embedding[0]).plus(parts.embedding[1])
-        if last:
-            total = total.plus(parts.head[0]).plus(parts.head[1])
+        total = total.plus(parts.extra)
+        for count, part in ((blocks, parts.block), (first, parts.embedding), (last, parts.head)):
+            total = total.plus(part[0], count).plus(part[1], count)
     return total
 
 
@@ -258,7 +247,7 @@ def _tensor(
     if not program.sequence_parallel:
         return 2 * communication.all_reduce(size, tp, link)
     gathers = 4 if again else 2
-    alone = gathers * communication.all_gather(size, tp, link) + 2 * communication.reduce_scatter(size, tp, link)
+    alone = (gathers + 2) * communication.all_gather(size, tp, link)  # and two reduce-scatters
     if not program.overlap_tp:
         return alone
     message = communication.send(size / tp, link)
@@ -297,17 +286,12 @@ def _update(
         return 0.0, optimizer
     forward, backward = blocks * sum(parts.block[0]), blocks * sum(parts.block[1])
     gradients, last = parameters * program.gradient_bytes, one * program.gradient_bytes
-    if layout.zero == 0:
-        whole = communication.grouped_all_reduce(gradients, ranks, stride, cluster)
-        end = communication.grouped_all_reduce(last, ranks, stride, cluster)
-    else:
-        whole = communication.grouped_all_gather(gradients, ranks, stride, cluster)
-        end = communication.grouped_all_gather(last, ranks, stride, cluster)
+    across = partial(communication.grouped, ranks=ranks, stride=stride, cluster=cluster, reduce=layout.zero == 0)
+    whole, end = across(gradients), across(last)
     # Micro-batches are accumulated, and only the last one communicates.
     data = communication.hidden_rest(whole, backward, end) if program.overlap_dp else whole
     if layout.zero:
-        gather = communication.grouped_all_gather(parameters * program.parameter_bytes, ranks, stride, cluster)
-        start = communication.grouped_all_gather(one * program.parameter_bytes, ranks, stride, cluster)
+        gather, start = (across(each * program.parameter_bytes) for each in (parameters, one))
         # Stage 3 gathers for each pass of a micro-batch; in a pipeline once in a step (`tpfuse.zero.fully_sharded`).
         passes = (0.0,) if layout.zero < 3 else (forward, backward) if layout.pp == 1 else (forward,)
         count = layout.micro_batches if layout.zero == 3 and layout.pp == 1 else 1

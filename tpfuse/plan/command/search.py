@@ -84,59 +84,47 @@ def _complexity(candidate: PlanCandidate) -> tuple[int, int, float]:
 
 def search(model: PlannedModel, cluster: Cluster) -> SearchResult:
     """Return the layouts of the model on all GPUs of the cluster."""
+
+    def candidate(layout: RankLayout, memory: RankMemory) -> PlanCandidate:
+        return PlanCandidate(layout, memory, step_times(model.sizes, layout, cluster, model.program))
+
     fitting: list[PlanCandidate] = []
     nearest: list[PlanCandidate] = []
     compared = 0
     for shape in shapes(model, cluster):
-        group = _Group(model, cluster)
-        for schedule, stages in schedules(model, shape[3]):
-            group.search(shape, schedule, stages)
-        compared += group.compared
-        fitting += group.fitting
-        if not group.fitting and group.least is not None:
-            layout, memory = group.least
-            nearest.append(PlanCandidate(layout, memory, step_times(model.sizes, layout, cluster, model.program)))
+        tried = list(_tried(model, usable_memory(cluster), shape))
+        compared += len(tried)
+        found = [candidate(layout, memory) for layout, memory, fits in tried if fits]
+        fitting += found
+        if tried and not found:
+            layout, memory, _ = min(tried, key=lambda each: each[1].total)
+            nearest.append(candidate(layout, memory))
     fitting.sort(key=lambda each: (each.times.total, each.memory.total))
     return SearchResult(fitting, sorted(nearest, key=lambda each: each.memory.total), compared)
 
 
-class _Group:
-    """The search among the layouts of one (tp, cp, dp, pp)."""
-
-    def __init__(self, model: PlannedModel, cluster: Cluster) -> None:
-        self.model, self.cluster = model, cluster
-        self.fitting: list[PlanCandidate] = []
-        self.least: tuple[RankLayout, RankMemory] | None = None
-        self.compared = 0
-
-    def search(self, shape: tuple[int, int, int, int], schedule: PipelineSchedule, stages: int) -> None:
-        """Try all micro-batches and stages of ZeRO with a schedule."""
-        tp, cp, dp, pp = shape
-        batch = self.model.options.train.batch
-        share = batch // dp
+def _tried(
+    model: PlannedModel, usable: float, shape: tuple[int, int, int, int]
+) -> Iterator[tuple[RankLayout, RankMemory, bool]]:
+    """Yield the layouts of one (tp, cp, dp, pp) that are tried, with their memory and whether they fit."""
+    (tp, cp, dp, pp), batch = shape, model.options.train.batch
+    share = batch // dp
+    for schedule, stages in schedules(model, pp):
         for size in divisors(share):
-            count = share // size
+            count, fitted = share // size, False
             if pp > 1 and (count < min(2 * pp, share) or not accepts(schedule, pp, count)):
                 continue
-            layout, fitted = RankLayout(tp, cp, dp, pp, schedule, stages, 0, "none", size, batch), False
-            for zero in zero_stages(self.model.options, dp * cp):
-                fitted = self._recompute(replace(layout, zero=zero)) or fitted
+            for zero in zero_stages(model.options, dp * cp):
+                for recompute in model.recomputes:  # more and more
+                    layout = RankLayout(tp, cp, dp, pp, schedule, stages, zero, recompute, size, batch)
+                    memory = rank_memory(model.sizes, layout, model.program)
+                    fits = memory.total <= usable
+                    yield layout, memory, fits
+                    if fits:
+                        fitted = True
+                        break
             if not fitted:
                 break
-
-    def _recompute(self, layout: RankLayout) -> bool:
-        """Try a layout with more and more recomputation, and return whether it fits."""
-        sizes, program = self.model.sizes, self.model.program
-        for recompute in self.model.recomputes:
-            tried = replace(layout, recompute=recompute)
-            memory = rank_memory(sizes, tried, program)
-            self.compared += 1
-            if self.least is None or memory.total < self.least[1].total:
-                self.least = tried, memory
-            if memory.total <= usable_memory(self.cluster):
-                self.fitting.append(PlanCandidate(tried, memory, step_times(sizes, tried, self.cluster, program)))
-                return True
-        return False
 
 
 def usable_memory(cluster: Cluster) -> float:
