@@ -11,10 +11,9 @@ from torch import Tensor
 from tpfuse.cli import run
 from tpfuse.kernels import configurations
 from tpfuse.kernels.configurations import Configuration, choose_configuration, override, read_table, rows_of
-from tpfuse.testing.compare import check_error
 from tpfuse.tools import search
 from tpfuse.tools import tune as tuning
-from tpfuse.tools.operator import CallCost, Launchers, Shape, Trial
+from tpfuse.tools.operator import CallCost, Launchers, Shape, Trial, check_rounding
 from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
@@ -235,8 +234,7 @@ def test_every_launcher_agrees_with_plain_torch(trial: Trial) -> None:
     truth = trial.plain(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
     outputs = trial.run(**copies(inputs))
     for name, actual, plain, exact in zip("abcd", outputs, trial.plain(**inputs), truth, strict=False):
-        error = (plain.double() - exact).abs().max().item()
-        check_error(name, actual, plain, exact, 2 * error + torch.finfo(plain.dtype).eps * exact.abs().max().item())
+        check_rounding(name, actual, plain, exact)
 
 
 def test_trials_can_be_recorded_without_a_gpu() -> None:

@@ -139,17 +139,14 @@ def compile_jobs(
             running[receiver] = index, worker
         for done in wait(list(running)):
             index, process = running.pop(done)
-            yield index, _received(done, process, jobs[index])
-
-
-def _received(receiver: Any, process: BaseProcess, job: Job) -> Compilation:
-    try:
-        result: Compilation = receiver.recv()
-    except EOFError:
-        process.join()
-        result = Compilation(**_identity(job), error=f"the compiler ended with exit status {process.exitcode}")
-    process.join()
-    return result
+            try:
+                result: Compilation = done.recv()  # type: ignore[union-attr]
+            except EOFError:
+                process.join()
+                reason = f"the compiler ended with exit status {process.exitcode}"
+                result = Compilation(**_identity(jobs[index]), error=reason)
+            process.join()
+            yield index, result
 
 
 def compile_here(
@@ -170,21 +167,16 @@ def compile_here(
     for job in recorded.jobs:
         unique.setdefault(job.key, job)  # some operators launch the same kernels
     kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
-    names = {} if kept is None else {key: digest(job) for key, job in unique.items()}
-    finished = {}
-    jobs = []
-    for key, job in unique.items():
-        result = None if kept is None else kept.read(names[key])
-        if result is None:
-            jobs.append(job)
-        else:
+    finished: dict[tuple[object, ...], Compilation] = {}
+    for key, job in unique.items() if kept is not None else ():
+        if (result := kept.read(digest(job))) is not None:
             finished[key] = replace(result, operator=job.operator, dtype=job.dtype)
             on_done(finished[key])
+    jobs = [job for key, job in unique.items() if key not in finished]
     for index, result in compile_jobs(jobs, keep):
-        key = jobs[index].key
-        finished[key] = result
+        finished[jobs[index].key] = result
         if kept is not None:
-            kept.write(names[key], result)
+            kept.write(digest(jobs[index]), result)
         on_done(result)
     results = [replace(finished[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
     return CompilationReport(triton.__version__, results + _refused(recorded), recorded.rows)

@@ -82,11 +82,11 @@ def _violations(result: Compilation, version: str) -> Iterator[str]:
         yield f"it uses {result.shared} bytes of shared memory; {SHARED[result.family]} are allowed"
     if result.dot and not result.tensor_cores:
         yield "its dot does not use tensor cores"
-    elif result.dot and slow(result) and exception(result) is None:
+    elif result.dot and slow(result) and not listed(EXCEPTIONS, result):
         yield slow(result)
-    if issues_too_much(result) and issue_exception(result) is None:
+    if issues_too_much(result) and not listed(ISSUE_EXCEPTIONS, result):
         yield f"its main loop takes {result.issue_share} issue slots for each cycle of the tensor cores"
-    if moves_little(result) and narrow_exception(result) is None:
+    if moves_little(result) and not listed(NARROW_EXCEPTIONS, result):
         yield (
             f"it moves {narrow(result):.0%} of its bytes in accesses of less than 16 bytes:"
             f" loads {result.loads}, stores {result.stores}"
@@ -115,28 +115,14 @@ def issues_too_much(result: Compilation) -> bool:
     return result.issue_share > next(share for part, share in ISSUE_SHARE.items() if part in result.kernel)
 
 
-def issue_exception(result: Compilation) -> str | None:
-    """Return the entry of ISSUE_EXCEPTIONS that matches a result, or None."""
-    return _listed(ISSUE_EXCEPTIONS, result)
-
-
-def _listed(patterns: Iterable[str], result: Compilation) -> str | None:
+def listed(patterns: Iterable[str], result: Compilation) -> str | None:
+    """Return the first of the patterns of exceptions that matches a result, or None."""
     return next((pattern for pattern in patterns if re.search(pattern, named(result))), None)
-
-
-def exception(result: Compilation) -> str | None:
-    """Return the entry of EXCEPTIONS that matches a result, or None."""
-    return _listed(EXCEPTIONS, result)
 
 
 def moves_little(result: Compilation) -> bool:
     """Return whether a kernel without products moves more than a third of its bytes in narrow accesses (`narrow`)."""
     return not result.dot and narrow(result) > 1 / 3
-
-
-def narrow_exception(result: Compilation) -> str | None:
-    """Return the entry of NARROW_EXCEPTIONS that matches a result, or None."""
-    return _listed(NARROW_EXCEPTIONS, result)
 
 
 def narrow(result: Compilation) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpfuse.testing.compare import check_error
+
 Tensors = dict[str, Tensor]
 Outputs = tuple[Tensor, ...]
 Launchers = dict[str, tuple[Callable[..., Outputs], Callable[..., Outputs]]]
@@ -160,6 +162,12 @@ def gradients(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], gra
     """Return the gradients of all floating-point inputs, for the gradient `grad` of the function's result."""
     leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
     return torch.autograd.grad(function(**leaves), [x for x in leaves.values() if x.requires_grad], grad)
+
+
+def check_rounding(name: str, actual: Tensor, plain: Tensor, truth: Tensor) -> None:
+    """Raise AssertionError if a result differs from float64 by more than twice the error of `plain`, plus rounding."""
+    error, scale = (plain.double() - truth).abs().max().item(), truth.abs().max().item()
+    check_error(name, actual, plain, truth, 2 * error + torch.finfo(plain.dtype).eps * scale)
 
 
 def without_gradient(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -29,6 +29,7 @@ from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.one_process import set_epochs
+from tpfuse.tools.operator import check_rounding
 
 VARIANTS = 3
 _WRAP = 2**31  # the epoch that becomes negative
@@ -283,8 +284,7 @@ def _check_adamw(results: Tensors, world: int, rank: int, first: Tensor, every: 
     (values, moments), (true_values, true_moments) = updated(torch.float32), updated(torch.float64)
     for name, x in results.items():
         plain, truth = (values.to(x.dtype), true_values) if "values" in name else (moments, true_moments)
-        error = (plain.double() - truth).abs().max().item()
-        check_error(name, x, plain, truth, 2 * error + torch.finfo(x.dtype).eps * truth.abs().max().item())
+        check_rounding(name, x, plain, truth)
 
 
 PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], RankProgram]] = {
