@@ -82,10 +82,10 @@ def make_folder(folder: str, width: int) -> None:
 def main() -> None:
     """Print a line for each candidate and keep a row."""
     parser = Parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--width", type=int, default=256)
+    parser.option("--ranks", 2, "")
+    parser.option("--rounds", 15, "")
+    parser.option("--tokens", 1024, "")
+    parser.option("--width", 256, "")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, pools(arguments.ranks) as (ranks, alone):
         alone.run(make_folder, folder, arguments.width)

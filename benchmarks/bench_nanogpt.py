@@ -80,13 +80,11 @@ def run_ours(text: Path, out: Path, steps: int, evaluate: bool) -> tuple[list[fl
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--nanogpt", type=Path, required=True, help="folder with a checkout of nanoGPT")
-    parser.add_argument("--text", type=Path, required=True, help="file with tiny Shakespeare or another text")
-    parser.add_argument("--rounds", type=int, default=4, help="number of turns of each program for the speed")
-    parser.add_argument("--turn", type=int, default=220, help="number of steps of a turn")
-    parser.add_argument(
-        "--steps", type=int, default=2000, help="number of steps for the loss; 0: do not compare losses"
-    )
+    parser.option("--nanogpt", Path, "folder with a checkout of nanoGPT")
+    parser.option("--text", Path, "file with tiny Shakespeare or another text")
+    parser.option("--rounds", 4, "number of turns of each program for the speed")
+    parser.option("--turn", 220, "number of steps of a turn")
+    parser.option("--steps", 2000, "number of steps for the loss; 0: do not compare losses")
     arguments = parser.parse_args()
     peer: list[float] = []
     ours: list[float] = []

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
 from benchmarks.shapes import layers, model
-from benchmarks.timing import Candidate, one_line
+from benchmarks.timing import Candidate, verdict
 from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import GATED
@@ -45,16 +45,16 @@ GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host mem
 KINDS = ("gather", "scatter", "link")  # the first words of the cases' names
 LAYERS = (("7b", 4), ("70b", 8))  # models and ranks
 TOKENS = (4096, 8192, 16384)
-_RANK = 1  # the rank whose work this GPU does
+RANK = 1  # the rank whose work this GPU does
 _COLUMNS = 128  # the number of checked columns, in all rows
 
 
 class Group:
-    """The memory of all ranks on one device, where rank `_RANK` works and the other ranks are ahead of it."""
+    """The memory of all ranks on one device, where rank `RANK` works and the other ranks are ahead of it."""
 
     def __init__(self, world: int, slot_bytes: int, device: torch.device) -> None:
         self._ranks = OneProcess(world, device, shared=False)
-        memory, programs = self._ranks.memories[_RANK], multiprocessors(device)
+        memory, programs = self._ranks.memories[RANK], multiprocessors(device)
         self._slots, self.endpoint = open_channel(memory, "benchmark", -(-slot_bytes // 16) * 16, programs)
         self.ready = memory.signals("benchmark: ready", world).local
 
@@ -64,12 +64,12 @@ class Group:
 
     def signalled(self) -> None:
         """Set this rank's flags as if the other ranks had done the next epoch's work."""
-        self._ranks.signal_ahead(_RANK)
+        self._ranks.signal_ahead(RANK)
 
     def stored(self, n: int) -> Tensor:
         """Return the values that this rank has pushed to all owners in the last launch, bf16 [world, n]."""
         half = int(self.endpoint.state[0]) % 2
-        return torch.stack([slot[half].view(torch.bfloat16)[_RANK * n : (_RANK + 1) * n] for slot in self._slots.peers])
+        return torch.stack([slot[half].view(torch.bfloat16)[RANK * n : (RANK + 1) * n] for slot in self._slots.peers])
 
 
 def _narrow(x: Tensor, activation: str | None, dim: int = 0) -> Tensor:
@@ -79,18 +79,14 @@ def _narrow(x: Tensor, activation: str | None, dim: int = 0) -> Tensor:
     return torch.cat([half.narrow(dim, 0, min(_COLUMNS, half.shape[dim])) for half in x.chunk(2, dim)], dim)
 
 
-def _verdict(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> str:
-    """Return "" where the first columns are as close to float64 as the tests require."""
+def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
+    """Raise AssertionError where the first columns are not as close to float64 as the tests require."""
     inputs = {"x": x, "weight": _narrow(weight, activation)}
     if bias is not None:
         inputs["bias"] = _narrow(bias, activation)
     columns = min(_COLUMNS, out.shape[1])
     expected = Expected(partial(reference.linear, activation_name=activation), inputs, out.new_ones(len(x), columns))
-    try:
-        expected.check("out", out[:, :columns])
-    except AssertionError as error:
-        return one_line(error)
-    return ""
+    expected.check("out", out[:, :columns])
 
 
 def _measurement(mode: str, shape: AllGatherGemmShape | GemmReduceScatterShape, *candidates: Candidate) -> TimedMode:
@@ -101,7 +97,7 @@ def _measurement(mode: str, shape: AllGatherGemmShape | GemmReduceScatterShape, 
 def _gathering(shape: AllGatherGemmShape, bench: Bench) -> Built:
     inputs = shape.inputs(bench)
     gathered, weight, bias = (inputs[name] for name in ("gathered", "weight", "bias"))
-    whole, x = gathered.flatten(0, 1), gathered[_RANK].clone()
+    whole, x = gathered.flatten(0, 1), gathered[RANK].clone()
     group = Group(shape.world, x.nbytes, bench.device)
 
     def present() -> None:
@@ -116,7 +112,7 @@ def _gathering(shape: AllGatherGemmShape, bench: Bench) -> Built:
         present()
         with unwritten_memory_is_nan():
             out = fused()
-        return {OURS: _verdict(out, whole, weight, bias, shape.activation)}
+        return {OURS: verdict(lambda: _check(out, whole, weight, bias, shape.activation))}
 
     def plain(_: object) -> Tensor:
         return gemm_forward(whole, weight, bias, activation=shape.activation)[0]
@@ -138,8 +134,8 @@ def _scattering(shape: GemmReduceScatterShape, bench: Bench) -> Built:
         with unwritten_memory_is_nan():
             out = fused()
         pushed = group.stored(m * shape.N).reshape(shape.M, shape.N)
-        of_rank = _verdict(out, x[_RANK * m : (_RANK + 1) * m], weight, None, None)
-        return {OURS: of_rank or _verdict(pushed, x, weight, None, None)}
+        own = verdict(lambda: _check(out, x[RANK * m : (RANK + 1) * m], weight))
+        return {OURS: own or verdict(lambda: _check(pushed, x, weight))}
 
     def plain(_: object) -> Tensor:
         return gemm_forward(x, weight)[0]
@@ -154,12 +150,12 @@ def _scattering(shape: GemmReduceScatterShape, bench: Bench) -> Built:
 def _over_link(shape: AllGatherGemmShape, bench: Bench) -> Built:
     inputs, on_gpu = shape.inputs(bench), bench.device.type == "cuda"
     source, weight = inputs["gathered"], inputs["weight"]
-    chunks, x = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu).copy_(source), source[_RANK].clone()
+    chunks, x = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu).copy_(source), source[RANK].clone()
     gathered = torch.zeros_like(source)
-    gathered[_RANK] = x
+    gathered[RANK] = x
     group = Group(shape.world, x.nbytes, bench.device)
     side = torch.cuda.Stream(bench.device) if on_gpu else None
-    order = [(_RANK + step) % shape.world for step in range(1, shape.world)]
+    order = [(RANK + step) % shape.world for step in range(1, shape.world)]
 
     def start_copies(multiplied: bool) -> None:
         if side is not None:
@@ -196,7 +192,7 @@ def _over_link(shape: AllGatherGemmShape, bench: Bench) -> Built:
         gathered[torch.tensor(order, device=bench.device)] = 0
         with unwritten_memory_is_nan():
             out = fused()
-        return {OURS: _verdict(out, source.flatten(0, 1), weight, None, None)}
+        return {OURS: verdict(lambda: _check(out, source.flatten(0, 1), weight))}
 
     runs = {OURS: fused, COPIES: copies, GEMM: plain, SEQUENTIAL: sequential}
     candidates = tuple(Candidate(name, run) for name, run in runs.items())

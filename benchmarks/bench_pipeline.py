@@ -224,7 +224,7 @@ def main() -> None:
     """Run the subjects of the command line."""
     parser = Parser(__doc__)
     parser.add_argument("subjects", nargs="*", choices=("bubbles", "step", []), help="what to time; default: both")
-    parser.add_argument("--rounds", type=int, default=15, help="number of rounds of step")
+    parser.option("--rounds", 15, "number of rounds of step")
     arguments = parser.parse_args()
     if "bubbles" in (arguments.subjects or ["bubbles"]):
         bubbles(arguments.keep)

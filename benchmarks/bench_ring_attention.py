@@ -254,17 +254,11 @@ def main() -> None:
     """Print a table, and keep it unless it is a quick one."""
     parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, help="number of ranks (default: 4, or 2 with --ideal)")
-    parser.add_argument("--threads", type=int, default=2, help="number of threads of the single process")
-    parser.add_argument("--tokens", type=int, default=CpSubject.tokens, help="length of the sequence in tokens")
-    parser.add_argument("--rounds", type=int, default=9, help="number of rounds")
-    parser.add_argument(
-        "--ideal", action="store_true", help="compare with 1 / ranks of the work, done without waiting for other ranks"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="run a short sequence, to check that the benchmark works, and store nothing",
-    )
+    parser.option("--threads", 2, "number of threads of the single process")
+    parser.option("--tokens", CpSubject.tokens, "length of the sequence in tokens")
+    parser.option("--rounds", 9, "number of rounds")
+    parser.option("--ideal", False, "compare with 1 / ranks of the work, done without waiting for other ranks")
+    parser.option("--quick", False, "run a short sequence, to check that the benchmark works, and store nothing")
     arguments = parser.parse_args()
     world = arguments.ranks or (2 if arguments.ideal else 4)
     subject = CpSubject(256, 4, 16) if arguments.quick else CpSubject(arguments.tokens)

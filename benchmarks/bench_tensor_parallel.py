@@ -227,8 +227,8 @@ def main() -> None:
     """Print a line for each subject."""
     parser = Parser(__doc__)
     parser.add_argument("subjects", nargs="*", metavar="mlp|gpt", help="measure only these subjects (default: both)")
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
-    parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
+    parser.option("--ranks", 2, "number of ranks")
+    parser.option("--rounds", 15, "number of rounds")
     arguments = parser.parse_args()
     names = "times torch", "asked", "times one", "other programs"
     print(_LINE.format(f"{arguments.ranks} ranks", "tpfuse", "torch", "one process", *names))

@@ -94,11 +94,9 @@ def main() -> None:
     parser.add_argument(
         "subjects", nargs="*", metavar="training|update", help="measure only these subjects (default: both)"
     )
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks to measure")
-    parser.add_argument("--rounds", type=int, default=9, help="number of rounds")
-    parser.add_argument(
-        "--quick", action="store_true", help="run tiny sizes, to check that the benchmark works, and store nothing"
-    )
+    parser.option("--worlds", [2, 4], "numbers of ranks to measure")
+    parser.option("--rounds", 9, "number of rounds")
+    parser.option("--quick", False, "run tiny sizes, to check that the benchmark works, and store nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.subjects) - SUBJECTS.keys():
         parser.error(f"there is no {min(unknown)}: expected {' or '.join(SUBJECTS)}")

@@ -8,13 +8,14 @@ large an error may be. While the candidate of tpfuse is checked, memory that was
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import OURS, Bench, Built, TimedMode
-from benchmarks.timing import Candidate, one_line
+from benchmarks.timing import Candidate, verdict
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.tools.operator import Shape
 
@@ -47,17 +48,13 @@ class Candidates:
         """Return the verdict by name: "" where the output and every gradient are within the bound of the tests."""
         inputs = {name: self.narrow(name, x) for name, x in self.inputs.items()}
         expected = Expected(self.reference, inputs, self.narrow("grad", self.grad))
-        return {name: self._verdict(name, function, expected) for name, function in self.functions.items()}
+        return {name: verdict(partial(self._check, name, f, expected)) for name, f in self.functions.items()}
 
-    def _verdict(self, name: str, function: Function, expected: Expected) -> str:
-        try:
-            with unwritten_memory_is_nan() if name == OURS else contextlib.nullcontext():
-                results = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
-            for tensor, x in results.items():
-                expected.check(tensor, None if x is None else self.narrow(tensor, x))
-        except Exception as error:
-            return one_line(error)
-        return ""
+    def _check(self, name: str, function: Function, expected: Expected) -> None:
+        with unwritten_memory_is_nan() if name == OURS else contextlib.nullcontext():
+            results = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
+        for tensor, x in results.items():
+            expected.check(tensor, None if x is None else self.narrow(tensor, x))
 
     def _out(self, function: Function) -> dict[str, Tensor | None]:
         with torch.no_grad():
@@ -73,44 +70,29 @@ class Candidates:
         """Return a measurement of each mode of `costs`: "inference" (no graph), "forward" (with one), "backward",
         "both".
         """
-        modes = {
-            "inference": self._inference,
-            "forward": self._forward,
-            "backward": self._backward,
-            "both": self._both,
-        }
         works = []
         for mode, cost in self.costs.items():
             names = [name for name in self.functions if mode == "inference" or name not in self.forward_only]
-            candidates = tuple(modes[mode](name, self.functions[name]) for name in names)
+            candidates = tuple(self._candidate(mode, name, self.functions[name]) for name in names)
             works.append(TimedMode(mode, *cost, candidates, mode in self.memory))
         return works
 
-    def _inference(self, name: str, function: Function) -> Candidate:
-        inputs = {name: x.detach() for name, x in _leaves(self.inputs).items()}
-
-        @torch.no_grad()
-        def run(_: object) -> object:
-            return function(**inputs)
-
-        return Candidate(name, run)
-
-    def _forward(self, name: str, function: Function) -> Candidate:
-        leaves = _leaves(self.inputs)
-        return Candidate(name, lambda _: function(**leaves))
-
-    def _backward(self, name: str, function: Function) -> Candidate:
+    def _candidate(self, mode: str, name: str, function: Function) -> Candidate:
         leaves = _leaves(self.inputs)
         wanted = [x for x in leaves.values() if x.requires_grad]
 
-        def run(out: Tensor) -> object:
+        def forward(_: object = None) -> Tensor:
+            return function(**leaves)
+
+        def backward(out: Tensor) -> object:
             return torch.autograd.grad(out, wanted, self.grad.to(out.dtype))
 
-        return Candidate(name, run, prepare=lambda: function(**leaves))
-
-    def _both(self, name: str, function: Function) -> Candidate:
-        backward = self._backward(name, function)
-        return Candidate(name, lambda _: backward.run(backward.prepare()))
+        if mode == "inference":
+            leaves = {name: x.detach() for name, x in leaves.items()}
+            return Candidate(name, torch.no_grad()(forward))
+        if mode == "backward":
+            return Candidate(name, backward, prepare=forward)
+        return Candidate(name, forward if mode == "forward" else lambda _: backward(forward()))
 
 
 def described(shape: Shape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function], **options: Any) -> Built:

@@ -233,8 +233,8 @@ def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> 
 def main() -> None:
     """Print a line per collective, size and number of ranks, and keep it."""
     parser = Parser(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of CPU ranks to measure")
-    parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
+    parser.option("--ranks", [2, 4], "numbers of CPU ranks to measure")
+    parser.option("--rounds", 15, "number of rounds")
     arguments = parser.parse_args()
     cases = [(op, nbytes) for op in OPERATIONS for nbytes in SIZES]
     head = "The columns of each candidate are its time, its algorithm bandwidth and its bus bandwidth."

@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=f"run only these of {', '.join(BENCHMARKS)}"
     )
-    parser.add_argument("--quick", action="store_true", help="take one round of each benchmark, to check that it works")
+    parser.option("--quick", False, "take one round of each benchmark, to check that it works")
     arguments = parser.parse_args()
     if arguments.keep and (arguments.only or arguments.quick):
         parser.error("--keep replaces the files of a whole run: leave out --only and --quick")

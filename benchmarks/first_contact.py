@@ -30,7 +30,7 @@ import torch
 from benchmarks.apart import Row, finished, read, run_steps
 from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
 from benchmarks.figures import FIGURES, figures_table
-from benchmarks.harness import OURS, table, unable
+from benchmarks.harness import OURS, Parser, table, unable
 from tpfuse.kernels.launch import interpreter_problem
 from tpfuse.tools import operators as cases
 
@@ -103,7 +103,7 @@ def line(row: Row) -> str:
 
 def _arguments() -> argparse.Namespace:
     operators = list(dict.fromkeys([*cases.names(), *TIMED]))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_contact")
+    parser = Parser(None, "python -m benchmarks.first_contact", keep=False)
     parser.add_argument(
         "--out",
         type=Path,
@@ -111,21 +111,15 @@ def _arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="store rows in this folder, and continue from those that it has",
     )
-    parser.add_argument(
-        "--minutes", type=float, default=25.0, help="end this call after this number of minutes; another call continues"
-    )
+    parser.option("--minutes", 25.0, "end this call after this number of minutes; another call continues")
     parser.add_argument(
         "--steps", nargs="+", choices=GROUPS, metavar="STEP", help=f"run only these steps of {', '.join(GROUPS)}"
     )
     parser.add_argument(
         "--operators", nargs="+", choices=operators, metavar="OPERATOR", help="run only these operators"
     )
-    parser.add_argument(
-        "--rehearse", action="store_true", help="interpret tiny shapes on a CPU, to check that the program works"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=int(torch.seed() % 2**31), help="seed of the inputs (default: a new one)"
-    )
+    parser.option("--rehearse", False, "interpret tiny shapes on a CPU, to check that the program works")
+    parser.option("--seed", int(torch.seed() % 2**31), "seed of the inputs (default: a new one)")
     arguments = parser.parse_args()
     arguments.operators = arguments.operators or operators
     return arguments

@@ -310,9 +310,7 @@ def main() -> int:
         "--out", type=Path, metavar="FOLDER", help="store rows in this folder, and continue from those that it has"
     )
     what.add_argument("--plan", action="store_true", help="write gpu.md and measure nothing")
-    parser.add_argument(
-        "--minutes", type=float, default=25.0, help="end this call after this number of minutes; another call continues"
-    )
+    parser.option("--minutes", 25.0, "end this call after this number of minutes; another call continues")
     parser.add_argument(
         "--only", nargs="+", choices=names, metavar="NAME", help=f"run only these of {', '.join(names)}"
     )

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from time import monotonic
@@ -95,12 +95,28 @@ def provenance() -> Row:
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a benchmark: --keep, and those that the benchmark adds. description: its module's docstring."""
+    """The options of a benchmark: --keep, and those that it adds. description: its module's docstring."""
 
-    def __init__(self, description: str | None, prog: str | None = None) -> None:
+    def __init__(self, description: str | None, prog: str | None = None, keep: bool = True) -> None:
         super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        where = "write to benchmarks/results, which git tracks (default: build/results)"
-        self.add_argument("--keep", action="store_true", help=where)
+        if keep:
+            self.option("--keep", False, "write to benchmarks/results, which git tracks (default: build/results)")
+
+    def option(self, name: str, default: Any, text: str) -> None:
+        """Add an option whose type is that of its default.
+
+        False stands for a flag, a list for several values, and a type for an option that must be given.
+        """
+        if default is False:
+            self.add_argument(name, action="store_true", help=text)
+        elif isinstance(default, list):
+            self.add_argument(name, type=type(default[0]), nargs="+", default=default, help=text)
+        elif isinstance(default, type):
+            self.add_argument(name, type=default, required=True, help=text)
+        else:
+            self.add_argument(
+                name, type=Path if isinstance(default, Path) else type(default), default=default, help=text
+            )
 
 
 def results(keep: bool) -> Path:
@@ -123,13 +139,13 @@ def kernel_provenance() -> Row:
     return provenance() | {"triton": triton.__version__, "sources": _sources()}
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Bench(Draw):
     """The device that cases run on, and the source of their inputs."""
 
-    interpreted: bool
-    clock: BenchClock
-    ceilings: Ceilings
+    interpreted: bool = False
+    clock: BenchClock = field(default_factory=HostClock)
+    ceilings: Ceilings = field(default_factory=lambda: Ceilings(1.0, 1.0))
     seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `TimedMode`; 0: one round
     compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
     kernels: Kernels = "triton"  # of tpfuse's candidates
@@ -142,16 +158,8 @@ def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
         torch.set_num_threads(1)  # the tensors are tiny
     clock: BenchClock = HostClock() if interpreted else DeviceClock(device)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
-    generator = torch.Generator(device).manual_seed(seed)
-    return Bench(
-        device=device,
-        dtype=torch.bfloat16,
-        generator=generator,
-        interpreted=interpreted,
-        clock=clock,
-        ceilings=ceilings,
-        seconds=0.0 if interpreted else 0.6,
-    )
+    generator, seconds = torch.Generator(device).manual_seed(seed), 0.0 if interpreted else 0.6
+    return Bench(device, torch.bfloat16, generator, interpreted, clock, ceilings, seconds)
 
 
 def new_cpu_bench(seed: int, seconds: float) -> Bench:
@@ -160,19 +168,8 @@ def new_cpu_bench(seed: int, seconds: float) -> Bench:
     Its rows have no meaningful bound: the costs of operators count the bytes of half types.
     """
     torch.set_num_threads(cores())
-    device = torch.device("cpu")
-    generator = torch.Generator().manual_seed(seed)
-    return Bench(
-        device=device,
-        dtype=torch.float32,
-        generator=generator,
-        interpreted=False,
-        clock=HostClock(),
-        ceilings=Ceilings(1.0, 1.0),
-        seconds=seconds,
-        compiler=False,
-        kernels="auto",
-    )
+    cpu, generator, ceilings = torch.device("cpu"), torch.Generator().manual_seed(seed), Ceilings(1.0, 1.0)
+    return Bench(cpu, torch.float32, generator, False, HostClock(), ceilings, seconds, compiler=False, kernels="auto")
 
 
 @dataclass(frozen=True)
@@ -273,15 +270,11 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 def command(operator: str, cases: Callable[[Scale], list[BenchCase]]) -> int:
     """Run `python -m benchmarks.bench_OPERATOR` and return the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.bench_{operator}")
-    parser.add_argument("--quick", action="store_true", help="measure only the most important shapes")
-    parser.add_argument(
-        "--interpreted", action="store_true", help="run tiny shapes on the CPU, to check that the benchmark works"
-    )
-    parser.add_argument("--minutes", type=float, default=5.0, help="start no further case after this number of minutes")
-    parser.add_argument(
-        "--seed", type=int, default=int(torch.seed() % 2**31), help="seed of the inputs (default: a new one)"
-    )
+    parser = Parser(None, f"python -m benchmarks.bench_{operator}", keep=False)
+    parser.option("--quick", False, "measure only the most important shapes")
+    parser.option("--interpreted", False, "run tiny shapes on the CPU, to check that the benchmark works")
+    parser.option("--minutes", 5.0, "start no further case after this number of minutes")
+    parser.option("--seed", int(torch.seed() % 2**31), "seed of the inputs (default: a new one)")
     arguments = parser.parse_args()
     error = unable(f"benchmarks.bench_{operator}", arguments.interpreted)
     if error:

@@ -11,7 +11,6 @@ A call's time is the 20th percentile of a round of calls, and the lowest of seve
 of the other cases: other processes can only add to it. A loop of Python is measured beside them, to compare machines.
 """
 
-import argparse
 import os
 import platform
 import time
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from benchmarks.driver_stand_in import DriverStandIn
-from benchmarks.harness import aligned, machine
+from benchmarks.harness import Parser, aligned, machine
 from benchmarks.lone_rank import LoneRank
 from tpfuse.ops.gemm import gemm, product
 from tpfuse.ops.linear.fused import FusedLinear
@@ -190,10 +189,10 @@ def table(measured_cases: Sequence[HostCase]) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="number of rounds")
-    parser.add_argument("--calls", type=int, default=100, help="number of calls of each case in a round")
-    parser.add_argument("--markdown", action="store_true", help="print the table of benchmarks/results/host_time.md")
+    parser = Parser(__doc__, "python -m benchmarks.host_time", keep=False)
+    parser.option("--rounds", 30, "number of rounds")
+    parser.option("--calls", 100, "number of calls of each case in a round")
+    parser.option("--markdown", False, "print the table of benchmarks/results/host_time.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     use(kernels="triton")

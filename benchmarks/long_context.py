@@ -9,7 +9,6 @@ has two threads and the ranks one each, so on two cores both have the same compu
 last step.
 """
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.harness import Parser
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPTConfig
@@ -119,10 +119,10 @@ def _row(name: str, threads: str, steps: Steps) -> str:
 
 def main() -> int:
     """Print the table, and return 1 where the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="length of the context in tokens")
-    parser.add_argument("--cp", type=int, default=4, help="number of ranks that share the context")
-    parser.add_argument("--steps", type=int, default=2, help="number of training steps of each run")
+    parser = Parser(__doc__, keep=False)
+    parser.option("--tokens", 32768, "length of the context in tokens")
+    parser.option("--cp", 4, "number of ranks that share the context")
+    parser.option("--steps", 2, "number of training steps of each run")
     arguments = parser.parse_args()
     tokens, cp, steps = arguments.tokens, arguments.cp, arguments.steps
     if cp < 2 or steps < 1 or tokens < cp:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
 from benchmarks.shapes import LayerSizes, layers, model
-from benchmarks.timing import one_line
+from benchmarks.timing import verdict
 from tpfuse.choices import Implementation
 from tpfuse.kernels.launch import INTERPRETED
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
@@ -186,13 +186,10 @@ def check(calls: dict[str, Call], truth: Tensor, node: NodeRanks) -> dict[str, s
     bound = 2 * (plain.double() - truth).abs().max().item() + torch.finfo(plain.dtype).eps * scale
     verdicts = {}
     for name, call in calls.items():
-        error_text = ""
-        try:
-            check_error("out", call()[:, :_COLUMNS], plain, truth, 0.05 * scale if name == BY_HAND else bound)
-        except Exception as error:
-            error_text = one_line(error)
+        allowed = 0.05 * scale if name == BY_HAND else bound
+        own = verdict(lambda: check_error("out", call()[:, :_COLUMNS], plain, truth, allowed))  # noqa: B023
         verdicts_of_ranks: list[str | None] = [None] * node.group.size()
-        dist.all_gather_object(verdicts_of_ranks, error_text, node.group)
+        dist.all_gather_object(verdicts_of_ranks, own, node.group)
         verdicts[name] = next((f"rank {rank}: {text}" for rank, text in enumerate(verdicts_of_ranks) if text), "")
     return verdicts
 
@@ -297,9 +294,7 @@ def main() -> int:
     parser.add_argument(
         "--scale", choices=["all", "quick", "tiny"], default="all", help="shapes to measure; quick: only 8192 tokens"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=20.0, help="start no further product after this number of minutes"
-    )
+    parser.option("--minutes", 20.0, "start no further product after this number of minutes")
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ or not (cuda or arguments.scale == "tiny"):

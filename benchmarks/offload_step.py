@@ -12,7 +12,6 @@ is refused before anything is created.
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,26 +30,17 @@ LIMIT = 10.0  # GiB
 _CLIP = 1.0
 
 
-@dataclass(frozen=True)
-class Phase:
-    """The name of a phase, its duration, and the most memory that the process has held until its end."""
-
-    name: str
-    seconds: float
-    peak: int  # bytes
-
-
 class Phases:
-    """A record of the phases, each added at its end."""
+    """The phases, each added at its end: name -> (seconds, the most bytes that the process has held until its end)."""
 
     def __init__(self) -> None:
-        self.done: list[Phase] = []
+        self.done: dict[str, tuple[float, int]] = {}
         self._started = time.perf_counter()
 
     def end(self, name: str) -> None:
         """Record the phase that has run since the previous one."""
         now = time.perf_counter()
-        self.done.append(Phase(name, now - self._started, peak_resident()))
+        self.done[name] = now - self._started, peak_resident()
         self._started = now
 
 
@@ -73,7 +63,7 @@ def bytes_on_disk(config: GPTConfig) -> int:
     return state_bytes(plan_buckets(named[::-1], (), dict.fromkeys(KINDS, 1), BUCKET_BYTES), 0)
 
 
-def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[list[Phase], list[float]]:
+def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[dict[str, tuple[float, int]], list[float]]:
     """Return the phases, and the loss of each step in nats per token.
 
     Raise ValueError where the folder has no space for the state.
@@ -102,29 +92,28 @@ def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[lis
     return phases.done, losses
 
 
-def report(config: GPTConfig, phases: list[Phase], losses: list[float], limit: float) -> tuple[bool, Row]:
+def report(
+    config: GPTConfig, phases: dict[str, tuple[float, int]], losses: list[float], limit: float
+) -> tuple[bool, Row]:
     """Print a table and whether the goal is met; return whether it is met, and the row to keep."""
-    lines = [("", "seconds", "peak GiB")]
-    lines += [(x.name, f"{x.seconds:.1f}", f"{x.peak / 2**30:.2f}") for x in phases]
-    print(aligned(lines))
-    peak, on_disk = phases[-1].peak / 2**30, bytes_on_disk(config) / 2**30
-    met = peak < limit
-    print(f"loss of each step: {', '.join(f'{x:.4f}' for x in losses)}; {on_disk:.2f} GiB of state on disk")
-    print(f"goal {'met' if met else 'MISSED'}: {peak:.2f} GiB resident at most (goal: below {limit:g})")
-    row: Row = {**vars(config), "losses": losses, "on_disk_bytes": bytes_on_disk(config), "peak_bytes": phases[-1].peak}
-    return met, row | {"asked_gib": limit, "seconds": {x.name: round(x.seconds, 2) for x in phases}}
+    lines = [(name, f"{seconds:.1f}", f"{peak / 2**30:.2f}") for name, (seconds, peak) in phases.items()]
+    print(aligned([("", "seconds", "peak GiB"), *lines]))
+    (*_, (_, peak)), on_disk = phases.values(), bytes_on_disk(config)
+    met = peak / 2**30 < limit
+    print(f"loss of each step: {', '.join(f'{x:.4f}' for x in losses)}; {on_disk / 2**30:.2f} GiB of state on disk")
+    print(f"goal {'met' if met else 'MISSED'}: {peak / 2**30:.2f} GiB resident at most (goal: below {limit:g})")
+    row: Row = {**vars(config), "losses": losses, "on_disk_bytes": on_disk, "peak_bytes": peak}
+    return met, row | {"asked_gib": limit, "seconds": {name: round(x, 2) for name, (x, _) in phases.items()}}
 
 
 def main() -> int:
     """Run the benchmark; return 1 where the goal is missed, and 2 where it cannot be tried."""
     parser = Parser(__doc__)
     parser.add_argument("--preset", default="gpt2-1558m", choices=PRESETS, help="model to train")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(), help="folder on a local disk (default: the working folder)"
-    )
-    parser.add_argument("--tokens", type=int, default=64, help="number of tokens of the sequence")
-    parser.add_argument("--steps", type=int, default=1, help="number of training steps")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most memory in GiB that the run may use to pass")
+    parser.option("--folder", Path(), "folder on a local disk (default: the working folder)")
+    parser.option("--tokens", 64, "number of tokens of the sequence")
+    parser.option("--steps", 1, "number of training steps")
+    parser.option("--limit", LIMIT, "most memory in GiB that the run may use to pass")
     arguments = parser.parse_args()
     keep_freed_memory()
     config = gpt2(arguments.preset)

@@ -2,36 +2,10 @@
 
     python -m benchmarks.plan_accuracy [--keep]        `make figures` does not run this
 
-benchmarks/data/README.md names the sources. --keep adds the table to benchmarks/results/plan.jsonl and draws the
-picture of the page.
-
-**vTrain** (arXiv:2312.12391) published iteration times of Megatron-DeepSpeed on up to 8 A100. The few parameters of
-PARAMETERS are fitted to a part of the rows, and the others are predicted: in five folds that hold out whole models, and
-from 2 and 4 GPUs to 8. The links come from its measured all-reduces alone. The rows are said to recompute activations.
-Products would need more than the A100's rate if that were the whole block, and so `selective` recomputation is assumed.
-Rows of the same width, tp and micro-batch agree within 1 % about the time of a layer, whatever their depth, pp and dp.
-Between these groups the times jump by up to 30 % where the host limits them: tp 4 of width 2,048 takes 2.7 ms for 2
-sequences, 3.0 for 1 and 5.0 for 4. No parameter here explains that.
-
-**SimuMax** published the times, and the peak of allocated memory of the first pipeline stage, of Llama-3 70B with 12
-layers on 8 B200. Megatron-core trained with TransformerEngine, sequences of 4,096 tokens, micro-batches of one,
-sequence parallelism, ZeRO-1, the fused cross entropy, and gradients that are accumulated in float32 and reduced at the
-end. Times are predicted twice: with the numbers of hardware.toml, and with a share of the rate for products that is
-fitted to the steps of three of the four layouts to predict those of the fourth.
-
-**Megatron-LM** (arXiv:2104.04473, table 1) trained GPTs on 32 to 3,072 A100 with sequences of 2,048 tokens, a
-vocabulary of 51,200, float16, recomputation of all blocks, and 8 x 200 Gb/s of InfiniBand in each node. The time of a
-step follows from its formula of operations. How large the micro-batches were, and how many stages a rank had, comes
-from the script that the authors published for it. Its gradients have 16 bits; torch's DistributedDataParallel overlaps
-their all-reduce, and Megatron's own does not. Dropout is on, which is the default. The ranks of tp do not share the
-tokens, and attention writes its scores, since this was before arXiv:2205.05198 and FlashAttention.
-
-**torchtitan** trained Llamas in bfloat16 by FSDP2, which is stage 3 of ZeRO, some with tensor parallelism too. Rows
-with float8 are left out. "selective layer" recomputes some blocks: every second one is assumed. "selective op"
-recomputes every second product and what is elementwise. The time of both is predicted as the mean of the times without
-recomputation and with that of all blocks. The network of the A100 is not named: 200 Gb/s are assumed. The H100 have
-HBM2e with 2.4 TB/s and a limit of 500 W, so that they are slower than those of hardware.toml. The model has no term for
-operators that eager PyTorch does not fuse.
+benchmarks/data/README.md names the sources, and says what is assumed about them. --keep adds the table to
+benchmarks/results/plan.jsonl and draws the picture of the page. The few parameters of FittedParameters are fitted to a
+part of vTrain's rows, and the others are predicted: in five folds that hold out whole models, and from 2 and 4 GPUs to
+8.
 
 The baselines are one rate of operations, whose median ratio to the rows that it predicts is 1, the same with the idle
 share of 1F1B, and the layout with the most data-parallel ranks. The regret of a planner is how much longer its choice

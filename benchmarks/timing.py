@@ -130,6 +130,15 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
+def verdict(check: Callable[[], object]) -> str:
+    """Return "" where the check passes, or its error on one line."""
+    try:
+        check()
+    except Exception as error:
+        return one_line(error)
+    return ""
+
+
 def alternate(
     candidates: Sequence[Candidate], clock: BenchClock, seconds: float, *, least: int = 7, most: int = 50
 ) -> dict[str, Timing | str]:

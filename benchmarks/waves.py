@@ -8,7 +8,6 @@ nothing is measured, and no other part of a product's time is included.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -25,41 +24,29 @@ MODELS = (
 )
 
 
-@dataclass(frozen=True)
-class WaveProduct:
-    """A product of one of `ranks` ranks: x [tokens, K] and weight [N, K], or [2 N, K] for a gated pair."""
+def full(operator: str, tokens: int, n: int, k: int, gated: bool, ranks: int) -> float:
+    """Return the share of the multiprocessors' time that the tiles of a product of one of `ranks` ranks use, in bf16.
 
-    operator: str  # an operator of configurations.toml
-    tokens: int
-    N: int
-    K: int
-    gated: bool
-    ranks: int
-
-    @property
-    def flops(self) -> float:
-        """Return the operations of one rank."""
-        return 2.0 * self.tokens * self.N * self.K * (2 if self.gated else 1)
-
-    def full(self, family: str = "sm_90") -> float:
-        """Return the share of the multiprocessors' time that its tiles use, in bfloat16."""
-        chunk = -(-self.tokens // self.ranks)
-        with recording(family):
-            programs = multiprocessors(torch.device("meta")) - (self.operator == "all_gather_gemm")
-            sizes = {"M": chunk, "N": self.N, "K": self.K, "chunks": self.ranks, "programs": programs}
-            sizes |= {"gated": int(self.gated), "unaligned": int(self.K % 8 != 0)}
-            row = choose_configuration(self.operator, torch.device("meta"), torch.bfloat16, **sizes)
-        return 1 - row.idle(sizes) / 100
+    It multiplies x [tokens, k] with weight [n, k], or [2 n, k] for a gated pair.
+    """
+    with recording("sm_90"):
+        programs = multiprocessors(torch.device("meta")) - (operator == "all_gather_gemm")
+        sizes = {"M": -(-tokens // ranks), "N": n, "K": k, "chunks": ranks, "programs": programs}
+        sizes |= {"gated": int(gated), "unaligned": int(k % 8 != 0)}
+        row = choose_configuration(operator, torch.device("meta"), torch.bfloat16, **sizes)
+    return 1 - row.idle(sizes) / 100
 
 
-def products(shapes: LayerSizes, ranks: int, tokens: int) -> list[WaveProduct]:
-    """Return the products of a layer forward, with sequence parallelism, in the order of `shapes.layers`."""
-    result = []
+def products(shapes: LayerSizes, ranks: int, tokens: int) -> tuple[list[float], float]:
+    """Return `full` of each product of a layer forward with sequence parallelism, and its mean weighted by time."""
+    each, time, flops = [], 0.0, 0
     for layer, n, k, activation in layers(shapes, ranks):
         gated = activation == "swiglu"
         parallel = "all_gather_gemm" if layer in ("qkv", "up") else "gemm_reduce_scatter"
-        result.append(WaveProduct("gemm" if ranks == 1 else parallel, tokens, n // (1 + gated), k, gated, ranks))
-    return result
+        each.append(full("gemm" if ranks == 1 else parallel, tokens, n // (1 + gated), k, gated, ranks))
+        flops += n * k
+        time += n * k / each[-1]
+    return each, flops / time if each else 0.0
 
 
 def shares() -> Iterator[tuple[LayerSizes, int, int, list[float], float]]:
@@ -70,11 +57,9 @@ def shares() -> Iterator[tuple[LayerSizes, int, int, list[float], float]]:
     for shapes in MODELS:
         for ranks in TENSOR_PARALLEL:
             for tokens in TOKENS:
-                layer = products(shapes, ranks, tokens)
-                each = [product.full() for product in layer]
+                each, weighted = products(shapes, ranks, tokens)
                 if each:
-                    time = sum(product.flops / full for product, full in zip(layer, each, strict=True))
-                    yield shapes, ranks, tokens, each, sum(product.flops for product in layer) / time
+                    yield shapes, ranks, tokens, each, weighted
 
 
 def table() -> str:

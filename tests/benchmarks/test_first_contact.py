@@ -16,17 +16,12 @@ import torch
 
 from benchmarks import apart, contact_steps, first_contact
 from benchmarks.apart import Row, Rows, Step, read
-from benchmarks.contact_steps import TIMED, Plan, compare_operator, explored, run_ranks, steps, time_operator
+from benchmarks.contact_steps import TIMED, Plan, compare_operator, run_ranks, steps, time_operator
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import measurements
 from benchmarks.harness import OURS
 from tests.support.tiers import exhaustive
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.explore.fresh_modules import fresh
-from tpfuse.explore.suite import Fault
-from tpfuse.explore.suite import replace as replaced
-from tpfuse.kernels import all_gather_gemm
-from tpfuse.ops.linear import fused as fused_linear
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 from tpfuse.tools import operators, rank_programs
@@ -121,51 +116,33 @@ def test_a_failure_is_printed_and_gives_status_1(
     assert "FAILED operators: adamw, broken, float32:\n    KeyError: 'nothing'\n" in printed
 
 
-def test_a_missing_wait_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product, which does not wait, multiplies a chunk that a copier has not yet copied."""
-    kernel = all_gather_gemm.all_gather_gemm_forward_kernel
-    mutant = Fault("no wait", replaced(kernel, "step > 0", by="step < 0")).mutant()
+def test_a_wrong_program_of_ranks_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(name: str, world: int, rounds: int) -> list[list[int]]:
+        raise AssertionError("out: 3 of 9 numbers are wrong")
 
-    def broken(name: str, world: int, rounds: int) -> list[list[int]]:
-        with fresh([all_gather_gemm, fused_linear, rank_programs], {mutant.module: mutant.source}) as copies:
-            monkeypatch.setattr(contact_steps, "PROGRAMS", copies[2].PROGRAMS)
-            monkeypatch.setattr(contact_steps, "iterate", copies[2].iterate)
-            return explored(name, world, rounds)
-
-    monkeypatch.setattr(contact_steps, "explored", broken)
+    monkeypatch.setattr(contact_steps, "explored", wrong)
     with pytest.raises(SystemExit):  # the process must not be used any more
         run_ranks(plan(tmp_path), 2, Rows(tmp_path, "one process: 2 ranks", FAR))
     (row,) = read(tmp_path)
     assert row["row"] == "all_gather_gemm" and "numbers are wrong" in row["error"]
 
 
-class Neighbours:
-    """A program in which each rank reads its left neighbour's number, on a CPU and without a kernel.
-
-    The result of rank 1 is wrong in the rounds `wrong`.
-    """
+class RankNumber:
+    """A program whose result is the rank, wrong on rank 1 in the rounds `wrong`."""
 
     def __init__(self, memory: SymmetricMemory, sizes: Sizes, wrong: tuple[int, ...]) -> None:
-        self.memory, self.wrong, self.round = memory, wrong, 0
-        self.x, self.flags = memory.buffer("x", (2,), torch.int64), memory.signals("flags", 1)
+        self.rank, self.wrong, self.round = memory.rank, wrong, 0
 
     def run(self, variant: int) -> dict[str, torch.Tensor]:
         self.round += 1
-        left, right = (self.memory.rank - 1) % self.memory.world, (self.memory.rank + 1) % self.memory.world
-        half = self.round % 2
-        self.x.local[half] = 10 * variant + self.memory.rank
-        self.memory.signal(self.flags, right, 0, self.round)
-        self.memory.wait_signal(self.flags, self.memory.rank, 0, self.round, peer=left, op="neighbour")
-        if self.memory.rank == 1 and self.round in self.wrong:
-            return {"out": torch.tensor(-1)}
-        return {"out": self.x.peers[left][half].clone()}
+        return {"out": torch.tensor(-1 if self.rank == 1 and self.round in self.wrong else self.rank)}
 
     def check(self, variant: int, results: dict[str, torch.Tensor]) -> None:
-        assert int(results["out"]) == 10 * variant + (self.memory.rank - 1) % self.memory.world
+        assert int(results["out"]) == self.rank
 
 
 def test_ranks_at_once_are_delayed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test replaces a GPU's streams and delays. All programs are loaded first, in turn and without waiting."""
+    """The test replaces a GPU's streams and delays."""
     slept: list[int] = []
     synchronized: list[int] = []
     stream = SimpleNamespace(synchronize=lambda: synchronized.append(1))
@@ -173,8 +150,8 @@ def test_ranks_at_once_are_delayed_at_random(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     # Wrong rounds come after the rounds of loading, and the first round of each set of inputs.
     for wrong in ((), (3 + 3 + 5, 3 + 3 + 40)):
-        monkeypatch.setitem(rank_programs.PROGRAMS, "neighbours", partial(Neighbours, wrong=wrong))
-        results = contact_steps.at_once("neighbours", 2, torch.device("cpu"), seed=1, rounds=40)
+        monkeypatch.setitem(rank_programs.PROGRAMS, "numbers", partial(RankNumber, wrong=wrong))
+        results = contact_steps.at_once("numbers", 2, torch.device("cpu"), seed=1, rounds=40)
         assert results == ([[], []] if not wrong else [[], [4, 39]])
     assert 2 * 2 * 40 * 0.1 < len(slept) < 2 * 2 * 40 * 0.3 and max(slept) <= contact_steps._LONGEST
     assert len(synchronized) == 2 * 2 * (40 // contact_steps._AHEAD)
@@ -210,19 +187,9 @@ def test_each_test_of_several_processes_has_a_row(tmp_path: Path, monkeypatch: p
 
 def _rehearsed(folder: Path, minutes: float) -> tuple[int, dict[str, Any], str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.first_contact",
-        "--out",
-        str(folder),
-        "--rehearse",
-        "--operators",
-        *FEW,
-    ]
-    done = subprocess.run(
-        [*command, "--minutes", str(minutes)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    flags = f"--out {folder} --minutes {minutes} --rehearse --operators {' '.join(FEW)}"
+    command = [sys.executable, "-m", "benchmarks.first_contact", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.returncode, json.loads((folder / "first_contact.json").read_text()), done.stdout
 

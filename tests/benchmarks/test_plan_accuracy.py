@@ -83,7 +83,7 @@ def test_errors_and_regrets() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.xfail(
-    strict=True, reason="tp 4 of width 2,048 with 2 sequences is faster than its neighbours; see the module"
+    strict=True, reason="tp 4 of width 2,048 with 2 sequences is faster than its neighbours; see benchmarks/data"
 )
 def test_the_worst_regret() -> None:
     assert _ours()[0]["regret_worst"] <= 20
