@@ -12,7 +12,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.candidates import Function, absent, compiled, described, fresh_compiler, installed
+from benchmarks.candidates import Function, compiled, described, fresh_compiler, liger
 from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from benchmarks.shapes import TOKENS, model
 from tpfuse.ops.cross_entropy import as_torch
@@ -41,13 +41,11 @@ def _upcast(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(wide, target, reduction="none")
 
 
-if installed("liger_kernel.transformers.functional"):
-    from liger_kernel.transformers.functional import liger_cross_entropy
+_LIGER = liger("liger_cross_entropy")
 
-    def _liger(logits: Tensor, target: Tensor) -> Tensor:
-        return liger_cross_entropy(logits, target, reduction="none")
-else:
-    _liger = absent("Liger-Kernel")
+
+def _liger(logits: Tensor, target: Tensor) -> Tensor:
+    return _LIGER(logits, target, reduction="none")
 
 
 def _build(shape: CrossEntropyShape, bench: Bench) -> Built:

@@ -9,7 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.candidates import absent, installed
+from benchmarks.candidates import liger
 from benchmarks.harness import BenchCase, Scale, command
 from benchmarks.norms import GPT2, LLAMA, norm_cases
 from tpfuse.tools.operators.layer_norm import EPS, LayerNormShape
@@ -19,13 +19,11 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
 
 
-if installed("liger_kernel.transformers.functional"):
-    from liger_kernel.transformers.functional import liger_layer_norm
+_LIGER = liger("liger_layer_norm")
 
-    def _liger(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return liger_layer_norm(x, weight, bias, EPS)
-else:
-    _liger = absent("Liger-Kernel")
+
+def _liger(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _LIGER(x, weight, bias, EPS)
 
 
 def cases(scale: Scale) -> list[BenchCase]:

@@ -14,7 +14,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.candidates import Function, absent, described, installed
+from benchmarks.candidates import Function, described, liger
 from benchmarks.harness import Bench, BenchCase, Built, Scale, command
 from benchmarks.shapes import TOKENS, model
 from tpfuse.tools.operators.linear_cross_entropy import LinearCrossEntropyShape
@@ -32,13 +32,11 @@ def _upcast(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits if logits.itemsize == 8 else logits.float(), target)
 
 
-if installed("liger_kernel.transformers.functional"):
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+_LIGER = liger("liger_fused_linear_cross_entropy")
 
-    def _liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return liger_fused_linear_cross_entropy(x, weight, target)
-else:
-    _liger = absent("Liger-Kernel")
+
+def _liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _LIGER(x, weight, target)
 
 
 def _build(shape: LinearCrossEntropyShape, bench: Bench) -> Built:

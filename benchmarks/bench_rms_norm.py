@@ -8,7 +8,7 @@ import sys
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.candidates import absent, installed
+from benchmarks.candidates import liger
 from benchmarks.harness import BenchCase, Scale, command
 from benchmarks.norms import LLAMA, norm_cases
 from tpfuse.tools.operators.layer_norm import EPS
@@ -19,13 +19,11 @@ def _plain(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, EPS)
 
 
-if installed("liger_kernel.transformers.functional"):
-    from liger_kernel.transformers.functional import liger_rms_norm
+_LIGER = liger("liger_rms_norm")
 
-    def _liger(x: Tensor, weight: Tensor) -> Tensor:
-        return liger_rms_norm(x, weight, EPS, in_place=False)
-else:
-    _liger = absent("Liger-Kernel")
+
+def _liger(x: Tensor, weight: Tensor) -> Tensor:
+    return _LIGER(x, weight, EPS, in_place=False)
 
 
 def cases(scale: Scale) -> list[BenchCase]:

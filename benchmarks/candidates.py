@@ -6,6 +6,7 @@ large an error may be. While the candidate of tpfuse is checked, memory that was
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -142,19 +143,14 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-def installed(module: str) -> bool:
-    """Return whether an optional peer can be imported; one that is installed but broken counts as missing."""
+def liger(function: str) -> Function:
+    """Return a function of Liger-Kernel; where it is not installed, or is broken, one whose rows contain the error."""
     try:
-        __import__(module)
+        found: Function = getattr(importlib.import_module("liger_kernel.transformers.functional"), function)
     except Exception:
-        return False
-    return True
+        return _absent
+    return found
 
 
-def absent(package: str) -> Function:
-    """Return a function in place of a peer that is not installed; its rows contain the error."""
-
-    def missing(**inputs: Tensor) -> Tensor:
-        raise ModuleNotFoundError(f"{package} is not installed")
-
-    return missing
+def _absent(*args: object, **inputs: object) -> Tensor:
+    raise ModuleNotFoundError("Liger-Kernel is not installed")

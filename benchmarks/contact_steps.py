@@ -98,7 +98,7 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
         for group, factor in (("timings", 1), ("torch.compile", 2), ("more timings", 1))
     )
     return {
-        "device": [Step("device", partial(tell_device, plan), again=True)],
+        "device": [Step("device", partial(one_row, "device", partial(tell_device, plan)), again=True)],
         "compile": [Step("compile", partial(fill_cache, plan), patience=120.0, most=300.0, again=True)],
         "operators": [
             Step(f"operators: {name}", partial(compare_operator, plan, name), most=90.0) for name in plan.compared
@@ -111,8 +111,8 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
             Step(f"processes: {file}", partial(run_tests, file), 200.0, most=180.0, least=30.0, environment=tests)
             for file in TESTS
         ],
-        "verify": [Step("verify", partial(train, plan), 400.0, least=30.0)],
-        "timings": [Step("ceilings", partial(find_ceilings, plan)), *timings],
+        "verify": [Step("verify", partial(one_row, "training", train), 400.0, least=30.0)],
+        "timings": [Step("ceilings", partial(one_row, "ceilings", partial(find_ceilings, plan))), *timings],
         "nodes": [Step("nodes", partial(time_node, plan), 600.0, least=60.0)],
         "torch.compile": compiled,
         "tune": [
@@ -124,14 +124,15 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
     }
 
 
-def tell_device(plan: Plan, rows: Rows) -> None:
-    """Record the device, versions, commit and command, and the properties of the machine."""
+def one_row(name: str, work: Callable[[], Row], rows: Rows) -> None:
+    """Make the one row of a step."""
+    rows.each(name, work)
 
-    def row() -> Row:
-        findings = [asdict(finding) for finding in doctor.examine(doctor.Machine())]
-        return kernel_provenance() | {"seed": plan.seed, "findings": findings}
 
-    rows.each("device", row)
+def tell_device(plan: Plan) -> Row:
+    """Return the device, versions, commit and command, and the properties of the machine."""
+    findings = [asdict(finding) for finding in doctor.examine(doctor.Machine())]
+    return kernel_provenance() | {"seed": plan.seed, "findings": findings}
 
 
 def fill_cache(plan: Plan, rows: Rows) -> None:
@@ -145,14 +146,9 @@ def _fill_cache(plan: Plan, rows: Rows) -> Row:
     dtypes = DTYPES[:1] if plan.rehearse else DTYPES
     command = [sys.executable, "-m", "tpfuse.tools.compilation", *wanted, "--warm"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    process = subprocess.Popen(
-        [*command, "--families", family, "--dtypes", *dtypes],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command += ["--families", family, "--dtypes", *dtypes]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None and process.stderr is not None
     done = 0
     for _ in process.stdout:
@@ -247,22 +243,14 @@ def run_tests(file: str, rows: Rows) -> None:
         raise Later
 
 
-def train(plan: Plan, rows: Rows) -> None:
-    """Record the result of `tpfuse verify --operators training`."""
-    rows.each("training", _train)
-
-
-def _train() -> Row:
+def train() -> Row:
+    """Return the result of `tpfuse verify --operators training`."""
     found = verify.document(verify.verify([verify.TRAINING], compile_too=False))
     return {"passed": found["passed"], "training": found["training"]}
 
 
-def find_ceilings(plan: Plan, rows: Rows) -> None:
-    """Record the highest rates that the device reaches."""
-    rows.each("ceilings", partial(_find_ceilings, plan))
-
-
-def _find_ceilings(plan: Plan) -> Row:
+def find_ceilings(plan: Plan) -> Row:
+    """Return the highest rates that the device reaches."""
     return {"ceilings": asdict(new_bench(plan.seed, interpreted=plan.rehearse).ceilings)}
 
 

@@ -68,16 +68,9 @@ def _timed(operator: str, candidate: str, median: float, **more: Any) -> Row:
 
 def _run(folder: Path) -> None:
     """Write the rows of a run: the device, ceilings and the times of three operators."""
-    device: Row = {
-        "step": "device",
-        "row": "device",
-        "seconds": 1.0,
-        **CUDA,
-        "torch": "2.13",
-        "triton": "3.7",
-        "cuda": "13",
-    }
-    append(folder, device | {"commit": "abc", "command": "python -m benchmarks.gpu", "driver": "600", "python": "3.12"})
+    device: Row = {"step": "device", "row": "device", "seconds": 1.0, **CUDA, "torch": "2.13", "triton": "3.7"}
+    device |= {"cuda": "13", "commit": "abc", "command": "python -m benchmarks.gpu", "driver": "600", "python": "3.12"}
+    append(folder, device)
     append(folder, {"step": "ceilings", "row": "ceilings", "ceilings": {"matrix": 1e15, "copy": 3e12}})
     for operator, rows in {
         "layer_norm": [_timed("layer_norm", OURS, 1000.0, bytes=2.7e9)],
@@ -194,9 +187,7 @@ def test_programs_between_gpus_run_on_all_of_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     contact_steps.time_node(Plan(tmp_path, False, 0, ()), contact_steps.Rows(tmp_path, "nodes", float("inf")))
     assert [command[command.index("--nproc-per-node") + 1] for command in commands] == ["8", "8"]
-    assert [command[command.index("-m", 2) + 1] for command in commands] == [
-        "benchmarks.node",
-        "benchmarks.collectives",
-    ]
+    programs = [command[command.index("-m", 2) + 1] for command in commands]
+    assert programs == ["benchmarks.node", "benchmarks.collectives"]
     rows = gpu.read(tmp_path)
     assert [(row["row"], row["table"]) for row in rows] == [("node", ["a table"]), ("collectives", ["a table"])]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_adamw, first_contact, node, offload_step
-from benchmarks.candidates import Candidates, absent, compiled
+from benchmarks.candidates import Candidates, compiled, liger
 from benchmarks.harness import OURS, Bench, BenchCase, Row, TimedMode, command, measure, new_bench, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
@@ -97,7 +97,7 @@ def test_a_wrong_candidate_is_not_timed(bench: Bench, ours: Callable[..., Tensor
     ("peer", "timed", "key", "message"),
     [
         (_wrong_gradient, True, "check", "AssertionError"),
-        (absent("Liger-Kernel"), False, "error", "ModuleNotFoundError: Liger-Kernel is not installed"),
+        (liger("nothing"), False, "error", "ModuleNotFoundError: Liger-Kernel is not installed"),
     ],
     ids=["less exact", "not installed"],
 )

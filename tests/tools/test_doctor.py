@@ -16,7 +16,7 @@ import triton
 
 from tpfuse import cli
 from tpfuse.tools import doctor
-from tpfuse.tools.doctor import Finding, Machine, VisibleGpu, profiler
+from tpfuse.tools.doctor import Machine, VisibleGpu, profiler
 from tpfuse.train.errors import RunError
 
 GIB = 2**30
@@ -171,11 +171,16 @@ def test_faults(status: str, changes: dict[str, Any], text: str, capsys: pytest.
     assert sentence in [entry["text"] for entry in document["findings"] if entry["status"] == status]
 
 
-def test_processes_that_share_no_memory_fail_and_use_no_symmetric_memory() -> None:
+def test_processes_that_share_no_memory_use_no_symmetric_memory() -> None:
     machine = SimulatedMachine(shared_memory="memfd_create: [Errno 1]")
     (sentence,) = found(machine, "fails")
     assert "share anonymous memory (memfd_create: [Errno 1]), so `tpfuse train` on several ranks will fail" in sentence
     assert found(machine, "note")[0] == "Ranks have no symmetric memory, because memfd_create: [Errno 1]."
+
+
+SYMMETRIC = "Ranks have symmetric memory with the backend {}."
+COMPUTES = "tpfuse computes with {}, which --kernels auto means on {}."
+MEASURED = " `tpfuse train` measures them in its first step, and keeps what it finds."
 
 
 @pytest.mark.parametrize(
@@ -183,36 +188,25 @@ def test_processes_that_share_no_memory_fail_and_use_no_symmetric_memory() -> No
     [
         (
             CPU_ONLY,
-            [
-                "tpfuse computes with torch, which --kernels auto means on CPUs.",
-                "Ranks have symmetric memory with the backend shm.",
-                "Tensor-parallel products use direct (CPU ranks of one host).",
-            ],
+            [COMPUTES.format("torch", "CPUs"), SYMMETRIC.format("shm"),
+             "Tensor-parallel products use direct (CPU ranks of one host)."],
         ),
         (
             {"gpus": GPUS[:1], "nccl": None, "environment": {"CC": "icx"}, "program": str},
-            [
-                "tpfuse computes with Triton kernels, which --kernels auto means on GPUs.",
-                "One rank runs on the one GPU, so nothing is communicated.",
-            ],
+            [COMPUTES.format("Triton kernels", "GPUs"), "One rank runs on the one GPU, so nothing is communicated."],
         ),
         (
             {},
-            [
-                "tpfuse computes with Triton kernels, which --kernels auto means on GPUs.",
-                "Ranks have symmetric memory with the backend cuda.",
-                "Tensor-parallel products use collective (nothing is measured yet). `tpfuse train` measures them in its"
-                " first step, and keeps what it finds.",
-            ],
+            [COMPUTES.format("Triton kernels", "GPUs"), SYMMETRIC.format("cuda"),
+             "Tensor-parallel products use collective (nothing is measured yet)." + MEASURED],
         ),
     ],
-)
+)  # fmt: skip
 def test_what_tpfuse_will_use(changes: dict[str, Any], texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "INTERPRETED", False)
     machine = SimulatedMachine(**changes)
     assert found(machine, "note") == found(machine, "fails") == []
-    used = [finding.text for finding in doctor.examine(machine) if finding.topic == "what tpfuse will use"]
-    assert used == texts
+    assert [x.text for x in doctor.examine(machine) if x.topic == "what tpfuse will use"] == texts
 
 
 def test_settings_that_do_not_hurt() -> None:
@@ -223,12 +217,6 @@ def test_settings_that_do_not_hurt() -> None:
     on_cpus = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}
     for machine in (SimulatedMachine(environment=harmless), SimulatedMachine(**CPU_ONLY, environment=on_cpus)):
         assert found(machine, "note") == found(machine, "fails") == []
-
-
-def test_verdicts() -> None:
-    fails, note = Finding("", "fails", ""), Finding("", "note", "")
-    assert doctor.verdict([note]) == "nothing fails, 1 note"
-    assert doctor.verdict([fails, fails, note, note]) == "2 findings will make something fail, 2 notes"
 
 
 @pytest.mark.parametrize("name", TOOLS)
