@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from tpfuse.comm.host import replace_file
+
 Row = dict[str, Any]
 
 ALL = "all that follow"  # the row of a step that failed outside its rows
@@ -77,7 +79,7 @@ class Rows:
         if self._begun and monotonic() > self.until:
             raise Later
         self._begun = True
-        _replace_file(self.folder / "running.json", {"step": self.step, "row": name})
+        replace_file(self.folder / "running.json", json.dumps({"step": self.step, "row": name}))
 
     def alive(self) -> None:
         """Record that the row in progress does not hang."""
@@ -279,13 +281,6 @@ def _signs(folder: Path) -> tuple[int, int]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _replace_file(path: Path, row: Row) -> None:
-    """Write the whole file or nothing."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(row), encoding="utf-8")
-    part.replace(path)
 
 
 def _end(pid: int) -> None:

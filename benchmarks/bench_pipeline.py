@@ -127,20 +127,12 @@ def bubbles(keep: bool) -> None:
                 if expected is None:
                     continue
                 most, known = found[0][2], flight(schedule, ranks, stages, micro_batches)
-                off = measured / expected - 1
-                print(
-                    line.format(
-                        schedule, ranks, stages, micro_batches, f"{expected:.1%}", f"{measured:.1%}", f"{off:+.1%}",
-                        f"{most}" if known is None else f"{most} of {known}",
-                    )
-                )  # fmt: skip
-                write_row(
-                    "pipeline",
-                    {"subject": "bubbles", "schedule": schedule, "ranks": ranks, "stages": stages}
-                    | {"micro_batches": micro_batches, "formula": round(expected, 4), "measured": round(measured, 4)}
-                    | {"in_flight": most, "in_flight_formula": known},
-                    keep,
-                )
+                cells = f"{expected:.1%}", f"{measured:.1%}", f"{measured / expected - 1:+.1%}"
+                flying = f"{most}" if known is None else f"{most} of {known}"
+                print(line.format(schedule, ranks, stages, micro_batches, *cells, flying))
+                row: Row = {"subject": "bubbles", "schedule": schedule, "ranks": ranks, "stages": stages}
+                row |= {"micro_batches": micro_batches, "formula": round(expected, 4), "measured": round(measured, 4)}
+                write_row("pipeline", row | {"in_flight": most, "in_flight_formula": known}, keep)
         pool.close()
 
 

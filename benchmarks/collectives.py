@@ -16,16 +16,15 @@ bound is the copy: no collective of these sizes can read and write less than the
 
 import os
 import socket
-import sys
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.cpu_ranks import Call, join, leave
 from benchmarks.harness import Parser, Row, percentiles, write_row
 from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
@@ -60,109 +59,87 @@ def _symmetric() -> DirectCollectives | FusedCollectives:
     return _ours[device.type]
 
 
-class _Case:
-    """A collective of one size: its candidates, their outputs, and the expected result.
+def _by_tpfuse(op: str, x: Tensor, out: Tensor) -> Call:
+    function, source = getattr(_symmetric(), op), out if op == "all_reduce" else x
+    return lambda: function(source, out).wait()
 
-    expected: None where this rank has no result.
-    """
 
-    def __init__(self, op: str, nbytes: int) -> None:
-        self.op, self.device = op, _device()
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        n = nbytes // 4 // self.world
-        generator = torch.Generator().manual_seed(nbytes)
-        inputs = torch.randint(-8, 9, (self.world, self.world, n), generator=generator).float().to(self.device)
-        self.mine = inputs[self.rank].clone()
-        shape: tuple[int, ...] = (self.world, n)
-        self.expected: Tensor | None
-        if op == "all_gather":
-            self.mine, self.expected = self.mine[0].clone(), inputs[:, 0].clone()
-        elif op == "reduce_scatter":
-            shape, self.expected = (n,), inputs.sum(0)[self.rank]
-        elif op == "all_to_all":
-            self.expected = inputs[:, self.rank].clone()
-        elif op == "broadcast":
-            self.expected = inputs[0].clone()
-        else:
-            self.expected = inputs.sum(0) if op == "all_reduce" or self.rank == 0 else None
-        self.outputs: dict[str, Tensor] = {}
-        self.calls: dict[str, Callable[[], object]] = {}
-        if op not in ("broadcast", "reduce"):
-            self._add("tpfuse", shape, self._tpfuse)
-        self._add(dist.get_backend(), shape, self._torch)
-        if _mpi() is not None and self.device.type == "cpu":
-            self._add("mpi", shape, self._by_mpi)
-        source = torch.randn(self.world * n, device=self.device)
-        target = torch.empty_like(source)
-        self.calls["copy"] = lambda: target.copy_(source)
+def _by_torch(op: str, x: Tensor, out: Tensor) -> Call:
+    flat = out.view(-1)
+    return {
+        "all_gather": lambda: dist.all_gather_into_tensor(flat, x),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x.view(-1)),
+        "all_reduce": lambda: dist.all_reduce(out),
+        "all_to_all": lambda: dist.all_to_all_single(out, x),
+        "broadcast": lambda: dist.broadcast(out, 0),
+        "reduce": lambda: dist.reduce(out, 0),
+    }[op]
 
-    def _add(self, name: str, shape: tuple[int, ...], candidate: Callable[[Tensor], Callable[[], object]]) -> None:
-        out = torch.empty(shape, device=self.device)
-        if self.op in ("all_reduce", "broadcast", "reduce"):  # these work in place
-            out.copy_(self.mine)
-        self.outputs[name], self.calls[name] = out, candidate(out)
 
-    def _tpfuse(self, out: Tensor) -> Callable[[], object]:
-        ours, x = _symmetric(), out if self.op == "all_reduce" else self.mine
-        function = getattr(ours, self.op)
-        return lambda: function(x, out).wait()
+def _by_mpi(op: str, x: Tensor, out: Tensor) -> Call:
+    mpi: Any = _mpi()
+    world, source, result, first = mpi.COMM_WORLD, x.numpy(), out.numpy(), dist.get_rank() == 0
+    return {
+        "all_gather": lambda: world.Allgather(source, result),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(source, result),
+        "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, result),
+        "all_to_all": lambda: world.Alltoall(source, result),
+        "broadcast": lambda: world.Bcast(result),
+        "reduce": lambda: world.Reduce(mpi.IN_PLACE if first else result, result if first else None),
+    }[op]
 
-    def _torch(self, out: Tensor) -> Callable[[], object]:
-        x, flat = self.mine, out.view(-1)
-        return {
-            "all_gather": lambda: dist.all_gather_into_tensor(flat, x),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x.view(-1)),
-            "all_reduce": lambda: dist.all_reduce(out),
-            "all_to_all": lambda: dist.all_to_all_single(out, x),
-            "broadcast": lambda: dist.broadcast(out, 0),
-            "reduce": lambda: dist.reduce(out, 0),
-        }[self.op]
 
-    def _by_mpi(self, out: Tensor) -> Callable[[], object]:
-        mpi: Any = _mpi()
-        world, x, result = mpi.COMM_WORLD, self.mine.numpy(), out.numpy()
-        kept = result if self.rank == 0 else None
-        return {
-            "all_gather": lambda: world.Allgather(x, result),
-            "reduce_scatter": lambda: world.Reduce_scatter_block(x, result),
-            "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, result),
-            "all_to_all": lambda: world.Alltoall(x, result),
-            "broadcast": lambda: world.Bcast(result),
-            "reduce": lambda: world.Reduce(mpi.IN_PLACE if self.rank == 0 else result, kept),
-        }[self.op]
-
-    def check(self) -> None:
-        """Call each candidate once. Raise AssertionError if a result is wrong."""
-        for name, out in self.outputs.items():
-            self.calls[name]()
-            right = self.expected is None or torch.equal(out.view(-1), self.expected.reshape(-1))
-            assert right, (
-                f"{name}: {self.op} of {self.expected.nbytes if self.expected is not None else 0} bytes is wrong"
-            )
-            if self.op in ("all_reduce", "reduce"):
-                out.zero_()  # sums in place would grow from call to call
+def _candidates(op: str, nbytes: int, device: torch.device) -> dict[str, Call]:
+    """Return the calls of the candidates, each of which has given the right result. Every rank must call it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    n = nbytes // 4 // world
+    generator = torch.Generator().manual_seed(nbytes)
+    inputs = torch.randint(-8, 9, (world, world, n), generator=generator).float().to(device)
+    x, total = inputs[rank, 0] if op == "all_gather" else inputs[rank], inputs.sum(0)
+    expected = {
+        "all_gather": inputs[:, 0], "reduce_scatter": total[rank], "all_reduce": total, "all_to_all": inputs[:, rank],
+        "broadcast": inputs[0], "reduce": total if rank == 0 else None,
+    }[op]  # fmt: skip
+    makers = {dist.get_backend(): _by_torch}
+    if op not in ("broadcast", "reduce"):
+        makers = {"tpfuse": _by_tpfuse, **makers}
+    if _mpi() is not None and device.type == "cpu":
+        makers["mpi"] = _by_mpi
+    calls: dict[str, Call] = {}
+    for name, make in makers.items():
+        out = torch.empty((n,) if op == "reduce_scatter" else (world, n), device=device)
+        if op in ("all_reduce", "broadcast", "reduce"):  # these work in place
+            out.copy_(x)
+        calls[name] = call = make(op, x.clone(), out)
+        call()
+        right = expected is None or torch.equal(out.view(-1), expected.reshape(-1))
+        assert right, f"{name}: {op} of {nbytes} bytes is wrong"
+        if op in ("all_reduce", "reduce"):
+            out.zero_()  # sums in place would grow from call to call
+    source = torch.randn(world * n, device=device)
+    target = torch.empty_like(source)
+    return calls | {"copy": lambda: target.copy_(source)}
 
 
 def measure(op: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a call in each round, by candidate. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor`")  # torch 2.11 has no other names
-    case = _Case(op, nbytes)
-    case.check()
-    repeats = {}
-    for name, call in case.calls.items():
-        seconds = torch.tensor(_timed(call, 3, case.device), device=case.device)
+    device = _device()
+    calls, repeats = _candidates(op, nbytes, device), {}
+    for name, call in calls.items():
+        seconds = torch.tensor(_timed(call, 3, device), device=device)
         dist.broadcast(seconds, 0)
         repeats[name] = max(1, min(500, int(_SECONDS / seconds.item())))
-    times: dict[str, list[float]] = {name: [] for name in case.calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, call in case.calls.items():
+        for name, call in calls.items():
             dist.barrier()
-            times[name].append(_timed(call, repeats[name], case.device))
+            times[name].append(_timed(call, repeats[name], device))
     return times
 
 
-def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+def _timed(call: Call, repeats: int, device: torch.device) -> float:
     """Return the mean seconds of a call."""
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -200,13 +177,7 @@ def _join() -> bool:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(world.Get_rank()), "WORLD_SIZE": str(world.Get_size())}
         os.environ["LOCAL_RANK"] = os.environ["RANK"]
-    options: dict[str, Any] = {}
-    if torch.cuda.is_available() and torch.cuda.device_count() > int(os.environ["LOCAL_RANK"]):
-        options["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(options["device_id"])
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if options else "gloo", **options)
+    join()
     return True
 
 
@@ -244,9 +215,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(head if index == 0 else "", end="\n" if index == 0 else "")
                 write_row("collectives", _report(dist.get_world_size(), op, nbytes, times), arguments.keep)
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(0)  # Gloo's threads must not change the status while the libraries unload
+        leave(0)
     print(head)
     for world in arguments.ranks:
         ranks = RankPool(world, timeout=600.0)

@@ -1,4 +1,4 @@
-"""CPU ranks, and a single process with several threads, whose calls alternate.
+"""CPU ranks, and a single process with several threads, whose calls alternate; ranks that torchrun starts.
 
 Ranks have one thread each. A turn times several calls of one candidate after a barrier, and is as long as its slowest
 rank. A process without a turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a turn
@@ -9,11 +9,14 @@ per cent, the times are unreliable.
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -110,3 +113,23 @@ def ratios(title: str, figures: Mapping[str, Mapping[str, float]], baseline: str
 def whole(x: Tensor) -> Tensor:
     """Return a tensor of which ranks may have shards."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def join() -> torch.device:
+    """Join the ranks that torchrun has started, and return this rank's device: a GPU, or the CPU with one thread."""
+    local, options = int(os.environ["LOCAL_RANK"]), dict[str, Any]()
+    if torch.cuda.is_available():
+        options["device_id"] = torch.device("cuda", local)
+        torch.cuda.set_device(local)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if options else "gloo", **options)
+    return torch.device("cpu") if not options else torch.device("cuda", local)
+
+
+def leave(status: int) -> NoReturn:
+    """Leave the ranks that torchrun has started, and end the process."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the C++ libraries must not change the status while they unload

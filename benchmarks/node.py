@@ -23,12 +23,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.cpu_ranks import join, leave
 from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
 from benchmarks.shapes import LayerSizes, layers, model
 from benchmarks.timing import verdict
@@ -301,23 +301,10 @@ def main() -> int:
         why = "times of CPU ranks say nothing: --scale tiny" if "RANK" in os.environ else "start it with torchrun"
         print(f"benchmarks.node: error: {why}", file=sys.stderr)
         return 2
-    options: dict[str, Any] = {}
-    device = torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        options["device_id"] = device
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo", **options)
-    group = dist.group.WORLD
+    device, group = join(), dist.group.WORLD
     assert group is not None
     rounds, repeats = (15, 10) if cuda else (2, 1)
-    status = run(arguments.scale, arguments.minutes, NodeRanks(group, device, rounds, repeats), arguments.keep)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # the C++ libraries must not change the status while they unload
+    return leave(run(arguments.scale, arguments.minutes, NodeRanks(group, device, rounds, repeats), arguments.keep))
 
 
 if __name__ == "__main__":

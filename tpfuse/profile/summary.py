@@ -63,12 +63,8 @@ class PlaceTimes:
 
     def add(self, other: "PlaceTimes") -> None:
         """Add the times of another place."""
-        self.calls += other.calls
-        self.computing += other.computing
-        self.communication += other.communication
-        self.idle += other.idle
-        self.in_flight += other.in_flight
-        self.exposed += other.exposed
+        for name in ("calls", "computing", "communication", "idle", "in_flight", "exposed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for rank, ns in other.waits.items():
             self.waits[rank] += ns
 

@@ -139,8 +139,9 @@ def compile_jobs(
             running[receiver] = index, worker
         for done in wait(list(running)):
             index, process = running.pop(done)
+            result_end: Any = done
             try:
-                result: Compilation = done.recv()  # type: ignore[union-attr]
+                result: Compilation = result_end.recv()
             except EOFError:
                 process.join()
                 reason = f"the compiler ended with exit status {process.exitcode}"
@@ -168,8 +169,8 @@ def compile_here(
         unique.setdefault(job.key, job)  # some operators launch the same kernels
     kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
     finished: dict[tuple[object, ...], Compilation] = {}
-    for key, job in unique.items() if kept is not None else ():
-        if (result := kept.read(digest(job))) is not None:
+    for key, job in unique.items():
+        if kept is not None and (result := kept.read(digest(job))) is not None:
             finished[key] = replace(result, operator=job.operator, dtype=job.dtype)
             on_done(finished[key])
     jobs = [job for key, job in unique.items() if key not in finished]

@@ -55,8 +55,8 @@ def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: in
         shapes = {"q": (1, 2, tq, size), "k": (1, 1, tk, size), "v": (1, 1, tk, size)}
         return {name: normal(seed, *shape, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items(), 1)}
 
-    both = (without_gradient(partial(f, **options)) for f in (function, _reference))
-    return Given(name, *both, inputs)
+    compared, expected = (without_gradient(partial(each, **options)) for each in (function, _reference))
+    return Given(name, compared, expected, inputs)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
