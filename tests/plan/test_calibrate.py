@@ -125,20 +125,18 @@ def test_planted_delays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_delays_of_communication_are_measured() -> None:
     device, group = torch.device("cpu"), dist.group.WORLD
     assert group is not None
-    calibrate._IN_A_ROW = 1
-    plain, slow = MachineTimes(), MachineTimes()
-    calibrate._measure_communication(plain, CallClock(device, group), device, group)
     usual = calibrate.all_gather
 
     def late(*arguments: object) -> object:
         time.sleep(0.02)
         return usual(*arguments)  # type: ignore[arg-type]
 
-    calibrate.all_gather = late  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "_IN_A_ROW", 1)
+        plain, slow = MachineTimes(), MachineTimes()
+        calibrate._measure_communication(plain, CallClock(device, group), device, group)
+        patch.setattr(calibrate, "all_gather", late)
         calibrate._measure_communication(slow, CallClock(device, group), device, group)
-    finally:
-        calibrate.all_gather, calibrate._IN_A_ROW = usual, 20
     assert min(slow.collectives["all-gather"]) >= 0.02 > slow.collectives["all-reduce"][0]
     assert 0 < plain.message[0] < plain.message[1]
 

@@ -22,7 +22,7 @@ from tpfuse.tools.rank_programs import PROGRAMS, TINY, iterate
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ["all_gather_gemm", "all_gather_gemm, copy engines", "gemm_reduce_scatter"]
+QUICK = ["all_gather_gemm", "all_gather_gemm, copy engines"]
 
 
 def of(name: str, rounds: int = 4) -> Callable[[SimulatedMemory], None]:

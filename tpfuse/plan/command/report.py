@@ -98,7 +98,7 @@ class PlanReport:
             *self._scale(),
             "The best layout is trained by",
             "",
-            *_wrapped(self.command().split(" ")),
+            *_wrapped(self.command()),
             "",
             *self._assumptions(),
         ]
@@ -136,11 +136,11 @@ class PlanReport:
         }
 
     def _unfit(self) -> list[str]:
-        lines = [
+        nearest = self.found.nearest
+        return [
             f"{named(each.layout)} does not fit: it needs {missing(each, self.cluster):.1f} GiB more than are usable."
-            for each in self.found.nearest[:_UNFIT]
-        ]
-        return [*lines, *_further(len(self.found.nearest) - len(lines), "do not fit")]
+            for each in nearest[:_UNFIT]
+        ] + _further(len(nearest) - _UNFIT, "do not fit")
 
     def _scale(self) -> list[str]:
         if self.cluster.gpus < _MANY:
@@ -160,9 +160,7 @@ class PlanReport:
         hardware = dict.fromkeys(name.rpartition(" ")[0] for name in self.sources)
         assumed = [name for name, source in self.sources.items() if source.startswith("assumed")]
         lines = [
-            "Everything here is predicted, by the numbers of "
-            + ", ".join(hardware)
-            + "; --json lists the source of each.",
+            f"Everything here is predicted, by the numbers of {', '.join(hardware)}; --json lists the source of each."
         ]
         if assumed:
             lines += wrap(f"Assumed, since no measurement was found: {', '.join(assumed)}.", 116)
@@ -212,7 +210,7 @@ def slower(best: PlanCandidate, other: PlanCandidate) -> str:
 
 
 def _further(count: int, fate: str) -> list[str]:
-    return [f"{count:,} further combinations of tp, cp, dp and pp {fate}."] if count else []
+    return [f"{count:,} further combinations of tp, cp, dp and pp {fate}."] if count > 0 else []
 
 
 def missing(candidate: PlanCandidate, cluster: Cluster) -> float:
@@ -278,26 +276,19 @@ def _by_kind(values: Sequence[object], kind: type[StepTimes] | type[RankMemory],
 def _table(columns: dict[str, list[str]]) -> list[str]:
     """Return the lines of a table."""
     widths = {head: max(map(len, (head, *cells))) for head, cells in columns.items()}
-    left = {"schedule", "recompute"}
-    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if head in left else cell.rjust(width)
+            cell.ljust(width) if head in ("schedule", "recompute") else cell.rjust(width)
             for cell, (head, width) in zip(row, widths.items(), strict=True)
         ).rstrip()
-        for row in rows
+        for row in (tuple(columns), *zip(*columns.values(), strict=True))
     ]
 
 
-def _wrapped(words: Sequence[str]) -> list[str]:
+def _wrapped(command: str) -> list[str]:
     """Return the lines of a command, which a shell reads as one."""
-    lines, line = [], ""
-    for word in words:
-        if line and len(line) + len(word) > 110 and word.startswith("-"):
-            lines.append(f"{line} \\")
-            line = "   "
-        line += f" {word}" if line else word
-    return [*lines, line]
+    *lines, last = wrap(command, 114, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return [*(f"{line} \\" for line in lines), last]
 
 
 def _duration(seconds: float) -> str:
