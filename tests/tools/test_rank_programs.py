@@ -58,6 +58,13 @@ def test_a_missing_wait_is_detected() -> None:
     )
 
 
+def test_results_are_compared_to_the_bit() -> None:
+    check = rank_programs._equal({"out": torch.tensor([1.0, 2.0])})
+    check({"out": torch.tensor([1.0, 2.0])})
+    with pytest.raises(AssertionError, match="out: 1 of 2 numbers are wrong"):
+        check({"out": torch.tensor([1.0, 2.0000002])})
+
+
 class Later:
     """A program whose results change in its fifth round on rank 1."""
 
