@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import exhaustive
-from tpfuse.comm import host, rank_state
+from tpfuse.comm import host, rank_state, waits
 from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
@@ -294,6 +294,18 @@ def test_a_kernel_that_waits_for_one_rank_is_late_a_second_after_that_rank_has_l
     ):
         control.has_left.return_value, control.first_left.return_value = left, first_left
         assert is_late(control, peer, waited) == late
+
+
+@on_ranks(2)
+def test_the_end_of_a_chain_of_waits_is_none_if_ranks_wait_for_each_other() -> None:
+    control = _control_block()
+    other = 1 - control.rank
+    for awaited, expected in ((other, None), (None, other)):
+        dist.barrier()
+        waits.look(awaited)
+        dist.barrier()
+        assert control.last_of_chain(other) == expected
+    waits.forget()
 
 
 def _is_through() -> list[int | None]:

@@ -141,7 +141,7 @@ def test_a_deadline_begins_when_its_operation_begins() -> None:
     """The stream's work before an operation does not count. Both ranks' streams begin the operation together."""
     memory, calls = _memory()
     flags, ready = memory.signals("flags", 1), memory.buffer("ready", (1,), torch.int32)
-    memory.timeout = memory.control.timeout = limit = patient(0.5)
+    memory.timeout = memory.control.timeout = limit = patient(0.3)
 
     def work() -> None:
         time.sleep(1.5 * limit)
@@ -165,9 +165,9 @@ def test_a_rank_that_has_left_ends_waits_on_streams_at_once() -> None:
     dist.barrier()  # Otherwise rank 1 may leave while rank 0 is still in `signals`.
     if memory.rank == 0:
         wait_until(lambda: memory.control.has_left(1), "rank 1 is in its reset")
-        _never(memory, flags)
-        calls.synchronize()
         with pytest.raises(PeerTimeout) as caught:
+            _never(memory, flags)  # raises it if the watchdog has looked before the guard ends
+            calls.synchronize()
             memory.check()
         assert caught.value.peer == 1 and caught.value.waited < memory.timeout / 2
     memory.reset()

@@ -80,18 +80,12 @@ def _spin(memory: SharedMemory) -> None:
 def _until_somebody_dies(rank: Rank, operation: str) -> None:
     memory = connect(rank)
     memory.step = 7
-    total = Sum(memory)
     never = memory.signals("never", 1)
     rank.tell("here")
     try:
         while True:
-            if operation == "sum":
-                assert total(memory.rank) == 3
-            elif operation == "barrier":
+            if operation == "barrier":
                 memory.barrier()
-            elif operation == "allocation":
-                memory.buffer("x", (1000,), torch.float32)
-                memory.free("x")
             elif operation == "wait":
                 with memory.guard("wait"):
                     memory.wait_signal(never, 1, 0, 1, op="wait")
@@ -105,7 +99,7 @@ def _until_somebody_dies(rank: Rank, operation: str) -> None:
         raise
 
 
-@pytest.mark.parametrize("operation", ["allocation", "wait", "kernel", *exhaustive("sum", "barrier")])
+@pytest.mark.parametrize("operation", ["barrier", "wait", "kernel"])
 def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) -> None:
     with ranks(3, tmp_path, _until_somebody_dies, operation) as running:
         running.wait_for_all()
@@ -116,8 +110,7 @@ def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) 
             assert isinstance(error, PeerTimeout), error
             assert (error.peer, error.rank) == (1, survivor)
             assert f"its process ({running.processes[1].pid}) has ended" in str(error)
-            op = {"allocation": ("buffer x", "free x")}.get(operation, (operation,))
-            assert error.step == 7 and error.op in op
+            assert (error.step, error.op) == (7, operation)
             assert str(error).startswith(f"{error.op}, step 7: rank {survivor} waited ")
             assert when - killed < LIMIT / 2, "nobody waits until the deadline"
 
@@ -211,7 +204,7 @@ def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
 @pytest.mark.parametrize("operation", ["sum", *exhaustive("kernel")])
 def test_a_run_whose_ranks_all_stop_goes_on(operation: str, tmp_path: Path) -> None:
     """No rank is late after Ctrl-Z and fg."""
-    timeout = patient(1.5)
+    timeout = patient(0.7)
     with ranks(2, tmp_path, _stopped_together, operation, timeout) as running:
         assert running.hear(1) == "here"
         time.sleep(0.1)  # Rank 0 waits by then, or begins to wait afterwards.
@@ -247,9 +240,9 @@ def _one_stays_away(rank: Rank, operation: str, timeout: float) -> int:
     return total(memory.rank)
 
 
-@pytest.mark.parametrize("operation", ["sum", "kernel", "end of the epoch"])
+@pytest.mark.parametrize("operation", ["sum", "end of the epoch", *exhaustive("kernel")])
 def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> None:
-    timeout = patient(0.7)
+    timeout = patient(0.5)
     with ranks(3, tmp_path, _one_stays_away, operation, timeout) as running:
         for rank in (0, 2):
             error = running.hear(rank)
@@ -260,19 +253,6 @@ def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> Non
         assert running.hear(1).op == "sum"  # It comes late, and does not wait itself.
         running.go()
         assert [running.result(rank)[1] for rank in range(3)] == [3, 3, 3]
-
-
-def _late(rank: Rank) -> list[int]:
-    time.sleep(0.2 * rank.rank)
-    memory = connect(rank)
-    total = Sum(memory)
-    time.sleep(0.2 * (rank.world - rank.rank))
-    return [total(rank.rank), total(1)]
-
-
-def test_ranks_may_start_at_different_times(tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _late) as running:
-        assert [running.result(rank)[1] for rank in range(3)] == [[3, 3]] * 3
 
 
 def _recorded(rank: Rank, folder: Path) -> PeerTimeout:

@@ -35,7 +35,7 @@ def _late(implementation: Implementation, folder: str) -> None:
             assert (caught.value.rank, caught.value.peer) == (2, 3)
             assert "[/" not in str(caught.value) and ".cc:" not in str(caught.value)
         elif dist.get_rank() == 3:
-            time.sleep(3.5)
+            time.sleep(1.5 if implementation == "direct" else 3.5)
     finally:
         set_settings(timeout=before.timeout, flight_folder=before.flight_folder)
         use(implementation="auto")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
+from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
@@ -35,6 +36,7 @@ def opened(name: Implementation, group: dist.ProcessGroup, timeout: float) -> Me
     dist.barrier(group)
     set_settings(timeout=timeout)
     set_timeout(group)
+    collective.PATIENCE = patient(0.5)
     if name != "collective":
         memory_of(group).timeout = memory_of(group).control.timeout = timeout
     return messages
@@ -93,8 +95,8 @@ def _wait_in_vain(rank: Rank, name: Implementation, what: str, timeout: float) -
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("direct", "send"), ("fused", "send"), ("collective", "receive"),
-        *exhaustive(("direct", "receive"), ("fused", "receive"), ("collective", "send")),
+        ("direct", "send"), ("collective", "receive"),
+        *exhaustive(("direct", "receive"), ("fused", "send"), ("fused", "receive"), ("collective", "send")),
     ],
 )  # fmt: skip
 def test_a_rank_that_stays_away_is_named_and_all_can_go_on(name: Implementation, what: str, tmp_path: Path) -> None:
@@ -128,8 +130,7 @@ def _until_it_dies(rank: Rank, name: Implementation, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("direct", "receive"), ("fused", "send"), *exhaustive(("direct", "send"), ("fused", "receive"),
-     ("collective", "send"), ("collective", "receive"))],
+    [("fused", "send"), *exhaustive(("direct", "receive"), ("fused", "receive"), ("collective", "receive"))],
 )  # fmt: skip
 def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, what: str, tmp_path: Path) -> None:
     waits = 0 if what == "send" else 1
@@ -143,34 +144,6 @@ def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, what: str,
         assert when - killed < LIMIT / 2, "nobody waits until the deadline"
         if name != "collective":
             assert f"its process ({running.processes[1 - waits].pid}) has ended" in str(error)
-
-
-def _stop(rank: Rank, name: Implementation) -> PeerTimeout | None:
-    """Rank 1 is stopped before it sends a message, and goes on."""
-    group = rank.join()
-    messages = opened(name, group, patient(LIMIT))
-    if rank.rank == 1:
-        rank.pause()
-        messages.send(1, torch.ones(10))
-        messages.finish()
-    elif rank.rank == 0:
-        message = messages.receive(1, (10,), torch.float32)
-        assert message.tensor.tolist() == [1.0] * 10
-        messages.release(1, message)
-    return None
-
-
-@pytest.mark.parametrize("name", ["direct", *exhaustive("fused", "collective")])
-def test_a_rank_that_stops_for_a_while_causes_no_error(name: Implementation, tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _stop, name) as running:
-        assert running.hear(1) == "here"
-        running.send(1, signal.SIGSTOP)
-        running.connections[1].send("go")
-        assert not running.connections[0].poll(0.5), "rank 0 waits"
-        continued = running.send(1, signal.SIGCONT)
-        when, result = running.result(0)
-        assert result is None and when > continued
-        assert running.result(1)[1] is None
 
 
 def _stop_too_long(rank: Rank, timeout: float) -> PeerTimeout | None:
