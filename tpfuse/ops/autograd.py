@@ -51,7 +51,8 @@ def once_differentiable(backward: _Backward) -> _Backward:
             return results
         gradients = [results] if isinstance(results, Tensor) else list(results)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        operator = type(ctx).__name__.removeprefix("_").removesuffix("Backward")
+        name = type(ctx).__name__.removeprefix("_").removeprefix("GeneratedBackwardFor_tpfuse_")
+        operator = name.removesuffix("Backward").removesuffix("_forward_default")
         anchor = torch.ones((), requires_grad=True)
         marked = _FirstDerivative.apply(operator, anchor, *(gradients[index] for index in present))  # type: ignore[no-untyped-call]
         for index, gradient in zip(present, marked, strict=True):

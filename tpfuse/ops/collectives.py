@@ -84,31 +84,27 @@ def _(x: Tensor, kind: str, group_name: str, world: int) -> Tensor:
 
 
 class _Collective(Function):
-    """A collective with its gradient. If x is traced (`is_traced`), group is None, and name and world are given."""
+    """A collective with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
-        ctx.kind, ctx.ranks = kind, (group, name, world)
+    def forward(ctx: Any, x: Tensor, kind: str, name: str, world: int) -> Tensor:
+        ctx.kind, ctx.ranks = kind, (name, world)
         return _run(x, kind, *ctx.ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _run(grad, _KINDS[ctx.kind].backward, *ctx.ranks), None, None, None, None
+        return _run(grad, _KINDS[ctx.kind].backward, *ctx.ranks), None, None, None
 
 
-def _run(x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
+def _run(x: Tensor, kind: str, name: str, world: int) -> Tensor:
     if kind == "identity":
         return x.view_as(x)
-    return _collective(x, kind, name, world) if group is None else _KINDS[kind].run(x, group)
+    return _collective(x, kind, name, world) if is_traced(x) else _KINDS[kind].run(x, named_group(name))
 
 
 def _apply(x: Tensor, kind: str, group: Group) -> Tensor:
-    if group is None:
-        return x
-    if is_traced(x):
-        return apply(_Collective, x, kind, None, group.group_name, group.size())
-    return apply(_Collective, x, kind, group, "", 0)
+    return x if group is None else apply(_Collective, x, kind, group.group_name, group.size())
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:

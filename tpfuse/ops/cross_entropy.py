@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.library import custom_op
 
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import check_local, is_traced
+from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.kernels.cross_entropy import (
     IGNORE,
@@ -32,7 +31,7 @@ from tpfuse.kernels.cross_entropy import (
     cross_entropy_combine,
     cross_entropy_forward,
 )
-from tpfuse.ops.autograd import apply, once_differentiable
+from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.checks import check_range
 from tpfuse.switches import use_triton
 
@@ -65,13 +64,11 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
     elif logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    if is_traced(logits) if group is not None else use_triton(logits):
-        name = None if group is None else group.group_name
-        loss: Tensor = _forward(logits, target, vocabulary, start, name)[0]
-        return loss
-    if group is None:
+    if group is None and not use_triton(logits):
         return F.cross_entropy(logits, as_torch(target), reduction="none")
-    return apply(_VocabParallelCrossEntropy, logits, target, vocabulary, group)
+    name = None if group is None else group.group_name
+    loss: Tensor = _forward(logits, target, vocabulary, start, name)[0]
+    return loss
 
 
 def check_target(target: Tensor, rows: Tensor, vocabulary: int) -> None:
@@ -88,28 +85,6 @@ def check_target(target: Tensor, rows: Tensor, vocabulary: int) -> None:
 def as_torch(target: Tensor) -> Tensor:
     """Return the target for torch's functions, which by default ignore -100 alone."""
     return target.masked_fill(target == IGNORE, TORCH_IGNORE)
-
-
-class _VocabParallelCrossEntropy(Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.start, _ = shard_range(vocabulary, *rank_and_size(group))
-        loss, normalizer = losses(logits, target, vocabulary, group)
-        ctx.save_for_backward(logits, target, normalizer)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, target, normalizer = ctx.saved_tensors
-        return _gradient(logits, target, normalizer, grad, ctx.start), None, None, None
-
-
-def _gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:
-    """`gradient_`, with logits left as they are."""
-    if use_triton(logits):
-        return cross_entropy_backward(logits, target, start, normalizer, grad)
-    return gradient_(logits.clone(), target, start, normalizer, grad)
 
 
 def losses(
@@ -196,7 +171,9 @@ def _(logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: s
 
 @custom_op("tpfuse::cross_entropy_backward", mutates_args=())
 def _logits_gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:
-    return _gradient(logits, target, normalizer, grad, start)
+    if use_triton(logits):
+        return cross_entropy_backward(logits, target, start, normalizer, grad)
+    return gradient_(logits.clone(), target, start, normalizer, grad)
 
 
 @_logits_gradient.register_fake
@@ -210,6 +187,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(logits, target, output[1])
 
 
+@once_differentiable
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return _logits_gradient(*ctx.saved_tensors, grad, ctx.start), None, None, None, None
 

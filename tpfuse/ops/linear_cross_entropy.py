@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.library import custom_op
 
-from tpfuse.comm.layout import check_local, is_traced
+from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
@@ -69,17 +68,12 @@ def linear_cross_entropy(
     assert x_ is not None and weight_ is not None
     _check(x_, weight_, vocabulary, group, weights, chunk_tokens)
     check_target(target, x, vocabulary)
-    triton = use_triton(x_)
     chunk = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
     weights = None if weights is None else weights.to(_computed(x_.dtype))
     grad = torch.is_grad_enabled()
     needs = (grad and x_.requires_grad, grad and weight_.requires_grad)
-    if is_traced(x_) if group is not None else triton:
-        name = None if group is None else group.group_name
-        total, each, *_ = _forward(x_, weight_, target, weights, vocabulary, name, chunk, *needs)
-        return total, each
-    arguments = (x_, weight_, target, weights, vocabulary, group, chunk, *needs)
-    total, each = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    name = None if group is None else group.group_name
+    total, each, *_ = _forward(x_, weight_, target, weights, vocabulary, name, chunk, *needs)
     return total, each
 
 
@@ -199,46 +193,6 @@ def _weight_gradient(grad: Tensor, x: Tensor, buffer: Tensor | None) -> Tensor:
     return buffer.addmm_(grad.t(), x) if buffer.dtype == x.dtype else buffer.add_(grad.t() @ x)
 
 
-class _LinearCrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        weights: Tensor | None,
-        vocabulary: int,
-        group: dist.ProcessGroup | None,
-        chunk: int,
-        needs_x: bool,
-        needs_weight: bool,
-    ) -> tuple[Tensor, Tensor]:
-        total, each, grad_x, grad_weight = chunks(
-            x, weight, target, weights, vocabulary, group, chunk, needs_x, needs_weight, use_triton(x)
-        )
-        ctx.mark_non_differentiable(each)
-        ctx.save_for_backward(each, grad_x, grad_weight)
-        return total, each
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        each, grad_x, grad_weight = ctx.saved_tensors
-        return *_scaled(wanted_gradients(ctx), grad, each, grad_x, grad_weight), *[None] * 5
-
-
-def _scaled(
-    needs: tuple[bool, ...], grad: Tensor, each: Tensor, grad_x: Tensor, grad_weight: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight, target and weights for the upstream gradient `grad` [] of the sum."""
-    return (
-        _times(grad, grad_x) if needs[0] else None,
-        _times(grad, grad_weight) if needs[1] else None,
-        None,
-        each * grad if needs[3] else None,
-    )
-
-
 def _times(grad: Tensor, x: Tensor) -> Tensor:
     """Return grad [] times x, computed in grad's dtype and rounded once.
 
@@ -249,34 +203,21 @@ def _times(grad: Tensor, x: Tensor) -> Tensor:
     return torch.mul(x, grad.view(1), out=torch.empty_like(x))
 
 
-@custom_op("tpfuse::linear_cross_entropy_forward", mutates_args=())
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    weights: Tensor | None,
-    vocabulary: int,
-    group_name: str | None,
-    chunk: int,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@custom_op(
+    "tpfuse::linear_cross_entropy_forward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor target, Tensor? weights, SymInt vocabulary, str? group_name, SymInt chunk,"
+    " bool needs_x, bool needs_weight) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(x: Tensor, weight: Tensor, target: Tensor, weights: Any, *call: Any) -> tuple[Tensor, ...]:
+    vocabulary, group_name, *rest = call
     group = None if group_name is None else named_group(group_name)
-    return chunks(x, weight, target, weights, vocabulary, group, chunk, needs_x, needs_weight, use_triton(x))
+    return chunks(x, weight, target, weights, vocabulary, group, *rest, use_triton(x))
 
 
 @_forward.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    weights: Tensor | None,
-    vocabulary: int,
-    group_name: str | None,
-    chunk: int,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    needs_x, needs_weight = call[-2:]
     each = x.new_empty(x.shape[0], dtype=_computed(x.dtype))
     return (
         each.new_empty(()),
@@ -293,7 +234,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 @once_differentiable
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return *_scaled(wanted_gradients(ctx), grad, *ctx.saved_tensors), *[None] * 5
+    each, *gradients = ctx.saved_tensors
+    needs = wanted_gradients(ctx)
+    grad_x, grad_weight = (_times(grad, x) if need else None for need, x in zip(needs, gradients, strict=False))
+    return grad_x, grad_weight, None, each * grad if needs[3] else None, *[None] * 5
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
