@@ -85,7 +85,7 @@ def _recorded() -> Iterator[Events]:
         return counted
 
     counted: dict[Any, list[str]] = {
-        collectives: ["all_gather", "start_all_gather", "start_reduce_scatter", "reduce_scatter", "all_reduce"],
+        collectives: ["start_all_gather", "start_reduce_scatter", "all_reduce"],
         fused: ["all_gather_forward", "all_gather_gemm_forward", "gemm_reduce_scatter_forward"],
         Channel: ["signal"],
     }
@@ -150,7 +150,7 @@ def _reducing(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _gathers(name: Implementation) -> Events:
     """Return what gathers a gradient that dX and dW need: it is not kept between the parts, which would cost memory."""
-    return Events({{"direct": "signal", "collective": "all_gather", "fused": "all_gather_forward"}[name]: 1})
+    return Events({{"direct": "signal", "collective": "start_all_gather", "fused": "all_gather_forward"}[name]: 1})
 
 
 def _products(name: Implementation, dtype: torch.dtype) -> None:

@@ -140,12 +140,6 @@ class StandIn(CudaCalls):
             raise RuntimeError("CUDA driver error: invalid device ordinal\nException raised from ...")
         return StandInHandle([torch.from_numpy(part) for part in parts], 16 * (1 + self.group.rank()))
 
-    def addresses(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values)
-
-    def new_word(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
     def set_word(self, words: Tensor, index: int, value: int) -> None:
         words.view(torch.uint32)  # raises for another dtype, as `CudaCalls.set_word` does
         self.do(partial(words[index].fill_, wrapped(value)))

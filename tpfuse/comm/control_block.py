@@ -55,20 +55,12 @@ class ControlBlock:
         self.rank, self.world, self.timeout = group.rank(), group.size(), timeout
         self.step = -1
         self.ranks = dist.get_process_group_ranks(group)  # the ranks' numbers in the world, which messages use
-        mapping, reason = None, ""
-        if self.rank == 0:
-            try:
-                mapping = Mapping("control block", self.world * STATE_BYTES)
-            except Unavailable as error:
-                reason = str(error)
+        mapping, reason = self._mapped() if self.rank == 0 else (None, "")
         descriptor = mapping.descriptor if mapping is not None else None
         entries = exchange(group, (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
         reason = _why_not(entries)
         if not reason and mapping is None:
-            try:
-                mapping = Mapping("control block", self.world * STATE_BYTES, (entries[0][1], entries[0][2] or 0))
-            except Unavailable as error:
-                reason = str(error)
+            mapping, reason = self._mapped((entries[0][1], entries[0][2] or 0))
         # Either every rank has mapped the memory, or no rank uses it.
         reasons = [text for text in exchange(group, reason, "symmetric memory", timeout) if text]
         if mapping is not None:
@@ -93,7 +85,16 @@ class ControlBlock:
             with contextlib.suppress(OSError):
                 state.pidfd = os.pidfd_open(pid)
         self.pids = [pid for _, pid, _, _ in entries]
-        weakref.finalize(self, _close, [state.pidfd for state in self.states if state.pidfd is not None])
+        for state in self.states:
+            if state.pidfd is not None:
+                weakref.finalize(self, os.close, state.pidfd)
+
+    def _mapped(self, location: tuple[int, int] | None = None) -> tuple[Mapping | None, str]:
+        """Return the memory, made or mapped from rank 0's location, or the reason why there is none."""
+        try:
+            return Mapping("control block", self.world * STATE_BYTES, location), ""
+        except Unavailable as error:
+            return None, str(error)
 
     @property
     def aborted(self) -> bool:
@@ -258,9 +259,6 @@ class ControlBlock:
         earlier, first = self._failure
         if begun > earlier:
             return self._error(op, missing, None, first)
-        return self._timeout(op, missing, waited)
-
-    def _timeout(self, op: str, missing: int | None, waited: float) -> PeerTimeout:
         return self._error(op, missing, waited, self.describe(missing))
 
     def _error(self, op: str, missing: int | None, waited: float | None, detail: str) -> PeerTimeout:
@@ -321,7 +319,8 @@ class ControlBlock:
                             missing = rank if left is None else left
                             if heed_abort:
                                 raise self.fail(op, missing, backoff.waited)
-                            raise self._timeout(op, self.ranks[missing], backoff.waited)
+                            late = self.ranks[missing]
+                            raise self._error(op, late, backoff.waited, self.describe(late))
             load_acquire(state.addresses[field : field + 1], np.zeros(1, np.int64))
 
     def _left_early(self, rank: int, field: int, value: int) -> bool:
@@ -364,11 +363,6 @@ class ControlBlock:
     def _reset_barrier(self) -> None:
         self._resets += 1
         self._wait_for_all(RESETS, self._resets, "reset", heed_abort=False)
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _why_not(entries: Sequence[tuple[str, int, int | None, str]]) -> str:

@@ -103,14 +103,6 @@ class CudaCalls:
         handle: DriverHandle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
         return handle
 
-    def addresses(self, values: Sequence[int]) -> Tensor:
-        """Return the values as a tensor, int64 [n], on the device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-    def new_word(self) -> Tensor:
-        """Return a word, int32 [1], on the device. It is 0."""
-        return torch.zeros(1, dtype=torch.int32, device=self.device)
-
     def set_word(self, words: Tensor, index: int, value: int) -> None:
         """Set a word on the current stream. A reader that sees the value sees everything before it on the stream.
 

@@ -37,7 +37,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._calls = CudaCalls(device) if calls is None else calls
         self._group_name = group.group_name
         self._check_gpus()
-        self._abort = self._calls.new_word()
+        self._abort = torch.zeros(1, dtype=torch.int32, device=device)
         self._calls.synchronize()
         self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
         # Each buffer's tensor and handle are kept here, because the peers' tensors do not own their memory.
@@ -100,12 +100,15 @@ class CudaMemory(HostCoordinatedMemory):
         except RuntimeError as error:
             reason = f"GPU memory for {key} cannot be shared: {_first_line(error)}"
         offsets = self.collect(reason, f"buffer {key}", 0 if reason else handle.offset)
-        peers = [tensor if r == self.rank else _part(handle, r, size, offset) for r, offset in enumerate(offsets)]
+        peers = [
+            tensor if rank == self.rank else handle.get_buffer(rank, (size,), torch.uint8, offset)
+            for rank, offset in enumerate(offsets)
+        ]
         views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         addresses = [pointer + offset for pointer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
         assert addresses[self.rank] == tensor.data_ptr(), "the handle is of another tensor"
         self._allocations[key] = tensor, handle
-        return SymmetricBuffer(key, views, self.rank, self._calls.addresses(addresses))
+        return SymmetricBuffer(key, views, self.rank, torch.tensor(addresses, device=self.device))
 
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._calls.synchronize()
@@ -184,11 +187,6 @@ class CudaMemory(HostCoordinatedMemory):
         super()._clear()
         self._abort.zero_()
         self._calls.synchronize()
-
-
-def _part(handle: DriverHandle, rank: int, size: int, offset: int) -> Tensor:
-    """Return another rank's tensor. offset: the number of bytes from the beginning of its allocation."""
-    return handle.get_buffer(rank, (size,), torch.uint8, offset)
 
 
 def _first_line(error: Exception) -> str:

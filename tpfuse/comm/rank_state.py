@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from tpfuse.comm.errors import Unavailable
 
-# Indices of a rank's int64 numbers, and their count. `tpfuse.comm.waits` has two more.
-BEGUN, EPOCH, RESETS, MESSAGES, _NUMBERS = 0, 1, 2, 3, 16
+# Indices of a rank's int64 numbers, and their count. AWAITED: the number in the world of the rank for which this one
+# waits, + 1; LOOKED: when it looked last (ns), see `tpfuse.comm.waits`.
+BEGUN, EPOCH, RESETS, MESSAGES, AWAITED, LOOKED, _NUMBERS = 0, 1, 2, 3, 4, 5, 16
 TEXT = 4096  # bytes of one exchange
 # The operations of all ranks in the flight record, as many messages, and the bytes of each: four numbers (`RankState`),
 # then text.

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-WORD, LOOKED = 4, 5  # indices of a rank's int64 numbers: the awaited rank's number in the world + 1, and the time (ns)
+from tpfuse.comm.rank_state import AWAITED, LOOKED
+
 _FOR_GOOD = -1  # the time of a wait that was given up
 _RECENT = 1.0  # seconds: a process that waits looks more often, unless it is stopped
 
@@ -60,7 +61,7 @@ def _write(rank: int | None, when: int) -> None:
         block = reference()
         if block is not None:
             words = block.own_words
-            words[WORD], words[LOOKED] = 0 if rank is None else rank + 1, when
+            words[AWAITED], words[LOOKED] = 0 if rank is None else rank + 1, when
 
 
 def _write_into_store(rank: int | None) -> None:
@@ -103,7 +104,7 @@ def awaited(words: memoryview, timeout: float, left: bool) -> int | None:
     words: those of that process. timeout: the seconds after which ranks give up. left: whether the process has ended
     or waits in a reset: then it does not wait for the rank at which it looked last, unless it has given up.
     """
-    rank, looked = words[WORD] - 1, words[LOOKED]
+    rank, looked = words[AWAITED] - 1, words[LOOKED]
     if rank < 0:
         return None
     recent = not left and time.time_ns() - looked < min(_RECENT, timeout / 4) * 1e9

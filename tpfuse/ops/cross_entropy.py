@@ -88,35 +88,28 @@ def as_torch(target: Tensor) -> Tensor:
 
 
 def losses(
-    logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup | None, *, triton: bool | None = None
+    logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup | None, *, triton: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the losses [M] and, for `gradient_`, the maximum and total of all shards [2, M]; not differentiable.
 
-    logits: this rank's slice, in the dtype of the computation. triton: whether Triton's kernels compute; None for the
-    same choice as for every operator. The call is one collective of the group.
+    logits: this rank's slice, in the dtype of the computation. triton: whether Triton's kernels compute. The call is
+    one collective of the group.
     """
     rank, world = rank_and_size(group)
     start, _ = shard_range(vocabulary, rank, world)
-    triton = use_triton(logits) if triton is None else triton
     statistics = cross_entropy_forward(logits, target, start) if triton else _statistics(logits, target, start)
     gathered = collectives.all_gather(statistics, group).view(world, 3, len(target))
     return cross_entropy_combine(gathered, target, vocabulary) if triton else _combined(gathered, target)
 
 
 def gradient_(
-    logits: Tensor,
-    target: Tensor,
-    start: int,
-    normalizer: Tensor,
-    scale: Tensor | None,
-    *,
-    triton: bool | None = None,
+    logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None, *, triton: bool
 ) -> Tensor:
     """Replace this rank's logits by (softmax - one_hot) scale, rows without a loss by 0, and return them.
 
     scale: [M], None for 1.
     """
-    if use_triton(logits) if triton is None else triton:
+    if triton:
         return cross_entropy_backward_(logits, target, start, normalizer, scale)
     owned, column = _owned(target, start, logits.shape[1])
     maximum, total = normalizer
@@ -160,7 +153,8 @@ def _combined(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: str | None
 ) -> tuple[Tensor, Tensor]:
-    return losses(logits, target, vocabulary, None if group_name is None else named_group(group_name))
+    group = None if group_name is None else named_group(group_name)
+    return losses(logits, target, vocabulary, group, triton=use_triton(logits))
 
 
 @_forward.register_fake
@@ -173,7 +167,7 @@ def _(logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: s
 def _logits_gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:
     if use_triton(logits):
         return cross_entropy_backward(logits, target, start, normalizer, grad)
-    return gradient_(logits.clone(), target, start, normalizer, grad)
+    return gradient_(logits.clone(), target, start, normalizer, grad, triton=False)
 
 
 @_logits_gradient.register_fake

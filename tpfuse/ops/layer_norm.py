@@ -35,13 +35,7 @@ def layer_norm(
     rows; None if this rank has all rows or the caller sums the gradients. Raise ValueError for other shapes, integers,
     or tensors on several devices.
     """
-    check_norm("layer_norm", x, weight, bias)
-    weight = None if weight is None else replicate(weight, sum_gradients_over)
-    bias = None if bias is None else replicate(bias, sum_gradients_over)
-    if use_triton(x):
-        weight = x.new_ones(x.shape[-1]) if weight is None else weight
-        return normalize(x, None, weight, bias, eps, centered=True)[0]
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    return norm("layer_norm", x, None, weight, bias, eps, sum_gradients_over, centered=True)[0]
 
 
 def add_layer_norm(
@@ -57,18 +51,36 @@ def add_layer_norm(
 
     residual: of x's shape and dtype; the other arguments: as in `layer_norm`.
     """
-    check_norm("add_layer_norm", x, weight, bias, residual)
-    weight = replicate(weight, sum_gradients_over)
+    return norm("add_layer_norm", x, residual, weight, bias, eps, sum_gradients_over, centered=True)
+
+
+def norm(
+    operator: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    sum_gradients_over: dist.ProcessGroup | None,
+    *,
+    centered: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return (the norm of summed, summed = x + residual). centered: layer_norm if true, otherwise rms_norm."""
+    _check(operator, x, weight, bias, residual)
+    weight = None if weight is None else replicate(weight, sum_gradients_over)
     bias = None if bias is None else replicate(bias, sum_gradients_over)
-    if use_triton(x):
-        return normalize(x, residual, weight, bias, eps, centered=True)
-    summed = x + residual
-    return F.layer_norm(summed, (x.shape[-1],), weight, bias, eps), summed
+    if not use_triton(x):
+        summed, shape = x if residual is None else x + residual, (x.shape[-1],)
+        plain = F.layer_norm(summed, shape, weight, bias, eps) if centered else F.rms_norm(summed, shape, weight, eps)
+        return plain, summed
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows.shape)
+    weight = x.new_ones(x.shape[-1]) if weight is None else weight
+    out, summed, _, _ = _forward(rows, added, weight, bias, eps, centered)
+    return out.view(x.shape), x if residual is None else summed.view(x.shape)
 
 
-def check_norm(
-    operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
-) -> None:
+def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
     """Raise ValueError unless x is [..., C] of floats, residual like x, and weight and bias are [C]."""
     check_local(operator, x=x, weight=weight, bias=bias, residual=residual)
     if not x.is_floating_point() or not x.ndim or not x.shape[-1]:
@@ -82,19 +94,6 @@ def check_norm(
                 raise ValueError(f"{operator}: {name} is {other.dtype}: expected {like.dtype}, as {like_name}")
     if weight is not None and not weight.is_floating_point():
         raise ValueError(f"{operator}: weight is {weight.dtype}: expected floats")
-
-
-def normalize(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (normalised, summed), computed by the kernels; summed is x without a residual.
-
-    centered: layer_norm if true, otherwise rms_norm. Shapes as in `add_layer_norm`; the launcher raises ValueError.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    added = None if residual is None else residual.reshape(rows.shape)
-    out, summed, _, _ = _forward(rows, added, weight, bias, eps, centered)
-    return out.view(x.shape), x if residual is None else summed.view(x.shape)
 
 
 @custom_op("tpfuse::norm_forward", mutates_args=())
@@ -121,17 +120,9 @@ def _(
 
 @custom_op("tpfuse::norm_backward", mutates_args=())
 def _gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    grad_summed: Tensor | None,
-    centered: bool,
-    with_bias: bool,
-    with_x: bool,
-    with_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_summed: Tensor | None, centered: bool,
+    with_bias: bool, with_x: bool, with_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dx, dweight, dbias), with an empty tensor for each gradient that is not wanted."""
     dx, dweight, dbias = norm_backward(
         grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed if with_x else None,
@@ -141,18 +132,8 @@ def _gradients(
 
 
 @_gradients.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    grad_summed: Tensor | None,
-    centered: bool,
-    with_bias: bool,
-    with_x: bool,
-    with_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with_bias, with_x, with_weight = others[-3:]
     dweight, dbias = (
         weight.new_empty(weight.shape if flag else 0) for flag in (with_weight, with_weight and with_bias)
     )
@@ -167,23 +148,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)  # mean and rstd have none
 
 
-def _backward(
-    ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
+def _backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     grad_summed = grad_summed if ctx.with_residual else None
     if grad is None:  # only summed was used
         return grad_summed, grad_summed, None, None, None, None
     needs_x, needs_residual, needs_weight, needs_bias, *_none = wanted_gradients(ctx)
     flags = needs_bias, needs_x or needs_residual, needs_weight or needs_bias
     dx, dweight, dbias = _gradients(grad, *ctx.saved_tensors, grad_summed, ctx.centered, *flags)
-    return (
-        dx if needs_x else None,
-        dx if needs_residual else None,
-        dweight if needs_weight else None,
-        dbias if needs_bias else None,
-        None,
-        None,
-    )
+    pairs = zip((dx, dx, dweight, dbias), (needs_x, needs_residual, needs_weight, needs_bias), strict=True)
+    return *(gradient if needed else None for gradient, needed in pairs), None, None
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

@@ -10,8 +10,6 @@ from tpfuse.explore import SimulatedMemory
 from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 from tpfuse.testing.inputs import integers
 
-SCATTER = direct.DirectCollectives._reduce_scatter
-
 
 class TestDirectCollectives(ProtocolSuite):
     modules = (channel, direct)
@@ -28,9 +26,10 @@ class TestDirectCollectives(ProtocolSuite):
         Fault(
             "signalled before it is staged",
             replace(
-                SCATTER,
-                "slots[this_rank].copy_(piece)\nepoch = channel.signal()",
-                by="epoch = channel.signal()\nslots[own].copy_(piece)",
+                direct.DirectCollectives._staged,
+                "slots[self.memory.rank].copy_(piece)\nyield channel, channel.signal(), start, size, piece, slots",
+                by="epoch = channel.signal()\nslots[self.memory.rank].copy_(piece)\n"
+                "yield channel, epoch, start, size, piece, slots",
             ),
         ),
     )

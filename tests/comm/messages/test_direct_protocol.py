@@ -1,7 +1,7 @@
 """Messages by torch operations, rank by rank in one process: every access is ordered, under many schedules."""
 
 from tests.support.message_rings import ring, send_both_ways, without_rank_0
-from tpfuse.comm.messages import direct, symmetric
+from tpfuse.comm.messages import symmetric
 from tpfuse.explore import SimulatedMemory
 from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 
@@ -9,8 +9,8 @@ SYMMETRIC = symmetric.SymmetricMessages
 
 
 class TestDirectMessages(ProtocolSuite):
-    modules = (symmetric, direct)
-    needed = (symmetric, direct)
+    modules = (symmetric,)
+    needed = (symmetric,)
     worlds = ((2, 1), (3, 1))
     faults = (
         Fault(
@@ -27,16 +27,16 @@ class TestDirectMessages(ProtocolSuite):
         Fault("a wait for the epoch before", replace(SYMMETRIC.receive, "epoch", by="epoch - 1", call="wait_signal")),
         Fault(
             "a wait for an older release",
-            replace(direct.DirectMessages.send, "epoch - 1", by="epoch - 2", call="wait_signal"),
+            replace(symmetric.DirectMessages.send, "epoch - 1", by="epoch - 2", call="wait_signal"),
         ),
     )
 
     def program(self, memory: SimulatedMemory) -> None:
         for slots in (1, 2):
             routes = ring(memory.world, slots)
-            messages = current(direct).DirectMessages(memory, f"{slots}", 48, routes)
+            messages = current(symmetric).DirectMessages(memory, f"{slots}", 48, routes)
             send_both_ways(messages, memory.rank, routes, 5)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         routes = ring(memory.world, 2)
-        without_rank_0(current(direct).DirectMessages(memory, "late", 48, routes), memory, routes)
+        without_rank_0(current(symmetric).DirectMessages(memory, "late", 48, routes), memory, routes)

@@ -14,8 +14,8 @@ from tpfuse.comm import collectives
 from tpfuse.comm.dispatch import choice_for
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.messages.collective import CollectiveMessages
-from tpfuse.comm.messages.direct import DirectMessages
 from tpfuse.comm.messages.fused import FusedMessages
+from tpfuse.comm.messages.symmetric import DirectMessages
 from tpfuse.comm.trace import Recorder, observed
 from tpfuse.switches import use
 from tpfuse.testing.ranks import on_ranks, pool

@@ -1,13 +1,17 @@
 """Collectives along dimension 0, without autograd, by the implementation that serves the group best.
 
-`tpfuse.comm.collectives.dispatch` chooses it, unless the caller has one already and passes it (`by`).
+| implementation | what it is                                                           |
+|----------------|----------------------------------------------------------------------|
+| direct         | torch operations on shared memory (`tpfuse.comm.collectives.direct`) |
+| fused          | Triton kernels on symmetric memory (`tpfuse.comm.collectives.fused`) |
+| collective     | NCCL, Gloo (`tpfuse.comm.collectives.collective`)                    |
 
 A group of None stands for a single rank and costs nothing. The functions `start_*` begin a collective and return the
 result with a handle; the result may be read after `wait()` has returned. Every rank must call the same collectives of a
 group in the same order, from one thread at a time. They raise PeerTimeout if a rank does not come.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,14 +20,31 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.collectives import collective
-from tpfuse.comm.collectives.dispatch import Collectives, collectives_of
+from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives
+from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
-from tpfuse.comm.collectives.handle import DONE, Handle
+from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, groups_of
 from tpfuse.kernels.endpoint import SUMMED
 
+Collectives = DirectCollectives | FusedCollectives | TorchCollectives
+_IMPLEMENTATIONS: Implementations[Collectives] = Implementations(
+    TorchCollectives, direct=DirectCollectives, fused=FusedCollectives
+)
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # for `agree_on_rows`
+
+
+def collectives_of(x: Tensor, group: dist.ProcessGroup, *, kernels: bool = True) -> Collectives:
+    """Return what serves x's device and dtype. kernels: whether there is a kernel for the collective.
+
+    Without one, CPU ranks of one host use shared memory, even if kernels were chosen.
+    """
+    choice = choose_implementation(x.device, x.dtype, group)
+    if choice.implementation == "fused" and not kernels:
+        on_cpu = x.device.type == "cpu"
+        choice = replace(choice, implementation="direct") if on_cpu else Choice("collective", "no kernel")
+    return _IMPLEMENTATIONS.of(choice, group)
 
 
 def _check(operator: str, x: Tensor, group: dist.ProcessGroup, *, rows: bool = True) -> None:
@@ -35,16 +56,15 @@ def _check(operator: str, x: Tensor, group: dist.ProcessGroup, *, rows: bool = T
 
 
 def start_all_gather(
-    x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | None = None
+    x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | None = None, later: bool = True
 ) -> tuple[Tensor, Handle]:
     """Begin to gather all ranks' `x` [n, ...], concatenated in rank order: [world * n, ...].
 
-    The shapes must be equal on all ranks. Return (the result, its handle).
+    The shapes must be equal on all ranks. Return (the result, its handle). later: whether other work follows before the
+    result is needed.
     """
-    return (x, DONE) if group is None else _all_gather(x, group, by, later=True)
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup, by: Collectives | None, *, later: bool) -> tuple[Tensor, Handle]:
+    if group is None:
+        return x, DONE
     _check("all_gather", x, group)
     x = x.detach().contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
@@ -52,19 +72,15 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, by: Collectives | None, *, 
 
 
 def start_reduce_scatter(
-    x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | None = None
+    x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | None = None, later: bool = True
 ) -> tuple[Tensor, Handle]:
     """Begin to sum `x` [world * n, ...] over all ranks; this rank gets its [n, ...]. Return (the result, its handle).
 
-    On CPUs the sum is taken in rank order, half types in float32. Raise ValueError if the world does not divide the
-    rows.
+    On CPUs the sum is taken in rank order, half types in float32. later: as in `start_all_gather`. Raise ValueError if
+    the world does not divide the rows.
     """
-    return (x, DONE) if group is None else _reduce_scatter(x, group, by, later=True)
-
-
-def _reduce_scatter(
-    x: Tensor, group: dist.ProcessGroup, by: Collectives | None, *, later: bool
-) -> tuple[Tensor, Handle]:
+    if group is None:
+        return x, DONE
     _check("reduce_scatter", x, group)
     if x.shape[0] % group.size():
         raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {group.size()} ranks")
@@ -89,18 +105,14 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | None = None) -> Tensor:
     """Return all ranks' `x` [n, ...], concatenated in rank order: [world * n, ...]. All ranks have the same shape."""
-    if group is None:
-        return x
-    out, handle = _all_gather(x, group, by, later=False)
+    out, handle = start_all_gather(x, group, by=by, later=False)
     handle.wait()
     return out
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | None = None) -> Tensor:
     """Return this rank's [n, ...] of the sum of `x` [world * n, ...] over all ranks, as `start_reduce_scatter`."""
-    if group is None:
-        return x
-    out, handle = _reduce_scatter(x, group, by, later=False)
+    out, handle = start_reduce_scatter(x, group, by=by, later=False)
     handle.wait()
     return out
 
@@ -144,17 +156,6 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | 
     return out
 
 
-class _Handles:
-    """The handle of several transfers together."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-
-
 def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     """Begin to receive the x of the previous rank, of the same shape; the first rank receives that of the last rank.
 
@@ -162,7 +163,7 @@ def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     """
     x = x.detach().contiguous()
     out = torch.empty_like(x)
-    return out, _Handles(collective.start_shift(x, out, group))
+    return out, collective.start_shift(x, out, group)
 
 
 def agree_on_rows(

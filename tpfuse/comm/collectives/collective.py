@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,12 +17,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import trace, waits
-from tpfuse.comm.collectives.handle import Handle
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.rank_order import rows_of, sum_in_rank_order
 from tpfuse.comm.rendezvous import announce, write_group_record
 from tpfuse.comm.settings import settings
 
+
+class Handle(Protocol):
+    """The handle of a collective under way."""
+
+    def wait(self) -> object:
+        """Block the caller (on CUDA the current stream) until the result may be read. Raise PeerTimeout."""
+
+
+class Handles:
+    """The handle of several transfers together."""
+
+    def __init__(self, handles: Sequence[Handle] = ()) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+DONE = Handles()  # the handle of a collective that has ended
 PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # torch 2.13 renamed these two functions; older releases have only the second name.
@@ -62,7 +81,6 @@ class CollectiveHandle:
                 work.get_future().add_done_callback(lambda _: trace.signal(f"end {flow}"))
 
     def wait(self) -> None:
-        """Block the caller (on CUDA the current stream) until the result may be read. Raise PeerTimeout."""
         if self._work is None:
             return
         flow = self._flow() if trace.is_observed() else ""
@@ -87,14 +105,8 @@ class CollectiveHandle:
             detail = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent"
             peer = waits.last_that_gave_up(silent[0], 0.0) if len(silent) == 1 else None
             waits.give_up(peer)
-            missing = PeerTimeout(
-                self._op,
-                step=-1,
-                rank=ranks[self._group.rank()],
-                peer=peer,
-                waited=waited,
-                detail=detail,
-            )
+            rank = ranks[self._group.rank()]
+            missing = PeerTimeout(self._op, step=-1, rank=rank, peer=peer, waited=waited, detail=detail)
             write_group_record(self._group, missing)
             raise missing from error
 
@@ -132,7 +144,6 @@ class _SumInRankOrder:
         self._received, self._out, self._work = received, out, work
 
     def wait(self) -> None:
-        """Block until the result may be read. Raise PeerTimeout."""
         self._work.wait()
         sum_in_rank_order(self._received.unbind(), self._out)
 
@@ -177,17 +188,17 @@ def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         work.wait()
 
 
-def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[CollectiveHandle]:
+def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Handles:
     """Begin a shift: out becomes the previous rank's x, on the first rank that of the last one.
 
     x, out: contiguous, of one shape and dtype.
     """
     rank, world = group.rank(), group.size()
-    ends = (
+    ends = [
         dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world),
         dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % world),
-    )
-    return [CollectiveHandle("shift", group, work) for work in dist.batch_isend_irecv(list(ends))]
+    ]
+    return Handles([CollectiveHandle("shift", group, work) for work in dist.batch_isend_irecv(ends)])
 
 
 class TorchCollectives:
@@ -197,21 +208,16 @@ class TorchCollectives:
         self._group = group
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Make part r of out rank r's x."""
         return start_all_gather(x.view(-1), rows_of(out, self._group.size()), self._group)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> Handle:
-        """Make out[r] rank r's x[this rank]."""
         return start_all_to_all(rows_of(x, len(x)), rows_of(out, len(x)), self._group)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Make out Σ over ranks of part `rank` of their x."""
         return start_reduce_scatter(rows_of(x, self._group.size()), out.view(-1), self._group)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Make out Σ over ranks of x."""
         return start_all_reduce(out if out is x else out.copy_(x), self._group)
 
     def all_reduce_max(self, x: Tensor, out: Tensor) -> Handle:
-        """Make out the maximum over ranks of x."""
         return start_all_reduce(out.copy_(x), self._group, op=dist.ReduceOp.MAX)

@@ -58,14 +58,8 @@ class DirectHandle:
         memory = self._collectives.memory
         self.done = True
         if self.lost:
-            raise PeerTimeout(
-                self._op,
-                step=memory.step,
-                rank=memory.global_rank,
-                peer=None,
-                waited=0.0,
-                detail="begun before a reset",
-            )
+            late, detail = memory.global_rank, "begun before a reset"
+            raise PeerTimeout(self._op, step=memory.step, rank=late, peer=None, waited=0.0, detail=detail)
         for _ in self._rounds:
             pass
 
@@ -137,57 +131,46 @@ class DirectCollectives:
         if pending is not None and not pending.done and not pending.lost:  # the wait for a lost one raises
             pending.finish()
 
+    def _staged(self, x: Tensor) -> Iterator[tuple[Channel, int, int, int, Tensor, list[Tensor]]]:
+        """Stage and signal x [..., n] piece by piece; yield (channel, epoch, start, size, the piece, all slots)."""
+        channel = self._channel_of(x)
+        size = channel.nbytes // x.element_size() // x.shape[:-1].numel()
+        for start in range(0, x.shape[-1], size):
+            piece = _cut(x, start, size)
+            slots = channel.next_slots(x.dtype, *piece.shape)
+            slots[self.memory.rank].copy_(piece)
+            yield channel, channel.signal(), start, size, piece, slots
+
     def _all_gather(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, this_rank = self._channel_of(x), self.memory.rank
-        size = channel.nbytes // x.element_size()
-        for start in range(0, x.numel(), size):
-            piece, target = _cut(x, start, size), _cut(out, start, size)
-            slots, targets = channel.next_slots(x.dtype, piece.numel()), target.unbind()
-            slots[this_rank].copy_(piece)
-            epoch = channel.signal()
+        for channel, epoch, start, size, piece, slots in self._staged(x):
             yield
-            targets[this_rank].copy_(piece)
+            targets = _cut(out, start, size).unbind()
+            targets[self.memory.rank].copy_(piece)
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_gather")
                 targets[rank].copy_(slots[rank])
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, this_rank = self._channel_of(x), self.memory.rank
-        size = channel.nbytes // x.element_size() // len(x)
-        for start in range(0, x.shape[1], size):
-            piece, target = _cut(x, start, size), _cut(out, start, size)
-            slots = channel.next_slots(x.dtype, *piece.shape)
-            slots[this_rank].copy_(piece)
-            epoch = channel.signal()
+        this_rank = self.memory.rank
+        for channel, epoch, start, size, piece, slots in self._staged(x):
             yield
+            target = _cut(out, start, size)
             target[this_rank].copy_(piece[this_rank])
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_to_all")
                 target[rank].copy_(slots[rank][this_rank])
 
     def _reduce_scatter(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, this_rank = self._channel_of(x), self.memory.rank
-        size = channel.nbytes // x.element_size() // len(x)
-        for start in range(0, x.shape[1], size):
-            piece = _cut(x, start, size)
-            slots = channel.next_slots(x.dtype, *piece.shape)
-            slots[this_rank].copy_(piece)
-            epoch = channel.signal()
+        for channel, epoch, start, size, _, slots in self._staged(x):
             yield
             _wait_for_all(channel, epoch, "reduce_scatter")
-            sum_in_rank_order([slot[this_rank] for slot in slots], _cut(out, start, size))
+            sum_in_rank_order([slot[self.memory.rank] for slot in slots], _cut(out, start, size))
 
     def _one_shot(
         self, op: str, x: Tensor, out: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]
     ) -> Iterator[None]:
         """Reduce in one epoch: every rank reads and combines whole tensors."""
-        channel = self._channel_of(x)
-        size = channel.nbytes // x.element_size()
-        for start in range(0, x.numel(), size):
-            piece = _cut(x, start, size)
-            slots = channel.next_slots(x.dtype, piece.numel())
-            slots[self.memory.rank].copy_(piece)
-            epoch = channel.signal()
+        for channel, epoch, start, size, _, slots in self._staged(x):
             yield
             _wait_for_all(channel, epoch, op)
             combine(slots, _cut(out, start, size))

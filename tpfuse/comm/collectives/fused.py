@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpfuse.comm.collectives.handle import DONE, Handle
+from tpfuse.comm.collectives.collective import DONE, Handle
 from tpfuse.comm.rank_order import rows_of
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.comm.trace import span
@@ -59,7 +59,11 @@ def open_channel(
 
 
 class FusedCollectives:
-    """The collectives of one group. Tensors are contiguous, on the memory's device; x has one shape on all ranks."""
+    """The collectives of one group, with the methods of `DirectCollectives`.
+
+    Tensors are contiguous, on the memory's device; x has one shape on all ranks. Sums are of a dtype in
+    `tpfuse.kernels.endpoint.SUMMED`.
+    """
 
     def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
         """Open the channel. Collective. slot_bytes: of a piece, a multiple of 16; its default is by device."""
@@ -67,25 +71,18 @@ class FusedCollectives:
         _, self._endpoint = open_channel(memory, "fused collectives", self._slot_bytes, most_programs(memory))
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Make part r of out rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
         rows = x.view(-1), rows_of(out, self.memory.world)
         return self._run("all_gather", x, rows, self._slot_bytes, all_gather_forward)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> Handle:
-        """Make out[r] rank r's x[this rank]. x, out: [world, ...], of any dtype."""
         rows = rows_of(x, self.memory.world), rows_of(out, self.memory.world)
         return self._run("all_to_all", x, rows, self._slot_bytes // self.memory.world, all_to_all_forward)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Make out Σ over ranks of part `rank` of their x, of a dtype in `tpfuse.kernels.endpoint.SUMMED`.
-
-        x: [world * n, ...] or [world, n, ...]; out: [n, ...].
-        """
         rows = rows_of(x, self.memory.world), out.view(-1)
         return self._run("reduce_scatter", x, rows, self._slot_bytes // self.memory.world, reduce_scatter_forward)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Make out Σ over ranks of x. x, out: of one shape and a dtype in SUMMED; they may be the same tensor."""
         forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
         return self._run("all_reduce", x, (x.view(-1), out.view(-1)), self._slot_bytes, forward)
 

@@ -2,7 +2,7 @@
 
 | implementation | what it is                                                                            |
 |----------------|---------------------------------------------------------------------------------------|
-| direct         | a copy with torch into the target's shared memory (`tpfuse.comm.messages.direct`)     |
+| direct         | a copy with torch into the target's shared memory (`tpfuse.comm.messages.symmetric`)  |
 | fused          | a Triton kernel that copies into the target's memory (`tpfuse.comm.messages.fused`)   |
 | collective     | point-to-point messages of Gloo or NCCL (`tpfuse.comm.messages.collective`)           |
 
@@ -28,9 +28,8 @@ from tpfuse.comm.messages.base import Messages as Messages
 from tpfuse.comm.messages.base import Route as Route
 from tpfuse.comm.messages.base import check_routes
 from tpfuse.comm.messages.collective import CollectiveMessages
-from tpfuse.comm.messages.direct import DirectMessages
 from tpfuse.comm.messages.fused import FusedMessages
-from tpfuse.comm.messages.symmetric import name_of
+from tpfuse.comm.messages.symmetric import DirectMessages, name_of
 
 _SYMMETRIC = {"direct": DirectMessages, "fused": FusedMessages}
 
@@ -46,7 +45,12 @@ def open_messages(
     group cannot have, and if ranks pass different routes; PeerTimeout.
     """
     check_routes(routes, group.size(), nbytes)
-    _agree([*routes], nbytes, group)
+    mine = [*routes], nbytes
+    for rank, other in enumerate(gather_objects(mine, group, op="opening of messages")):
+        if other != mine:
+            raise ValueError(
+                f"messages: rank {group.rank()} opens {mine}, rank {rank} opens {other}: expected the same"
+            )
     choice = choose_implementation(device, dtype, group)
     if choice.memory is None:
         return CollectiveMessages(group, device, routes, nbytes)
@@ -59,13 +63,3 @@ def reason_of(choice: Choice) -> str:
     if choice.state == "default" and choice.implementation == "collective":
         return "the default on GPUs; messages are not measured"
     return choice.reason
-
-
-def _agree(routes: list[Route], nbytes: int, group: dist.ProcessGroup) -> None:
-    """Raise ValueError, on every rank, if a rank passes other routes or another size."""
-    mine = routes, nbytes
-    for rank, other in enumerate(gather_objects(mine, group, op="opening of messages")):
-        if other != mine:
-            raise ValueError(
-                f"messages: rank {group.rank()} opens {mine}, rank {rank} opens {other}: expected the same"
-            )

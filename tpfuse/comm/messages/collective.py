@@ -106,7 +106,6 @@ class CollectiveMessages(Messages):
         return self._received(route, out)
 
     def finish(self) -> None:
-        """See `Messages.finish`."""
         for sent in self._sent:
             while sent:
                 sent[0].wait()

@@ -41,24 +41,15 @@ class FusedMessages(SymmetricMessages):
         )
 
     def send(self, route: int, x: Tensor) -> None:
-        """See `Messages.send`."""
         ends, number, op = self._message_to_send(route, x)
         _refuse_capture(op, self._memory)
         slot, full, free, epoch = self._place(route, number)
         with self._memory.guard(op, kernel=True, peer=ends.target):
-            send_message(
-                x.detach().contiguous(),
-                self._endpoint,
-                target=ends.target,
-                slot=slot,
-                full=full,
-                free=free,
-                epoch=epoch,
-            )
+            x = x.detach().contiguous()
+            send_message(x, self._endpoint, target=ends.target, slot=slot, full=full, free=free, epoch=epoch)
         self._next[route] += 1
 
     def receive(self, route: int, shape: Sequence[int], dtype: torch.dtype) -> Message:
-        """See `Messages.receive`."""
         _refuse_capture(f"receive {self._routes[route].name}", self._memory)
         return super().receive(route, shape, dtype)
 

@@ -9,7 +9,7 @@ is its epoch. The target hands out the slot itself, without a copy. Each slot ha
 The source waits until `free` is the epoch before, writes the slot and sets `full`; the target waits for `full`, reads
 the slot and sets `free`. As each slot has words of its own, messages are released in any order.
 
-The implementations differ in how the source writes: `tpfuse.comm.messages.direct` and `tpfuse.comm.messages.fused`.
+The implementations differ in how the source writes: with torch (`DirectMessages`), or by a kernel (`FusedMessages`).
 """
 
 import math
@@ -77,3 +77,17 @@ class SymmetricMessages(Messages):
         """Return the beginning of a slot in a rank's memory as a tensor."""
         size = math.prod(shape) * dtype.itemsize
         return self._slots.peers[rank][slot, :size].view(dtype).view(torch.Size(shape))
+
+
+class DirectMessages(SymmetricMessages):
+    """The routes of CPU ranks that share memory. A tensor that was sent may be changed as soon as `send` returns."""
+
+    def send(self, route: int, x: Tensor) -> None:
+        ends, number, op = self._message_to_send(route, x)
+        memory, flags = self._memory, self._flags
+        slot, full, free, epoch = self._place(route, number)
+        with memory.guard(op, peer=ends.target):
+            memory.wait_signal(flags, memory.rank, free, epoch - 1, peer=ends.target, op=op)
+            self._view(ends.target, slot, x.shape, x.dtype).copy_(x.detach())
+            memory.signal(flags, ends.target, full, epoch)
+        self._next[route] += 1

@@ -108,19 +108,13 @@ def all_gather_linear(
         return outs[0] if single else outs
     x_, *parameters = autocast(x, *weights, *biases)
     assert x_ is not None
-    outs = _gathered_products(x_, products(x_, group), activation, *parameters)
-    return outs[0] if single else outs
-
-
-def _gathered_products(
-    x: Tensor, chosen: ParallelLinear, activation: str | None, *parameters: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Return the outputs; parameters: the weights, then the biases."""
+    chosen = products(x_, group)
     if torch.is_grad_enabled():
-        outs: tuple[Tensor, ...] = _AllGatherLinear.apply(x, chosen, activation, *parameters)  # type: ignore[no-untyped-call]
-        return outs
-    count = len(parameters) // 2
-    return tuple(out for out, _ in chosen.all_gather(x, _weights(parameters), parameters[count:], activation, False))
+        outs = _AllGatherLinear.apply(x_, chosen, activation, *parameters)  # type: ignore[no-untyped-call]
+    else:
+        pairs = chosen.all_gather(x_, _weights(parameters), parameters[len(weights) :], activation, False)
+        outs = tuple(out for out, _ in pairs)
+    return outs[0] if single else outs
 
 
 def _weights(parameters: Sequence[Tensor | None]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from tpfuse.ops.gemm import flat, product, weight_gradient
 
 
 class CollectiveLinear:
-    """The products of one group's ranks, on any device."""
+    """The products of one group's ranks, on any device (see `ParallelLinear`)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._by = group, TorchCollectives(group)
@@ -29,7 +29,6 @@ class CollectiveLinear:
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return (act(all_gather(x) Wᵀ + bias), pre-activation if `keep`) for each weight."""
         self._agree(x, "all_gather_linear")
         gathered = collectives.all_gather(x, self._group, by=self._by)
         pairs = zip(weights, biases, strict=True)
@@ -39,7 +38,6 @@ class CollectiveLinear:
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return (dX, dWs)."""
         if any(needs):
             gathered, gathering = collectives.start_all_gather(x, self._group, by=self._by)
         if needs_x:
@@ -60,7 +58,6 @@ class CollectiveLinear:
 
     @operator("linear_reduce_scatter", "collective")
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return reduce_scatter(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_reduce_scatter")
         partial, _ = product(x, weight, None, None, keep=False)
         return _plus(collectives.reduce_scatter(partial, self._group, by=self._by), bias, residual)
@@ -69,7 +66,6 @@ class CollectiveLinear:
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return (dX, dW, db), all from one all-gather of grad."""
         needs_x, needs_weight, needs_bias = needs
         gathered = collectives.all_gather(grad, self._group, by=self._by)
         grad_x = torch.matmul(gathered, weight) if needs_x else None
@@ -78,7 +74,6 @@ class CollectiveLinear:
 
     @operator("linear_all_reduce", "collective")
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return all_reduce(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_all_reduce")
         partial, _ = product(x, weight, None, None, keep=False)
         return _plus(collectives.all_reduce(partial, self._group, by=self._by), bias, residual)

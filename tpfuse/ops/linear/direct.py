@@ -35,7 +35,6 @@ class DirectLinear:
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return (act(all_gather(x) Wᵀ + bias), pre-activation if `keep`) for each weight; x: [n, ..., K]."""
         rows = flat(x)
         outs = [x.new_empty(self.memory.world, rows.shape[0], weight.shape[0]) for weight in weights]
         with self.memory.guard(f"all_gather_linear {x.dtype} {list(x.shape)}"):
@@ -48,7 +47,7 @@ class DirectLinear:
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return (dX, dWs). x and the partial sums of its gradient are staged together: one signal serves both."""
+        """See `ParallelLinear`. x and the partial sums of its gradient are staged together: one signal serves both."""
         op, memory = "all_gather_linear backward", self.memory
         own, world, width = memory.rank, memory.world, x.shape[-1]
         rows = flat(x)
@@ -81,7 +80,6 @@ class DirectLinear:
         return None if grad_x is None else grad_x.view(x.shape), grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return reduce_scatter(x Wᵀ) + bias + residual; x: [world * n, ..., K]."""
         op, memory = "linear_reduce_scatter", self.memory
         own, world, width = memory.rank, memory.world, weight.shape[0]
         shape = x.shape[0] // world, *x.shape[1:-1], width
@@ -104,7 +102,6 @@ class DirectLinear:
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return (dX, dW, db), all from one all-gather of grad [n, ..., N]."""
         op, world = "linear_reduce_scatter backward", self.memory.world
         needs_x, needs_weight, needs_bias = needs
         rows = flat(grad)
@@ -128,7 +125,6 @@ class DirectLinear:
         )
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return all_reduce(x Wᵀ) + bias + residual; x: [..., K]."""
         op, memory = "linear_all_reduce", self.memory
         own, width = memory.rank, weight.shape[0]
         rows, out = flat(x), x.new_empty(*x.shape[:-1], width)

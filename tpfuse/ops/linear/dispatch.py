@@ -73,7 +73,6 @@ class MeasuredLinear:
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> Sequence[tuple[Tensor, Tensor | None]]:
-        """See `ParallelLinear`."""
         details = (activation or "no activation", *_given(bias=biases[0]))
         product = MeasuredProduct("all_gather_linear", "forward", x.shape, _shapes(weights), details)
         return self._best(product, lambda products: products.all_gather(x, weights, biases, activation, keep))
@@ -81,14 +80,12 @@ class MeasuredLinear:
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """See `ParallelLinear`."""
         product = MeasuredProduct(
             "all_gather_linear", "backward", x.shape, _shapes(weights), _needed(needs_x, any(needs))
         )
         return self._best(product, lambda products: products.all_gather_backward(lefts, x, weights, needs, needs_x))
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """See `ParallelLinear`."""
         details = _given(bias=bias, residual=residual)
         product = MeasuredProduct("linear_reduce_scatter", "forward", x.shape, _shapes([weight]), details)
         return self._best(product, lambda products: products.reduce_scatter(x, weight, bias, residual))
@@ -96,12 +93,10 @@ class MeasuredLinear:
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """See `ParallelLinear`."""
         product = MeasuredProduct("linear_reduce_scatter", "backward", grad.shape, _shapes([weight]), _needed(*needs))
         return self._best(product, lambda products: products.reduce_scatter_backward(grad, x, weight, needs))
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """See `ParallelLinear`."""
         details = _given(bias=bias, residual=residual)
         product = MeasuredProduct("linear_all_reduce", "forward", x.shape, _shapes([weight]), details)
         return self._best(product, lambda products: products.all_reduce(x, weight, bias, residual))

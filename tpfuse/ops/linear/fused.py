@@ -112,10 +112,7 @@ class FusedLinear:
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return (act(all_gather(x) Wᵀ + bias), pre-activation if `keep`) for each weight.
-
-        The first product gathers; the others multiply the rows that it has gathered.
-        """
+        """See `ParallelLinear`. The first product gathers; the others multiply the rows that it has gathered."""
         op = f"all_gather_linear {x.dtype} {list(x.shape)}"
         several = len(weights) > 1
         with self.memory.guard(op, kernel=True), self._gathering(flat(x), keep=several, multiplied=True) as gather:
@@ -128,7 +125,7 @@ class FusedLinear:
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return (dX, dWs). dX from several weights is one product, of all lefts and weights concatenated."""
+        """See `ParallelLinear`. dX from several weights is one product, of all lefts and weights concatenated."""
         rows = [flat(left) for left in lefts]
         op = f"all_gather_linear backward {x.dtype} {list(x.shape)} dx {needs_x} dw {any(needs)}"
         with self.memory.guard(op, kernel=True):
@@ -148,7 +145,6 @@ class FusedLinear:
         return self._multiply_and_scatter(left, weight.t()).view(x.shape)
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return reduce_scatter(x Wᵀ) + bias + residual."""
         op = f"linear_reduce_scatter {x.dtype} {[*x.shape[:-1], len(weight)]}"
         added = None if residual is None else flat(residual)
         with self.memory.guard(op, kernel=True):
@@ -158,7 +154,7 @@ class FusedLinear:
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return (dX, dW, db), all from one all-gather of grad: the product that gathers it keeps the rows."""
+        """See `ParallelLinear`. All comes from one all-gather of grad: the product that gathers it keeps the rows."""
         needs_x, needs_weight, needs_bias = needs
         op = f"linear_reduce_scatter backward {grad.dtype} {list(grad.shape)}"
         keep = needs_weight or needs_bias
@@ -169,7 +165,7 @@ class FusedLinear:
             return grad_x, grad_weight, gathered.sum(0) if needs_bias else None
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return all_reduce(x Wᵀ) + bias + residual: each rank sums some of the rows and gathers the others'.
+        """See `ParallelLinear`. Each rank sums some of the rows and gathers the others'.
 
         No product overlaps with that gather, so all programs of a grid copy rows.
         """
@@ -198,7 +194,8 @@ class FusedLinear:
             channel = self._channel("all_gather_linear", nbytes)
             yield _Gather(rows, rows.new_empty(world, *rows.shape), channel.words, channel.endpoint, keep, None)
             return
-        engines, copies = self._engine_gather(nbytes), self._copies()
+        copies = self._copies()
+        engines = self.memory.channel(EngineGather, "all_gather_linear by engines", slot_size(nbytes))
         try:
             with copies.stream():
                 engines.send(rows, multiplied=multiplied, keep=keep)
@@ -275,7 +272,8 @@ class FusedLinear:
     def _multiply_and_scatter_by_engines(
         self, nbytes: int, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        engines, copies = self._engine_scatter(nbytes), self._copies()
+        copies = self._copies()
+        engines = self.memory.channel(EngineScatter, "linear_reduce_scatter by engines", slot_size(nbytes))
         product = len(rows), len(weight), rows.dtype
         try:
             with copies.stream():
@@ -289,12 +287,6 @@ class FusedLinear:
 
     def _channel(self, name: str, nbytes: int) -> _Channel:
         return self.memory.channel(_Channel, name, slot_size(nbytes))
-
-    def _engine_gather(self, nbytes: int) -> EngineGather:
-        return self.memory.channel(EngineGather, "all_gather_linear by engines", slot_size(nbytes))
-
-    def _engine_scatter(self, nbytes: int) -> EngineScatter:
-        return self.memory.channel(EngineScatter, "linear_reduce_scatter by engines", slot_size(nbytes))
 
 
 def _with_rows(x: Tensor, count: int) -> Tensor:

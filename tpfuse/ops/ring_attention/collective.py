@@ -16,19 +16,18 @@ from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import TorchCollectives
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.trace import operator
-from tpfuse.ops.ring_attention.blocks import block_backward, block_forward
 from tpfuse.ops.ring_attention.call import RingCall, computed
+from tpfuse.ops.ring_attention.triton_blocks import block_backward, block_forward
 
 
 class CollectiveRing:
-    """Attention of one group's ranks, on any device."""
+    """Attention of one group's ranks, on any device (see `Ring`)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._by = group, TorchCollectives(group)
 
     @operator("ring_attention", "collective")
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
         collectives.agree_on_rows(k.shape[2], k.device, self._group, op="ring_attention", unit="tokens", by=self._by)
         block = block_forward(q, call)
         for source, keys, values in self._blocks(k, v, call):
@@ -39,7 +38,6 @@ class CollectiveRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
         block = block_backward(grad_out, q, out, lse, call)
         parts = k.new_zeros(self._group.size(), 2, *k.shape, dtype=computed(k.dtype))
         for source, keys, values in self._blocks(k, v, call):

@@ -34,7 +34,6 @@ class DirectRing:
         self.memory, self._round_bytes = memory, round_bytes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
         op, own = "ring_attention", self.memory.rank
         parts = []
         with self.memory.guard(call.described(op, k)):
@@ -53,7 +52,6 @@ class DirectRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
         op, own, wide = "ring_attention backward", self.memory.rank, computed(k.dtype)
         dqs, gradients = [], _empty(k, k.dtype)
         with self.memory.guard(call.described(op, k)):
@@ -66,9 +64,8 @@ class DirectRing:
                 )
                 own_part = _empty(k[:, heads], wide)
                 block.add(own, slots[own][0], slots[own][1], own_part)
-                for (
-                    source
-                ) in channel.others:  # they have read the other half of this rank's slot, which is written next
+                for source in channel.others:
+                    # They have read the other half of this rank's slot, which is written next.
                     channel.wait_for(source, epoch, op)
                 sums = _blocks(channel, k[:, heads], wide, self.memory.world)
                 for source in call.sources:

@@ -32,7 +32,6 @@ class FusedRing:
         self.memory, self._round_bytes = memory, round_bytes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
         op, parts = call.described("ring_attention", k), []
         visible_keys, _ = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._rounds(q, k, call, backward=False):
@@ -51,7 +50,6 @@ class FusedRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
         op, parts = call.described("ring_attention backward", k), []
         visible_keys, visible_queries = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._rounds(q, k, call, backward=True):

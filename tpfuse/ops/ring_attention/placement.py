@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.choices import Balance, Schedule
-from tpfuse.comm.dispatch import Choice, choose_implementation
+from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
 from tpfuse.ops.checks import check_cumulative
 from tpfuse.ops.ring_attention.call import RingCall
-from tpfuse.ops.ring_attention.dispatch import ring_of
+from tpfuse.ops.ring_attention.collective import CollectiveRing
+from tpfuse.ops.ring_attention.direct import DirectRing
+from tpfuse.ops.ring_attention.fused import FusedRing
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring import LocalRing, Ring
 from tpfuse.ops.ring_attention.schedule import divides, schedule_for
@@ -19,6 +21,8 @@ from tpfuse.ops.ring_attention.ulysses import HeadExchange, TokenSlices, find_to
 
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The ranks that attend together, or (ring, ulysses)."""
+
+_IMPLEMENTATIONS: Implementations[Ring] = Implementations(CollectiveRing, direct=DirectRing, fused=FusedRing)
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,9 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
         dropout_width=length if options.dropout_width is None else options.dropout_width,
         ring=schedule != "all_gather",
     )
-    attending = LocalRing() if blocks_from is None else ring_of(_choice(q, blocks_from), blocks_from)
-    return RingPlan(attending, call, exchange)
+    if blocks_from is None:
+        return RingPlan(LocalRing(), call, exchange)
+    return RingPlan(_IMPLEMENTATIONS.of(_choice(q, blocks_from), blocks_from), call, exchange)
 
 
 def _choice(q: Tensor, group: dist.ProcessGroup) -> Choice:

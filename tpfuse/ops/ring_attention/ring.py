@@ -4,8 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tpfuse.ops.ring_attention.blocks import block_backward, block_forward
 from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.triton_blocks import block_backward, block_forward
 
 
 class Ring(Protocol):
@@ -28,7 +28,6 @@ class LocalRing:
     """Attention of a rank to its own keys alone (see `Ring`)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
         block = block_forward(q, call)
         block.add(0, k, v)
         return block.result()
@@ -36,7 +35,6 @@ class LocalRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
         block = block_backward(grad_out, q, out, lse, call)
         dk, dv = block.gradients(0, k, v)
         return block.dq(), dk, dv

@@ -77,10 +77,7 @@ class BlockBackward:
         k, v = _rows(k), _rows(v)
         written: tuple[int, int] | None = None
         for rectangle in self._call.rectangles(source):
-            dq, *gradients = _attend_backward(
-                self._grad, self._q, k, v, self._out, self._lse, rectangle, source, self._call
-            )  # fmt: skip
-            self._add_dq(dq, rectangle)
+            gradients = self._of_rectangle(rectangle, source, k, v)
             for part, gradient in zip(parts, gradients, strict=True):
                 now = _accumulate(part, gradient, rectangle.first_key, rectangle.stop_key, written)
             written = now
@@ -89,10 +86,7 @@ class BlockBackward:
         """Return (dk, dv) in k's dtype, where these queries alone contribute to them."""
         rectangles = self._call.rectangles(source)
         if len(rectangles) == 1 and rectangles[0].keys == slice(0, k.shape[2]):
-            dq, dk, dv = _attend_backward(
-                self._grad, self._q, _rows(k), _rows(v), self._out, self._lse, rectangles[0], source, self._call
-            )
-            self._add_dq(dq, rectangles[0])
+            dk, dv = self._of_rectangle(rectangles[0], source, _rows(k), _rows(v))
         else:
             parts = self._q.new_zeros(2, *k.shape)
             self.add(source, k, v, parts)
@@ -103,13 +97,24 @@ class BlockBackward:
         """Return the gradient of q, in q's dtype."""
         return (torch.zeros_like(self._q) if self._dq is None else self._dq).to(self._dtype)
 
-    def _add_dq(self, dq: Tensor, rectangle: Rectangle) -> None:
+    def _of_rectangle(self, rectangle: Rectangle, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradient of q through a rectangle, and return (dk, dv) of the rectangle's keys."""
+        call, rows = self._call, rectangle.rows
+        grad, q, out, lse = (x[:, :, rows] for x in (self._grad, self._q, self._out, self._lse))
+        k, v = k[:, :, rectangle.keys], v[:, :, rectangle.keys]
+        if call.dropout_p or not q.is_cpu:
+            dq, dk, dv = _define_backward(grad, q, k, v, out, lse, _tiles(q, rectangle, source, call), call.scale)
+        else:
+            _, additive = _masks(q, rectangle)
+            dq, dk, dv = _flash_backward(
+                grad, q, k, v, out, lse, 0.0, rectangle.causal, attn_mask=additive, scale=call.scale
+            )
         if self._dq is None and dq.shape == self._q.shape:
             self._dq = dq
-            return
-        if self._dq is None:
-            self._dq = torch.zeros_like(self._q)
-        self._dq[:, :, rectangle.rows] += dq
+        else:
+            self._dq = torch.zeros_like(self._q) if self._dq is None else self._dq
+            self._dq[:, :, rows] += dq
+        return dk, dv
 
 
 def _accumulate(
@@ -146,34 +151,6 @@ def _attend(
     mask, additive = _masks(q, rectangle)
     out, lse = _flash(q, k, v, 0.0, rectangle.causal, attn_mask=additive, scale=call.scale)
     return out, lse if mask is None else lse.masked_fill_(~mask.any(1), _NO_ROWS)
-
-
-def _attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rectangle: Rectangle,
-    source: int,
-    call: RingCall,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of the rectangle's rows and keys."""
-    grad, q, out, lse = (
-        grad[:, :, rectangle.rows],
-        q[:, :, rectangle.rows],
-        out[:, :, rectangle.rows],
-        lse[:, :, rectangle.rows],
-    )
-    k, v = k[:, :, rectangle.keys], v[:, :, rectangle.keys]
-    if call.dropout_p or not q.is_cpu:
-        return _define_backward(grad, q, k, v, out, lse, _tiles(q, rectangle, source, call), call.scale)
-    _, additive = _masks(q, rectangle)
-    gradients: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-        grad, q, k, v, out, lse, 0.0, rectangle.causal, attn_mask=additive, scale=call.scale
-    )
-    return gradients
 
 
 def _masks(q: Tensor, rectangle: Rectangle) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,7 @@
-"""Attention of one rank's queries to the keys of one rank after another, by Triton kernels, merged in float32."""
+"""Attention of one rank's queries to the keys of one rank after another, by Triton kernels, merged in float32.
+
+`block_forward` and `block_backward` choose between these and the operators of torch.
+"""
 
 import torch
 from torch import Tensor
@@ -7,6 +10,8 @@ from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.kernels.ring_attention_backward import ring_attention_delta, ring_attention_dkdv, ring_attention_dq
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
+from tpfuse.switches import use_triton
 
 
 class KernelForward:
@@ -72,3 +77,15 @@ class KernelBackward:
         """Return the gradient of q, in q's dtype."""
         assert self._dq is not None
         return self._dq.to(self._dtype)
+
+
+def block_forward(q: Tensor, call: RingCall) -> BlockForward | KernelForward:
+    """Return the attention of the queries q [B, H, n, D], to which keys and values are added rank by rank."""
+    return KernelForward(q, call) if use_triton(q) else BlockForward(q, call)
+
+
+def block_backward(
+    grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, call: RingCall
+) -> BlockBackward | KernelBackward:
+    """Return the gradients of attention, to which keys and values are added rank by rank."""
+    return (KernelBackward if use_triton(q) else BlockBackward)(grad_out, q, out, lse, call)

@@ -8,8 +8,9 @@ destination, in one epoch of a channel (`tpfuse.comm.channel`). Other ranks use 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,39 +140,36 @@ def _parts(row: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(torch.split(row, sizes), shapes, strict=True)]
 
 
-def _put(
-    tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, slices: tuple[tuple[slice, slice], ...], heads: bool
-) -> None:
+def _pairs(
+    x: Tensor, part: Tensor, rank: int, slices: tuple[tuple[slice, slice], ...], *, by_heads: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (a view of x, the same elements in `part`) for what `rank` has of x: its heads, or its tokens."""
+    if by_heads:
+        count = part.shape[2]
+        yield x[:, :, rank * count : (rank + 1) * count], part
+    else:
+        for of_rank, of_all in slices:
+            yield x[:, of_all], part[:, of_rank]
+
+
+def _put(tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, slices: Any, heads: bool) -> None:
     """Write to `parts` what `rank` needs of the tensors: its heads, or its tokens."""
     for x, part in zip(tensors, parts, strict=True):
-        if heads:
-            part.copy_(x[:, :, rank * part.shape[2] : (rank + 1) * part.shape[2]])
-        else:
-            for of_rank, of_all in slices:
-                part[:, of_rank].copy_(x[:, of_all])
+        for source, target in _pairs(x, part, rank, slices, by_heads=heads):
+            target.copy_(source)
 
 
-def _keep(
-    tensors: Sequence[Tensor], outs: Sequence[Tensor], own: int, slices: tuple[tuple[slice, slice], ...], heads: bool
-) -> None:
+def _keep(tensors: Sequence[Tensor], outs: Sequence[Tensor], own: int, slices: Any, heads: bool) -> None:
     """Copy from `tensors` to `outs` what stays on this rank."""
     for x, out in zip(tensors, outs, strict=True):
         count = min(x.shape[2], out.shape[2])
-        own_heads = slice(own * count, (own + 1) * count)
-        for of_rank, of_all in slices:
-            if heads:
-                out[:, of_all].copy_(x[:, of_rank, own_heads])
-            else:
-                out[:, of_rank, own_heads].copy_(x[:, of_all])
+        whole, part = (out, x) if heads else (x, out)
+        for of_all, of_rank in _pairs(whole, part[:, :, own * count : (own + 1) * count], own, slices, by_heads=False):
+            (of_all if heads else of_rank).copy_(of_rank if heads else of_all)
 
 
-def _take(
-    parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, slices: tuple[tuple[slice, slice], ...], heads: bool
-) -> None:
+def _take(parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, slices: Any, heads: bool) -> None:
     """Write to `outs` what came from `rank`: its tokens, or its heads."""
     for part, out in zip(parts, outs, strict=True):
-        if heads:
-            for of_rank, of_all in slices:
-                out[:, of_all].copy_(part[:, of_rank])
-        else:
-            out[:, :, rank * part.shape[2] : (rank + 1) * part.shape[2]].copy_(part)
+        for target, source in _pairs(out, part, rank, slices, by_heads=not heads):
+            target.copy_(source)

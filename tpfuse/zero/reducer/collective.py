@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm.collectives import collective
-from tpfuse.comm.collectives.handle import DONE, Handle
+from tpfuse.comm.collectives.collective import DONE, Handle
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
