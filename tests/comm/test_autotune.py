@@ -83,6 +83,7 @@ def test_the_next_run_reads_the_decision_and_measures_nothing(tmp_path: Path) ->
         b"\xff\xfe",
         b"[1]",
         b'{"MACHINE": 3}',
+        b'{"MACHINE": {"CASE": {"taken": "third", "milliseconds": {"third": 1}}}}',  # a candidate that is gone
         b'{"MACHINE": {"CASE": {"taken": 1}}}',
         b'{"MACHINE": {"CASE": {"taken": "second", "milliseconds": {"first": 1}}}}',
         b'{"MACHINE": {"CASE": {"taken": "second", "milliseconds": {"second": -1}}}}',
@@ -95,13 +96,6 @@ def test_a_damaged_file_is_replaced_after_a_new_measurement(tmp_path: Path, dama
     found, runs = pool(1).run(_decided, case, {"first": [0.0], "second": [0.01]}, str(file))[0]
     assert found.taken == "first" and runs
     assert read_decisions(file, machine("cpu")) == {case: found}
-
-
-def test_a_decision_for_a_candidate_that_no_longer_exists_is_measured_again(tmp_path: Path) -> None:
-    file, case = tmp_path / "decisions.json", _case(tmp_path)
-    add_decisions(file, machine("cpu"), {case: Decision("third", {"third": 1.0})})
-    found, _ = pool(1).run(_decided, case, {"first": [0.0], "second": [0.01]}, str(file))[0]
-    assert found.taken == "first"
 
 
 def test_a_resumed_run_decides_as_before_and_ignores_the_file(tmp_path: Path) -> None:

@@ -369,15 +369,6 @@ def test_a_failure_on_one_rank_is_reported_on_all() -> None:
         assert all(clean for _, clean in found)
 
 
-@on_ranks(2)
-def test_control_blocks_leave_nothing_open() -> None:
-    _control_block()
-    before = _open()
-    for _ in range(20):
-        _control_block()
-    assert _open() == before
-
-
 def test_the_error_of_a_mapping_that_is_too_large_has_the_reason() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))

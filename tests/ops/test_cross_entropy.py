@@ -64,33 +64,15 @@ MANY: list[Case] = [
 @pytest.mark.parametrize(
     ("kind", "world", "cases"),
     [
-        *(("torch", world, OF_TORCH) for world in (2, 3)),
-        *(("triton", world, cases) for world, cases in ((2, FEW), (3, FEW[:1]))),
-        *exhaustive(*(("torch", world, OF_TORCH) for world in (1, 4))),
-        *exhaustive(*(("triton", world, cases) for world, cases in ((1, MANY), (2, MANY), (3, MANY), (4, FEW)))),
+        *(("torch", world, OF_TORCH) for world in (1, 3)),
+        ("triton", 2, FEW),
+        *exhaustive(*(("triton", world, cases) for world, cases in ((1, MANY), (3, MANY), (4, FEW)))),
     ],
 )
 def test_losses_and_gradients_match_the_reference(kind: str, world: int, cases: list[Case]) -> None:
     for case in cases:
         with naming(case):
             pool(world).run(_against_reference, kind, *case)
-
-
-def _nothing_to_learn(kind: str) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    start, stop = shard_range(10, rank, world)
-    logits = normal(4, 7, 10)[:, start:stop].clone().requires_grad_()
-    with use(kernels=kind):
-        losses = cross_entropy(logits, torch.tensor([-1, -100, -100, -1, -1, -100, -1]), 10, group_of(tensor_mesh()))
-        losses.sum().backward()
-    assert torch.equal(losses, torch.zeros(7))
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
-@pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_no_loss_if_all_targets_are_ignored(world: int, kind: str) -> None:
-    pool(world).run(_nothing_to_learn, kind)
 
 
 def _masked(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,20 +102,6 @@ def test_a_masked_vocabulary_and_a_nan(world: int, kind: str) -> None:
     torch.testing.assert_close(gradient[:5, :6], whole.grad[:5])
     assert losses[5].isnan() and gradient[5].isnan().all()
     assert torch.count_nonzero(gradient[:5, 6:]) == 0
-
-
-def _bits(kind: str) -> torch.Tensor:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    start, stop = shard_range(300, rank, world)
-    logits = normal(6, 40, 300)[:, start:stop].clone()
-    with use(kernels=kind):
-        return cross_entropy(logits, _targets(40, 300), 300, group_of(tensor_mesh()))
-
-
-@pytest.mark.parametrize("kind", ["torch", "triton"])
-def test_all_ranks_have_the_same_bits_in_every_run(kind: str) -> None:
-    first, *others = [x for _ in range(3) for x in pool(3).run(_bits, kind)]
-    assert all(torch.equal(first, x) for x in others)
 
 
 def _used_twice(kind: str) -> None:

@@ -104,12 +104,13 @@ def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tupl
 @pytest.mark.parametrize(
     ("name", "engines", "steps"),
     [
-        ("direct", False, PRODUCTS),
+        ("direct", False, ("all_gather backward", "attention ulysses backward")),
         ("collective", False, PRODUCTS[:1]),
-        ("fused", False, PRODUCTS[:3]),
-        ("direct", False, ATTENTION),
-        *_later(("collective", False, PRODUCTS[1:]), ("fused", False, PRODUCTS[3:]), ("fused", True, PRODUCTS)),
-        *_later(("fused", False, ATTENTION)),
+        ("fused", False, PRODUCTS[:1]),
+        *_later(
+            *((name, False, PRODUCTS[1:]) for name in ("direct", "collective", "fused")), ("fused", True, PRODUCTS)
+        ),
+        *_later(*((name, False, ATTENTION) for name in ("direct", "fused"))),
     ],
 )
 def test_a_rank_that_never_comes_is_named(
@@ -148,15 +149,9 @@ def _until_a_rank_dies(rank: Rank, name: Implementation, step: str) -> None:
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        ("direct", "all_gather backward"),
         ("collective", "reduce_scatter"),
-        ("fused", "all_reduce"),
-        *_later(("direct", "reduce_scatter backward"), ("direct", "all_reduce")),
-        *_later(("collective", "all_gather backward"), ("collective", "all_reduce")),
-        *_later(*(("fused", step) for step in PRODUCTS[:-1])),
-        ("direct", "attention ring"),
-        *_later(*(("direct", step) for step in (ATTENTION[1], ATTENTION[3]))),
-        *_later(*(("collective", step) for step in ATTENTION[1:3]), *(("fused", step) for step in ATTENTION[:3])),
+        *_later(("direct", "all_gather backward"), ("direct", "attention ring"), ("collective", ATTENTION[1])),
+        *_later(*(("fused", step) for step in (*PRODUCTS[1:4], *ATTENTION[:2]))),
     ],
 )
 def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, step: str, tmp_path: Path) -> None:

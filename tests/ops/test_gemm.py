@@ -15,7 +15,7 @@ from tpfuse.kernels.activations import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tpfuse.kernels.activations import GATED as KERNEL_GATED
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.activation import ACTIVATIONS, GATED
-from tpfuse.ops.gemm import gemm, preactivation_gradient, product, weight_gradient
+from tpfuse.ops.gemm import gemm
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
@@ -125,16 +125,6 @@ def test_empty_inputs(shape: tuple[int, ...], choice: Any) -> None:
     assert torch.equal(grads["weight"], torch.zeros(5, shape[-1]))
 
 
-@pytest.mark.parametrize(
-    "activation", [None, "gelu", *exhaustive(*(name for name in NAMES if name not in (None, "gelu")))]
-)
-def test_gradcheck_of_the_torch_path(activation: str | None) -> None:
-    inputs = {name: x.requires_grad_() for name, x in _inputs(activation, torch.float64).items()}
-    small = (inputs["x"][0, :3], inputs["weight"][:6], inputs["bias"][:6])
-    with use(kernels="triton"):  # torch computes float64
-        assert torch.autograd.gradcheck(lambda x, w, b: gemm(x, w, b, activation=activation), small)
-
-
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 def test_opcheck(activation: str | None) -> None:
     inputs = _inputs(activation, torch.float32)
@@ -182,29 +172,6 @@ def test_autocast_computes_in_its_dtype(choice: Any) -> None:
     out.sum().backward()
     assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs.values())
     torch.testing.assert_close(out, _result(inputs, "gelu"), rtol=2e-2, atol=5e-2)
-
-
-@pytest.mark.parametrize("activation", [None, "relu2", "geglu", *exhaustive("gelu", "gelu_tanh", "silu", "swiglu")])
-def test_products_by_themselves(activation: str | None) -> None:
-    inputs = _inputs(activation, torch.float32, "x weight bias")
-    grad = normal(9, 3, 11, 35 if activation in GATED else 70)
-    results = []
-    for choice in ("torch", "triton"):
-        with use(kernels=choice):
-            out, kept = product(*inputs.values(), activation, True)
-            assert (kept is None) == (activation is None)
-            assert product(*inputs.values(), activation, False)[1] is None
-            left, sums = preactivation_gradient(grad, kept, activation, True)
-            again, none = preactivation_gradient(grad, kept, activation, False)
-            assert none is None and torch.equal(again, left)
-            results.append((out, left @ inputs["weight"], weight_gradient(left, inputs["x"]), sums))
-    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    expected = _result(leaves, activation)
-    expected.backward(grad)
-    truth = (expected, *(leaf.grad for leaf in (leaves["x"], leaves["weight"], leaves["bias"])))
-    for result in results:
-        for actual, wanted in zip(result, truth, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_torch_computes_products_that_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,10 +99,6 @@ def test_without_weights(kind: str) -> None:
     del inputs["weights"]
     with use(kernels=kind):
         _compare(inputs, chunk_tokens=16)
-        plain = _run(inputs, torch.tensor(1.0), chunk_tokens=16)
-        ones = _run(inputs | {"weights": torch.ones(40)}, torch.tensor(1.0), chunk_tokens=16)
-    for name, actual in plain.items():
-        assert torch.equal(actual, ones[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,16 +126,6 @@ def test_the_upstream_gradient_is_not_rounded(dtype: torch.dtype, upstream: floa
 def test_large_logits(dtype: torch.dtype, kind: str) -> None:
     with use(kernels=kind):
         _compare(_inputs(33, 16, 130, dtype, scale=1e3), chunk_tokens=16)
-
-
-def test_gradients_in_float64() -> None:
-    inputs = _inputs(7, 3, 11, torch.float64)
-    leaves = [inputs[name].double().requires_grad_() for name in ("x", "weight", "weights")]
-
-    def total(x: Tensor, weight: Tensor, weights: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, inputs["target"], 11, weights=weights, chunk_tokens=3)[0]
-
-    assert torch.autograd.gradcheck(total, leaves)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,15 +274,6 @@ def test_slices_of_the_vocabulary(world: int, cases: list[tuple[str, torch.dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_loss_if_all_targets_are_ignored(kind: str) -> None:
-    inputs = _inputs(20, 16, 40, torch.float32)
-    inputs["target"] = torch.full((20,), -1)
-    with use(kernels=kind):
-        for name, actual in _run(inputs, torch.tensor(1.0), chunk_tokens=8).items():
-            assert torch.count_nonzero(actual) == 0, name
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_nan_stays_in_its_row_of_x_and_reaches_every_weight(kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
     x = inputs["x"].clone()
@@ -309,14 +286,6 @@ def test_nan_stays_in_its_row_of_x_and_reaches_every_weight(kind: str) -> None:
     assert torch.equal(actual["losses"][others], expected["losses"][others])
     assert torch.equal(actual["x"][others], expected["x"][others])
     assert actual["weight"].isnan().all(1).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_runs_agree_to_the_bit(kind: str) -> None:
-    inputs = _inputs(24, 16, 70, torch.bfloat16)
-    with use(kernels=kind):
-        first, *others = [_run(inputs, torch.tensor(1.0), chunk_tokens=10) for _ in range(4)]
-    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -354,9 +323,7 @@ def test_autocast_computes_in_its_dtype(kind: str) -> None:
     assert torch.equal(x.grad, expected["x"].float()) and torch.equal(weight.grad, expected["weight"].float())
 
 
-@pytest.mark.parametrize(
-    ("weighted", "dtype"), [(True, torch.bfloat16), *exhaustive((True, torch.float32), (False, torch.bfloat16))]
-)
+@pytest.mark.parametrize(("weighted", "dtype"), [(True, torch.bfloat16), *exhaustive((False, torch.bfloat16))])
 def test_the_custom_operator_keeps_torchs_rules(weighted: bool, dtype: torch.dtype) -> None:
     inputs = _inputs(12, 16, 20, dtype)
     leaves = [inputs[name].requires_grad_() for name in ("x", "weight")]

@@ -118,7 +118,7 @@ def _on_shards(key: str, name: Kernels, dtype: torch.dtype, left_out: str, summe
             expected.check(key, parameter.grad)
 
 
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
 def test_gradients_on_shards_are_those_of_all_rows(world: int) -> None:
     without = ("residual", "residual bias", "")
     by_torch = itertools.product(NORMS, ("torch",), (F32, F64, BF16), without, (True, False))
@@ -166,16 +166,7 @@ def test_views_and_transposed_inputs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
-@EVERY_NORM
-def test_gradcheck(norm: Norm) -> None:
-    names, tensors = zip(*_inputs(norm, 3, 5, F64).items(), strict=True)
-    leaves = [x.requires_grad_() for x in tensors]
-    assert torch.autograd.gradcheck(lambda *xs: norm.fused(**dict(zip(names, xs, strict=True))), leaves)
-
-
-@pytest.mark.parametrize(
-    ("centered", "extra"), [(True, True), (False, False), *exhaustive((True, False), (False, True))]
-)
+@pytest.mark.parametrize(("centered", "extra"), [(True, True), *exhaustive((False, False))])
 def test_operators_are_registered_correctly(centered: bool, extra: bool) -> None:
     x, residual, weight = (normal(seed, *shape) for seed, shape in ((1, (5, 16)), (2, (5, 16)), (3, (16,))))
     leaves = [y.requires_grad_() for y in (x, residual, weight)]

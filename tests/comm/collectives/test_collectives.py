@@ -1,10 +1,6 @@
 """Every implementation of every collective is exact. Integers differ per rank, so that a wrong index shows."""
 
-import random
 import re
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +46,7 @@ def _collect_one(name: Implementation, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("world", "dtypes"),
-    [(2, DTYPES[:1]), (3, DTYPES[1:3]), *exhaustive((1, DTYPES), (2, DTYPES), (3, DTYPES), (4, DTYPES))],
+    [(2, DTYPES[:1]), (3, DTYPES[1:3]), *exhaustive((1, DTYPES), (4, DTYPES))],
 )
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @on_ranks("world")
@@ -59,49 +55,25 @@ def test_every_collective_is_exact(name: Implementation, dtypes: tuple[torch.dty
         _collect_one(name, dtype)
 
 
-def _taken(name: Implementation, triton: bool) -> str:
-    """Return the class that computes each collective. A maximum of integers is direct if there is symmetric memory."""
-    group, taken = dist.group.WORLD, []
-
-    def spy(kind: type, method: str) -> None:
-        run = getattr(kind, method)
-        patch.setattr(kind, method, lambda *args, **options: taken.append(kind) or run(*args, **options))
-
-    with pytest.MonkeyPatch.context() as patch, use(implementation=name, kernels="triton" if triton else "auto"):
-        for kind, method in ((direct.DirectCollectives, "_run"), (FusedCollectives, "_run")):
-            spy(kind, method)
-        patch.setattr(collective, "CollectiveHandle", _counting(taken))
-        for run in (collectives.all_gather, collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all):
-            run(torch.ones(dist.get_world_size(), 2), group)
-        assert len(taken) == 4 and len(set(taken)) == 1
-        collectives.all_reduce_max(torch.ones(3, dtype=torch.int64), group)
-    found = taken[0].__name__
-    assert taken[4].__name__ == ("CollectiveHandle" if found == "CollectiveHandle" else "DirectCollectives")
-    return found
-
-
-def _counting(taken: list[type]) -> Callable[..., collective.CollectiveHandle]:
-    work = collective.CollectiveHandle
-
-    def make(*args: Any) -> collective.CollectiveHandle:
-        taken.append(work)
-        return work(*args)
-
-    return make
+def _served(name: Implementation, triton: bool) -> list[str]:
+    """Return the classes of what sums, and of what takes a maximum, which has no kernel."""
+    x, group = torch.ones(3), dist.group.WORLD
+    assert group is not None
+    with use(implementation=name, kernels="triton" if triton else "auto"):
+        return [type(collectives.collectives_of(x, group, kernels=kernels)).__name__ for kernels in (True, False)]
 
 
 @pytest.mark.parametrize(
-    ("name", "triton", "taken"),
+    ("name", "triton", "served"),
     [
-        ("auto", False, "DirectCollectives"),
-        ("auto", True, "FusedCollectives"),
-        ("direct", True, "DirectCollectives"),
-        ("fused", False, "FusedCollectives"),
-        ("collective", True, "CollectiveHandle"),
+        ("auto", False, ["DirectCollectives"] * 2),
+        ("auto", True, ["FusedCollectives", "DirectCollectives"]),
+        ("direct", True, ["DirectCollectives"] * 2),
+        ("collective", True, ["TorchCollectives"] * 2),
     ],
 )
-def test_the_implementation_that_was_set_is_used(name: Implementation, triton: bool, taken: str) -> None:
-    assert pool(2).run(_taken, name, triton) == [taken] * 2
+def test_the_implementation_that_was_set_is_used(name: Implementation, triton: bool, served: list[str]) -> None:
+    assert pool(2).run(_served, name, triton) == [served] * 2
 
 
 def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -139,37 +111,16 @@ F32, BF16, I32, I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
 
 @pytest.mark.parametrize(
     ("world", "dtype"),
-    [(2, I64), (3, F32), *exhaustive((2, BF16), (3, BF16), (4, F32), (4, I64), (2, I32), (3, I32), (4, BF16))],
+    [(2, I64), (3, F32), *exhaustive((2, BF16), (4, F32), (3, I32))],
 )
 def test_tensors_of_any_size(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_sizes, "direct", (0, 1, 63, 1000, 100_003, 700_001), dtype)
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(2)])
+@pytest.mark.parametrize("world", exhaustive(3))
 def test_tensors_of_any_size_by_interpreted_kernels(world: int) -> None:
     pool(world).run(_sizes, "fused", (0, 1, 63, 1000, 4099), torch.float32)
     pool(world).run(_sizes, "fused", (0, 63, 1000), torch.int32)
-
-
-def _delayed(iterations: int) -> list[torch.Tensor]:
-    """Ranks come in any order, again and again, to the same memory."""
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    late = random.Random(rank)
-    found = []
-    for i in range(iterations):
-        if late.random() < 0.1:
-            time.sleep(late.random() * 2e-3)
-        n = 1 + i * 37 % 2000
-        whole = integers(i, world, n)
-        assert torch.equal(collectives.all_reduce(whole[rank], group), whole.sum(0))
-        assert torch.equal(collectives.all_gather(whole[rank], group), whole.flatten())
-        found.append(whole.sum())
-    return found
-
-
-@pytest.mark.parametrize(("world", "iterations"), [(3, 150), *exhaustive((2, 500), (4, 500))])
-def test_many_iterations_of_ranks_that_are_late(world: int, iterations: int) -> None:
-    assert len(pool(world).run(_delayed, iterations)[0]) == iterations
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -232,6 +183,7 @@ def _late(objects: bool) -> str:
         dist.barrier()
         return ""
     set_settings(timeout=patient(0.5))
+    before, collective.PATIENCE = collective.PATIENCE, patient(0.5)
     try:
         if objects:
             collective.set_timeout(group)
@@ -242,6 +194,7 @@ def _late(objects: bool) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         set_settings(timeout=60.0)
+        collective.PATIENCE = before
         dist.barrier()
     return "no error"
 

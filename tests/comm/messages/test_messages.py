@@ -70,7 +70,8 @@ def _send_around(name: Implementation, slots: int, turns: Sequence[tuple[tuple[i
     for number, (shape, dtype) in enumerate(turns):
         for index, route in enumerate(routes):
             if route.source == rank:
-                messages.send(index, content(number, index, *shape, dtype=dtype))
+                x = content(number, index, *shape, dtype=dtype)
+                messages.send(index, x.t().contiguous().t() if x.ndim == 2 else x)  # strides do not matter
         for index, route in enumerate(routes):
             if route.target == rank:
                 message = messages.receive(index, shape, dtype)
@@ -80,13 +81,11 @@ def _send_around(name: Implementation, slots: int, turns: Sequence[tuple[tuple[i
     messages.finish()
 
 
-@pytest.mark.parametrize(
-    ("world", "slots"), [(2, 1), (3, 2), *exhaustive((2, 2), (2, 3), (3, 1), (3, 3), (4, 1), (4, 2), (4, 3))]
-)
+@pytest.mark.parametrize(("world", "slots"), [(2, 1), *exhaustive((3, 3), (4, 2))])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @on_ranks("world")
 def test_messages_go_both_ways_around_a_ring(name: Implementation, slots: int) -> None:
-    turns = [(shape, torch.float32) for shape in ((63,), (1000,), (), (0,), (7, 3, 5))]
+    turns = [(shape, torch.float32) for shape in ((63,), (1000,), (), (0,), (7, 3))]
     _send_around(name, slots, [*turns, *(((63,), dtype) for dtype in DTYPES)])
 
 
@@ -118,7 +117,7 @@ def _many(name: Implementation, slots: int, count: int) -> None:
             release(number)
 
 
-@pytest.mark.parametrize(("world", "slots"), [(2, 3), *exhaustive((2, 1), (2, 2), (3, 3))])
+@pytest.mark.parametrize(("world", "slots"), [(2, 3), *exhaustive((3, 2))])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @on_ranks("world")
 def test_many_messages_in_few_slots(name: Implementation, slots: int) -> None:
@@ -146,19 +145,6 @@ def test_a_message_is_read_where_it_was_written() -> None:
         assert third.tensor.data_ptr() == first.tensor.data_ptr() and third.tensor.tolist() == [3.0, 6.0, 9.0]
         messages.release(0, third)
         messages.release(0, second)
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@on_ranks(2)
-def test_strides_do_not_matter(name: Implementation) -> None:
-    messages = opened(name, [Route("a transposed tensor", 1, 0, 1)], 24)
-    if dist.get_rank() == 1:
-        messages.send(0, content(0, 0, 2, 3).t())
-        messages.finish()
-    else:
-        message = messages.receive(0, (3, 2), torch.float32)
-        assert torch.equal(message.tensor, content(0, 0, 2, 3).t())
-        messages.release(0, message)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

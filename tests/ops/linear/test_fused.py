@@ -76,7 +76,7 @@ def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.parametrize("world", exhaustive(1, 2, 3))
+@pytest.mark.parametrize("world", exhaustive(1, 3))
 def test_copy_engines_give_the_same_results(world: int) -> None:
     sent = {"gathers": 12, "scatters": 8} if world > 1 else {"gathers": 0, "scatters": 0}
     assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [sent] * world
@@ -229,7 +229,7 @@ BEFORE, AFTER = "engines waits for current", "current waits for engines"
 PRODUCT, SCATTER = "all_gather_gemm_forward_kernel", "gemm_reduce_scatter_forward_kernel"
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_driver_calls_of_a_gather(world: int) -> None:
     """There are 2 n - 1 calls between the two waits of the streams for n ranks, 15 at tp 8.
 
@@ -243,7 +243,7 @@ def test_driver_calls_of_a_gather(world: int) -> None:
     assert pool(world).run(_driver_calls, "backward") == [["guard", *kept, SCATTER, AFTER, "mm", "end"]] * world
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_driver_calls_of_a_scatter(world: int) -> None:
     """There are 3 n calls between the two waits of the streams for n ranks, 24 at tp 8."""
     sent = ["await_part_kernel", "copy", "word"] * (world - 1)

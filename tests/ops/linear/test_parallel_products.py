@@ -5,14 +5,11 @@ test_all_gather_linear.py those of the features that only that product has.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.support.cases import naming
 from tests.support.parallel_products import Case, Tensors, gathering, scattering, summing
@@ -104,10 +101,11 @@ def _cases(product: str, name: Implementation, world: int, many: bool) -> list[C
 @pytest.mark.parametrize(
     ("name", "world", "many"),
     [
-        *((name, world, True) for name in ("direct", "collective") for world in (2, 3)),
-        *(("fused", world, False) for world in (2, 3)),
-        *exhaustive(*((name, world, True) for name in ("direct", "collective") for world in (1, 4))),
-        *exhaustive(("fused", 2, True), ("fused", 1, False), ("fused", 4, False)),
+        ("direct", 3, True),
+        ("collective", 2, True),
+        ("fused", 2, False),
+        *exhaustive(*((name, 4, True) for name in ("direct", "collective"))),
+        *exhaustive(("fused", 2, True), ("fused", 1, False), ("fused", 3, False)),
     ],
 )
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -192,32 +190,3 @@ def test_bad_input_is_refused(product: str) -> None:
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(ValueError, match="activation 'tanh' is not known: expected None or one of gelu, gelu_tanh"):
         all_gather_linear(X, W, B, None, activation="tanh")
-
-
-# Faults that the suite must find: each calls the right product with an error before or after it.
-FAULTS: dict[str, Callable[[Callable[..., Tensor], Tensors], Tensor]] = {
-    "rows in another order": lambda right, inputs: right(**inputs).roll(1, 0),
-    "an input that was rounded": lambda right, inputs: right(**inputs | {"x": inputs["x"].bfloat16().float()}),
-    "a gradient that is missing": lambda right, inputs: right(**inputs | {"weight": inputs["weight"].detach()}),
-    "a gradient counted twice": lambda right, inputs: right(
-        **inputs | {"bias": 2 * inputs["bias"] - inputs["bias"].detach()}
-    ),
-}
-
-
-def _unseen(product: str) -> list[str]:
-    right, unseen = PRODUCTS[product], []
-    for fault, wrong in FAULTS.items():
-        try:
-            replace(right, function=lambda wrong=wrong, **inputs: wrong(right.function, inputs)).check(
-                Case(), dist.group.WORLD
-            )
-        except AssertionError:
-            continue
-        unseen.append(fault)
-    return unseen
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_the_suite_finds_planted_faults(product: str) -> None:
-    assert pool(2).run(_unseen, product) == [[], []]

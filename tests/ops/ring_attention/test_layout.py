@@ -51,17 +51,6 @@ def test_the_positions_on_every_rank() -> None:
     assert _all_positions(SequenceLayout(15, 4, "striped", 4)) == striped
 
 
-def test_causal_work_is_balanced() -> None:
-    """The measure of work is the number of visible pairs of query and key, for 64 tokens on 4 ranks."""
-    pairs = {}
-    for balance in BALANCES:
-        layout = SequenceLayout(64, 4, balance)
-        pairs[balance] = [int((layout.positions(rank) + 1).sum()) for rank in range(4)]
-    assert pairs["zigzag"] == [520] * 4
-    assert max(pairs["striped"]) - min(pairs["striped"]) == 3 * 16
-    assert pairs["contiguous"] == [136, 392, 648, 904]
-
-
 def test_ranks_that_exchange_heads_hold_the_tokens_of_a_rank_of_their_ring() -> None:
     for layout in _layouts():
         runs, u = layout.runs, layout.ulysses
@@ -155,10 +144,3 @@ def test_impossible_layouts_are_refused(arguments: tuple[int, int, Balance, int]
 def test_a_tensor_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="x has 7 tokens in dimension 1: expected 8"):
         SequenceLayout(8, 2).shard(torch.zeros(2, 7), 0, 1)
-
-
-def test_sequences_of_as_many_tokens_as_ranks() -> None:
-    """Some ranks of a zigzag hold one of the first tokens, others only padding."""
-    for world, balance in itertools.product((1, 2, 3, 8), BALANCES):
-        layout = SequenceLayout(world, world, balance)
-        assert torch.equal(layout.whole(_parts(layout, torch.arange(world), 0, -1), 0), torch.arange(world))
