@@ -36,24 +36,19 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> object:
 
 ROWS = [  # device, dtype, implementation, kernels; what is taken, and why
     ("cpu", F32, "auto", "auto", "direct", "CPU ranks of one host"),
-    ("cpu", F64, "auto", "auto", "direct", "CPU ranks of one host"),
     ("cpu", F32, "auto", "torch", "direct", "CPU ranks of one host"),
     ("cpu", F32, "auto", "triton", "fused", "chosen by kernels triton"),
-    ("cpu", torch.bfloat16, "auto", "triton", "fused", "chosen by kernels triton"),
     ("cpu", F64, "auto", "triton", "direct", "there are no kernels for float64"),
     ("cpu", F32, "fused", "auto", "fused", "chosen"),
-    ("cpu", F32, "fused", "torch", "fused", "chosen"),
     ("cpu", F64, "fused", "auto", "direct", "there are no kernels for float64"),
     ("cpu", F32, "direct", "auto", "direct", "chosen"),
     ("cpu", F32, "direct", "triton", "direct", "chosen"),
     ("cpu", F32, "collective", "auto", "collective", "chosen"),
-    ("cpu", F32, "collective", "triton", "collective", "chosen"),
     ("cuda", F32, "auto", "auto", "collective", "nothing is measured yet"),
     ("cuda", F32, "auto", "triton", "fused", "chosen by kernels triton"),
     ("cuda", F32, "fused", "auto", "fused", "chosen"),
     ("cuda", F64, "fused", "auto", "collective", "there are no kernels for float64"),
     ("cuda", F32, "direct", "auto", "collective", "direct is for CPU ranks, not for cuda"),
-    ("cuda", F32, "collective", "auto", "collective", "chosen"),
 ]
 
 

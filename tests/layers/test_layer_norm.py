@@ -47,7 +47,7 @@ def _check(dtype: torch.dtype, bias: bool, sequence_parallel: bool) -> None:
         expected.check(name, parameter.grad.to_local())
 
 
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
 def test_results_and_gradients_match_the_reference(world: int) -> None:
     for case in itertools.product((torch.float32, torch.float64, torch.bfloat16), (True, False), (True, False)):
         with naming(case):

@@ -119,9 +119,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 @EVERY_LAYER
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (2, F64), (3, BF16), (4, F64), (4, BF16))]
-)
+@pytest.mark.parametrize(("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (4, F64))])
 def test_results_and_gradients_match_the_reference(kind: str, world: int, dtype: torch.dtype) -> None:
     for options in OPTIONS[kind]:
         with naming(options):
@@ -150,7 +148,7 @@ def _parameters() -> None:
     assert meta.weight.is_meta and meta.bias is None and list(meta.state_dict()) == ["weight"]
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(1, 2, 4)])
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
 def test_parameters_are_dtensors(world: int) -> None:
     pool(world).run(_parameters)
 
@@ -193,7 +191,7 @@ def _from_linear(dtype: torch.dtype) -> None:
     assert RowParallelLinear.from_linear(linear, sequence_parallel=True, sequence_dim=0).sequence_dim == 0
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, F32), (3, F64), *exhaustive((1, F64), (4, F32))])
+@pytest.mark.parametrize(("world", "dtype"), [(2, F32), *exhaustive((1, F64), (4, F32))])
 def test_layers_made_from_linear_layers_compute_the_same(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_from_linear, dtype)
 
@@ -266,24 +264,3 @@ class Norm(nn.Module):
 def test_a_module_of_another_class_is_refused(make: Callable[[nn.Module], nn.Module], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         make(Norm())
-
-
-def _autocast_pair() -> None:
-    """Check a sequence-parallel pair under autocast: bfloat16 products, float32 gradients of float32 parameters."""
-    column = ColumnParallelLinear(SIZE, SIZE, sequence_parallel=True, device_mesh=tensor_mesh())
-    row = RowParallelLinear(SIZE, 63, sequence_parallel=True, device_mesh=tensor_mesh())
-    x = normal(1, 5, SIZE).requires_grad_()
-    with torch.autocast("cpu", dtype=BF16):
-        out = row(column(x))
-    assert out.dtype is BF16
-    out.float().sum().backward()
-    weights = [layer.weight.full_tensor().detach().bfloat16().float() for layer in (column, row)]
-    expected = torch.ones(5, 63) @ weights[1] @ weights[0]
-    for gradient in (x.grad, column.weight.grad, row.weight.grad, row.bias.grad):
-        assert gradient is not None and gradient.dtype is F32
-    torch.testing.assert_close(x.grad, expected, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_autocast_computes_in_bfloat16_and_returns_float32_gradients(world: int) -> None:
-    pool(world).run(_autocast_pair)

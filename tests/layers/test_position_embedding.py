@@ -29,7 +29,7 @@ def _check(sequence_parallel: bool) -> None:
     assert isinstance(layer.weight.grad, DTensor) and torch.equal(layer.weight.grad.to_local(), whole.grad)
 
 
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_result_and_gradient_are_those_of_torch(world: int, sequence_parallel: bool) -> None:
     pool(world).run(_check, sequence_parallel)

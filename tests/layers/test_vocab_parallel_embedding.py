@@ -45,9 +45,7 @@ def _tied(dtype: torch.dtype, table: int, sequence_parallel: bool, gather: bool)
     expected.check("weight", local_tensor(layer.weight.grad), slices)
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (2, F64), (3, BF16), (4, F64), (4, BF16))]
-)
+@pytest.mark.parametrize(("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (4, F64))])
 def test_embedding_and_projection_match_the_reference(world: int, dtype: torch.dtype) -> None:
     for case in itertools.product((2, 63, 100), (False, True), (False, True)):
         with naming(case):
@@ -68,8 +66,8 @@ def _exact(table: int) -> None:
         assert torch.equal(layer(ids.t()), whole[ids.t()][tokens])
 
 
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-@pytest.mark.parametrize("table", [1, 3, 63, 1000])
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
+@pytest.mark.parametrize("table", [1, 63])
 def test_rows_are_copied_exactly(table: int, world: int) -> None:
     pool(world).run(_exact, table)
 

@@ -24,7 +24,7 @@ from tpfuse.comm.rank_order import HALF
 from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.parallel.pipeline.order import Action, Kind, order
 from tpfuse.parallel.pipeline.runner import Runner
-from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, most_held, most_in_flight
+from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, holdings, most_in_flight
 from tpfuse.plan.activations import activations
 from tpfuse.plan.in_flight import parts
 from tpfuse.plan.memory import RankMemory, memories, rank_memory
@@ -291,8 +291,9 @@ def test_parts_keep_the_most_that_any_rank_keeps(
         each[0] = Held(each[0].saved + first, gradients)
         each[-1] = Held(each[-1].saved + last, gradients)
         expected = max(
-            most_held(whole, rank, {stage: each[stage] for stage in whole.stages_of(rank)}, passed)
+            holding_bytes(holding, [each[stage] for stage in whole.stages_of(rank)], passed)
             for rank in range(ranks)
+            for holding in holdings(whole, rank)
         )
         sums = []
         for part in found:

@@ -78,7 +78,7 @@ class CudaCalls:
             if str(torch.cuda.get_device_properties(number).uuid) == gpu:
                 if not torch.cuda.can_device_access_peer(self.device.index, number):
                     return "there is no peer access"
-                if native_atomics(self.device.index, number) is False:
+                if _driver_says("cuDeviceGetP2PAttribute", _NATIVE_ATOMICS, self.device.index, number) is False:
                     return "there are no native atomic operations"  # Across PCIe signals could be lost.
         return ""
 
@@ -88,7 +88,7 @@ class CudaCalls:
 
     def shared_by_mps(self) -> bool:
         """Return whether kernels of several processes run on the GPU at once; without MPS they are time-sliced."""
-        return mps_enabled(self.device.index) is True
+        return _driver_says("cuDeviceGetAttribute", _MPS_ENABLED, self.device.index) is True
 
     def allocate(self, size: int, group_name: str) -> Tensor:
         """Return uint8 [size] in an allocation of its own. The pool of symm_mem.empty may give ranks other offsets."""
@@ -149,8 +149,19 @@ class CudaCalls:
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def alarm(self, word: Tensor) -> Callable[[], None]:
-        """Return a function that sets a word [1] to 1 while the device does other work."""
-        return Alarm(word).ring
+        """Return a function that begins to set a word [1] to 1 while a kernel that polls it fills the device.
+
+        It copies from pinned memory on a stream of its own: torch's streams do not wait for the default stream, and
+        streams of the highest priority have queues that ordinary streams do not share. The kernel cannot poll a word of
+        the host instead, because its atomic operations do not hold across PCIe.
+        """
+        one, stream = torch.ones(1, dtype=torch.int32, pin_memory=True), urgent_stream(word.device)
+
+        def ring() -> None:
+            with torch.cuda.stream(stream):
+                word.copy_(one, non_blocking=True)
+
+        return ring
 
     def enter_thread(self) -> None:
         """Prepare a thread that watches, so that its calls do not invalidate a graph that another thread captures.
@@ -170,48 +181,16 @@ def urgent_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def native_atomics(source: int, target: int) -> bool | None:
-    """Return whether one GPU's atomic operations hold in another's memory; None if the driver does not answer."""
-    numbers = [ctypes.c_int(source), ctypes.c_int(target)]
-    value = ctypes.c_int()
+def _driver_says(question: str, attribute: int, *gpus: int) -> bool | None:
+    """Return whether the driver's answer for these GPUs is not 0; None if it does not answer."""
+    value, devices = ctypes.c_int(), [ctypes.c_int(gpu) for gpu in gpus]
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
-        if any(driver.cuDeviceGet(ctypes.byref(number), number) for number in numbers):
+        if any(driver.cuDeviceGet(ctypes.byref(device), device) for device in devices):
             return None
-        if not driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *numbers):
+        if not getattr(driver, question)(ctypes.byref(value), attribute, *devices):
             return value.value != 0
     return None
-
-
-def mps_enabled(number: int) -> bool | None:
-    """Return whether contexts on this GPU belong to MPS; None if the driver does not answer."""
-    device, value = ctypes.c_int(number), ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuDeviceGet(ctypes.byref(device), device):
-            return None
-        if not driver.cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device):
-            return value.value != 0
-    return None
-
-
-class Alarm:
-    """Writes a word while a kernel that polls it fills the device.
-
-    It copies from pinned memory on a stream of its own: torch's streams do not wait for the default stream, and streams
-    of the highest priority have queues that ordinary streams do not share. The kernel cannot poll a word of the host
-    instead, because its atomic operations do not hold across PCIe.
-    """
-
-    def __init__(self, word: Tensor) -> None:
-        self._word = word
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        self._stream = urgent_stream(word.device)
-
-    def ring(self) -> None:
-        """Begin to write the word, and do not wait until it is written."""
-        with torch.cuda.stream(self._stream):
-            self._word.copy_(self._one, non_blocking=True)
 
 
 def _torch() -> Any:

@@ -1,5 +1,7 @@
 """The errors of communication, and the names of ranks in their messages."""
 
+from functools import partial
+
 _coordinates: dict[int, str] = {}  # for each rank of the world its position in the mesh of `build_mesh`
 
 
@@ -42,11 +44,8 @@ class PeerTimeout(RuntimeError):
         super().__init__(f"{where}: {text}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt_timeout, (self.op, self.step, self.rank, self.peer, self.waited, self.detail)
-
-
-def _rebuilt_timeout(op: str, step: int, rank: int, peer: int | None, waited: float | None, detail: str) -> PeerTimeout:
-    return PeerTimeout(op, step=step, rank=rank, peer=peer, waited=waited, detail=detail)
+        given = {name: getattr(self, name) for name in ("step", "rank", "peer", "waited", "detail")}
+        return partial(PeerTimeout, self.op, **given), ()
 
 
 class Disagreement(ValueError):

@@ -50,21 +50,15 @@ def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
     groups of a mesh dimension must be split at the same time, because NCCL splits its communicators among all ranks.
     Raise PeerTimeout if a rank does not come.
     """
-    split = _split(group)
+    if group not in _splits:
+        _splits[group] = _make_split(group)
+    split = _splits[group]
     return split if isinstance(split, Nodes) else None
 
 
 def why_not_split(group: dist.ProcessGroup) -> str:
     """Return why `split_by_node` returns None; empty if it does not. The first call is collective."""
-    split = _split(group)
-    return split if isinstance(split, str) else ""
-
-
-def _split(group: dist.ProcessGroup) -> Nodes | str:
-    split = _splits.get(group)
-    if split is None:
-        split = _splits[group] = _make_split(group)
-    return split
+    return "" if split_by_node(group) is not None else str(_splits[group])
 
 
 def _make_split(group: dist.ProcessGroup) -> Nodes | str:

@@ -3,14 +3,6 @@
 One interface has four backends: `cuda` (peer access over NVLink or PCIe), `shm` (shared by the CPU ranks of a host),
 `local` (one rank alone) and `simulated` (`tpfuse.explore`: all ranks in one process, every access checked).
 
-    memory = symmetric_memory(group, device)
-    buffer = memory.buffer("halo", (1024,), torch.float32)    # the same call on every rank; the first one is collective
-    flags = memory.signals("halo flags", 1)
-    buffer.local.copy_(x)
-    memory.signal(flags, memory.rank, 0, 1)                   # "my part is written", after everything before it
-    memory.wait_signal(flags, right, 0, 1, op="halo")         # until the right neighbour has signalled the same
-    y = buffer.peers[right].clone()
-
 Kernels take `buffer.local`, `buffer.addresses` and the like as plain tensors, and signal by `tpfuse.kernels.signals`.
 
 Signals are int32 words that only grow: an epoch says "what belongs to epoch e is here". They are compared by their
@@ -21,7 +13,7 @@ still runs, after `timeout` seconds or as soon as the peer's process has ended.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,34 +26,19 @@ _Channel = TypeVar("_Channel")
 class SymmetricBuffer:
     """A tensor on each rank, all of the same shape and dtype. Every rank can read and write each of them.
 
-    key: the buffer's name in its memory. The tensors are zero at first. After `SymmetricMemory.free` every attribute
-    raises ValueError.
+    key: the buffer's name in its memory. peers: the tensors of all ranks, which are zero at first; local: this rank's;
+    addresses: of all of them for this rank's kernels, int64 [world] on the memory's device. After
+    `SymmetricMemory.free` these three raise ValueError.
     """
 
     def __init__(self, key: str, peers: Sequence[Tensor], rank: int, addresses: Tensor) -> None:
         self.key, self.shape, self.dtype = key, peers[rank].shape, peers[rank].dtype
-        self._rank = rank
-        self._tensors: tuple[Sequence[Tensor], Tensor] | None = (peers, addresses)
+        self.local, self.peers, self.addresses = peers[rank], peers, addresses
 
-    def _alive(self) -> tuple[Sequence[Tensor], Tensor]:
-        if self._tensors is None:
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("local", "peers", "addresses"):  # `forget` has deleted them
             raise ValueError(f"symmetric buffer {self.key!r} was freed")
-        return self._tensors
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's tensor."""
-        return self._alive()[0][self._rank]
-
-    @property
-    def peers(self) -> Sequence[Tensor]:
-        """The tensors of all ranks, in rank order; peers[rank] is `local`."""
-        return self._alive()[0]
-
-    @property
-    def addresses(self) -> Tensor:
-        """The addresses of all ranks' tensors for this rank's kernels, int64 [world] on the memory's device."""
-        return self._alive()[1]
+        raise AttributeError(name)
 
     def check_signal(self, owner: int, index: int) -> None:
         """Raise ValueError unless rank `owner` has a word `index`. Backends call this."""
@@ -73,7 +50,7 @@ class SymmetricBuffer:
 
     def forget(self) -> None:
         """Drop the tensors. Backends call this."""
-        self._tensors = None
+        del self.local, self.peers, self.addresses
 
 
 class SymmetricMemory(ABC):

@@ -75,21 +75,21 @@ def look_often(watchdog: Watcher, awake: threading.Event, enter: Callable[[], No
 
     The thread ends when the watchdog is no longer referenced. enter: the thread calls it first.
     """
-    arguments = weakref.ref(watchdog), awake, enter
-    threading.Thread(target=_look_often, args=arguments, name="tpfuse watchdog", daemon=True).start()
+    reference = weakref.ref(watchdog)
+
+    def run() -> None:
+        enter()
+        while True:
+            awake.wait()
+            watching = reference()
+            if watching is None:
+                return
+            watching.look()
+            del watching
+            time.sleep(INTERVAL)
+
+    threading.Thread(target=run, name="tpfuse watchdog", daemon=True).start()
     weakref.finalize(watchdog, awake.set)
-
-
-def _look_often(reference: "weakref.ref[Watcher]", awake: threading.Event, enter: Callable[[], None]) -> None:
-    enter()
-    while True:
-        awake.wait()
-        watchdog = reference()
-        if watchdog is None:
-            return
-        watchdog.look()
-        del watchdog
-        time.sleep(INTERVAL)
 
 
 def write_flight_record(control: ControlBlock, error: BaseException) -> None:

@@ -151,7 +151,6 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         return "all_gather_linear" if self.sequence_parallel and self.group is not None else "gemm"
 
     def extra_repr(self) -> str:
-        """Return the text that print(layer) shows between the brackets."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
             f" activation={self.activation}, sequence_parallel={self.sequence_parallel}, parts={self.parts},"

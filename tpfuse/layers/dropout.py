@@ -32,5 +32,4 @@ class Dropout(nn.Module):
         return x if state is None or self.p == 0.0 else dropout(x, self.p, state.rows, state.keys[self.site])
 
     def extra_repr(self) -> str:
-        """Return the text that print(layer) shows between the brackets."""
         return f"p={self.p}, site={self.site}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ class OnMesh:
     def group(self) -> dist.ProcessGroup | None:
         """Return the process group of the mesh, None for one rank. Raise ValueError as `group_of` does."""
         return group_of(self.device_mesh)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ValueError: an embedding's `from_embedding` takes the mesh too."""
+        raise ValueError(
+            f"{cls.__name__}.from_pretrained is not supported: call {cls.__name__}.from_embedding("
+            "torch.nn.Embedding.from_pretrained(...), device_mesh=...)"
+        )
 
     def shapes_in_state(self, name: str, parameter: Tensor) -> list[torch.Size]:
         """Return the shapes that a parameter may have in state dicts: its own, and that with its parts in one."""

@@ -1,6 +1,6 @@
 """PositionEmbedding: learned embeddings of positions, on sequence shards."""
 
-from typing import Any, NoReturn, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -57,14 +57,6 @@ class PositionEmbedding(OnMesh, nn.Embedding):
         )  # fmt: skip
         take_(layer, embedding)
         return layer
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError: `from_embedding` takes the mesh too."""
-        raise ValueError(
-            f"{cls.__name__}.from_pretrained is not supported: call {cls.__name__}.from_embedding("
-            "torch.nn.Embedding.from_pretrained(...), device_mesh=...)"
-        )
 
     def reset_parameters(self) -> None:
         """Initialise the table as nn.Embedding does, equally on all ranks."""

@@ -120,7 +120,6 @@ class RowParallelLinear(OnMesh, nn.Linear):
         return "linear_reduce_scatter" if self.sequence_parallel else "linear_all_reduce"
 
     def extra_repr(self) -> str:
-        """Return the text that print(layer) shows between the brackets."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
             f" sequence_parallel={self.sequence_parallel}, tp={rank_and_size(self.group)[1]}"

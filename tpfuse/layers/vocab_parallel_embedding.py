@@ -1,6 +1,6 @@
 """VocabParallelEmbedding: an nn.Embedding whose rows are sharded over the ranks of a mesh."""
 
-from typing import Any, NoReturn, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +80,6 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         take_(layer, embedding)
         return layer
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError: `from_embedding` takes the mesh too."""
-        raise ValueError(
-            f"{cls.__name__}.from_pretrained is not supported: call {cls.__name__}.from_embedding("
-            "torch.nn.Embedding.from_pretrained(...), device_mesh=...)"
-        )
-
     def reset_parameters(self) -> None:
         """Initialise the whole table as nn.Embedding does, and keep this rank's shard of it."""
         whole = torch.empty(self.num_embeddings, self.embedding_dim, device="cpu")
@@ -150,6 +142,5 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
             look(self, x, "sequence")
 
     def extra_repr(self) -> str:
-        """Return the text that print(layer) shows between the brackets."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tp={rank_and_size(self.group)[1]}"

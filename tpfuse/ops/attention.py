@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
-from tpfuse.ops.autograd import autocast_heads
+from tpfuse.ops.autograd import autocast
 from tpfuse.ops.checks import check_attention, check_cumulative
 from tpfuse.ops.dense_attention import AttentionCall, dense_attention
 from tpfuse.switches import chosen_kernels, use_triton
@@ -96,7 +96,7 @@ def attention(
     Under torch.autocast, attention is computed in autocast's dtype. Raise ValueError that names the argument, what was
     received and what is accepted.
     """
-    q, k, v = autocast_heads(q, k, v)
+    q, k, v = autocast(q, k, v)
     documents = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     # fmt: off
     check_attention(

@@ -90,17 +90,10 @@ def is_autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the tensors, converted under torch.autocast to its dtype as F.linear does; float64 is not converted."""
+def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Return the tensors, converted under torch.autocast to its dtype as F.linear does; float64 and None stay."""
     tensors = x, *others
     if not is_autocast(x.device):
         return tensors
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)
-
-
-def autocast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, converted to autocast's dtype under torch.autocast."""
-    q_, k_, v_ = autocast(q, k, v)
-    assert q_ is not None and k_ is not None and v_ is not None
-    return q_, k_, v_

@@ -43,12 +43,12 @@ def gemm(
     shape = _result_shape(x, weight, activation)
     check_residual("gemm", x, residual, shape)
     x_, weight_, bias_ = autocast(x, weight, bias)
-    assert x_ is not None and weight_ is not None
     fused = residual if residual is not None and residual.dtype == x_.dtype else None
     if not use_triton(x) or (activation is None and fused is None):
         out: Tensor = apply_activation(F.linear(x_, weight_, bias_), activation)
         return out if residual is None else out + residual
-    keep = activation is not None and torch.is_grad_enabled() and _any_requires_grad(x_, weight_, bias_)
+    keep = activation is not None and torch.is_grad_enabled()
+    keep = keep and any(x is not None and x.requires_grad for x in (x_, weight_, bias_))
     out, _ = _forward(flat(x_), weight_, bias_, None if fused is None else flat(fused), activation, keep)
     out = out if len(shape) == 2 else out.view(shape)
     return out + residual if residual is not None and fused is None else out
@@ -120,21 +120,12 @@ def _torch_preactivation_gradient(grad: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return x [..., K] as [M, K]."""
-    return x if x.ndim == 2 else x.reshape(_flat(x.shape))
-
-
-def _flat(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """Return [M, K] for a shape [..., K]; a view with -1 would be ambiguous for an empty tensor."""
-    return math.prod(shape[:-1]), shape[-1]
+    """Return x [..., K] as [M, K]; a view with -1 would be ambiguous for an empty tensor."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _result_shape(x: Tensor, weight: Tensor, activation: str | None) -> tuple[int, ...]:
     return (*x.shape[:-1], weight.shape[0] // (2 if activation in GATED else 1))
-
-
-def _any_requires_grad(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
 
 
 @custom_op("tpfuse::gemm_forward", mutates_args=())

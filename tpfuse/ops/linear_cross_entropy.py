@@ -65,7 +65,6 @@ def linear_cross_entropy(
     the vocabulary.
     """
     x_, weight_ = autocast(x, weight)
-    assert x_ is not None and weight_ is not None
     _check(x_, weight_, vocabulary, group, weights, chunk_tokens)
     check_target(target, x, vocabulary)
     chunk = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)

@@ -1,19 +1,11 @@
 """Initial weights that do not depend on the layout: each parameter is drawn whole from (seed, name), then sharded."""
 
 import hashlib
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from tpfuse.comm.layout import copy_whole_
-
-
-class Initializable(Protocol):
-    """A model that knows the distribution of its initial parameters."""
-
-    def initial_distribution(self, name: str) -> tuple[float, float]:
-        """Return mean and standard deviation of the parameter."""
 
 
 def seed_of(*parts: object) -> int:
@@ -32,8 +24,9 @@ def draw(seed: int, name: str, shape: torch.Size, mean: float, std: float) -> to
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of `model`, which must be `Initializable`, without communication.
+    """Fill every parameter of `model` without communication.
 
+    model: has a method initial_distribution(name), which returns mean and standard deviation of a parameter.
     Every rank draws each whole parameter on the CPU, which needs the memory of the largest one, and keeps its shard.
     """
     for name, parameter in model.named_parameters():

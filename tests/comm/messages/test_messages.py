@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
-from tpfuse.comm import collectives
 from tpfuse.comm.dispatch import choice_for
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.messages.collective import CollectiveMessages
@@ -238,30 +237,6 @@ def _open_twice(name: Implementation) -> None:
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_routes_may_be_opened_again(name: Implementation) -> None:
     pool(2).run(_open_twice, name)
-
-
-def _between_collectives(name: Implementation) -> None:
-    """Ranks send and receive different numbers of messages between operations in which all ranks take part."""
-    rank, group = dist.get_rank(), dist.new_group()
-    messages = opened(name, [Route("x", 0, 1, 2)], 8, group)
-    with use(implementation=name):
-        for turn in range(3):
-            if rank == 0:
-                for number in range(2):
-                    messages.send(0, torch.tensor([turn + number]))
-            assert collectives.all_reduce(torch.ones(2), group).tolist() == [3.0, 3.0]
-            if rank == 1:
-                for number in range(2):
-                    message = messages.receive(0, (1,), torch.int64)
-                    assert message.tensor.tolist() == [turn + number]
-                    messages.release(0, message)
-            assert collectives.all_gather(torch.tensor([rank]), group).tolist() == [0, 1, 2]
-        messages.finish()
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_messages_are_no_operations_of_all_ranks(name: Implementation) -> None:
-    pool(3).run(_between_collectives, name)
 
 
 def _traced(name: Implementation) -> tuple[list[tuple[str, str, int | None, str]], list[str]]:

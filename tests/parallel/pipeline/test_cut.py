@@ -102,24 +102,6 @@ def test_stages_know_their_layers_and_the_ends_of_the_model() -> None:
     assert whole == [whole_model(6)] == [Stage(0, range(6), True, True)]
 
 
-def test_what_comes_before_and_after_the_layers_counts() -> None:
-    layers = [Cost(1, 1)] * 8
-    assert counts_of(cut_layers(layers, NOTHING, Cost(4, 4), range(2))) == [6, 2]
-    assert counts_of(cut_layers(layers, Cost(4, 4), NOTHING, range(2))) == [2, 6]
-    assert counts_of(cut_layers(layers, Cost(0, 3), NOTHING, range(2))) == [4, 4], "operations count first"
-    assert counts_of(cut_layers([Cost(1, 1)] * 7, Cost(0, 3), NOTHING, range(2))) == [3, 4], "then parameters"
-    assert counts_of(cut_layers([Cost(1, 1)] * 7, NOTHING, NOTHING, range(3))) == [3, 2, 2], "early stages have more"
-
-
-def test_an_explicit_cut() -> None:
-    stages = explicit_cut("3,1,2", 6, 3)
-    assert stages == [
-        Stage(0, range(3), True, False),
-        Stage(1, range(3, 4), False, False),
-        Stage(2, range(4, 6), False, True),
-    ]
-
-
 def _refused(text: str) -> str:
     with pytest.raises(ValueError) as refused:
         explicit_cut(text, 6, 3)

@@ -107,7 +107,6 @@ def all_gather_linear(
         outs = tuple(gemm(x, w, b, activation=activation) for w, b in zip(weights, biases, strict=True))
         return outs[0] if single else outs
     x_, *parameters = autocast(x, *weights, *biases)
-    assert x_ is not None
     chosen = products(x_, group)
     if torch.is_grad_enabled():
         outs = _AllGatherLinear.apply(x_, chosen, activation, *parameters)  # type: ignore[no-untyped-call]

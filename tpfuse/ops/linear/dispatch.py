@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,10 +23,8 @@ from tpfuse.comm.layout import is_traced
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear
 from tpfuse.ops.linear.fused import FusedLinear
-from tpfuse.ops.linear.parallel_linear import ParallelLinear
+from tpfuse.ops.linear.parallel_linear import ByMethod, ParallelLinear
 from tpfuse.ops.linear.traced import TracedLinear, define_operators
-
-_T = TypeVar("_T")
 
 FUSED = {  # candidates, and the options of `FusedLinear.variant` for each
     "fused with copiers": {"engines": False, "other_tiles": False},
@@ -59,7 +57,7 @@ class MeasuredProduct:
         return " ".join([self.operator, self.direction, shapes, *self.details])
 
 
-class MeasuredLinear:
+class MeasuredLinear(ByMethod):
     """The products of one group's ranks for tensors of one device and dtype (see `ParallelLinear`)."""
 
     def __init__(
@@ -70,50 +68,20 @@ class MeasuredLinear:
         self._candidates: dict[str, ParallelLinear] = {}
         self.decisions: dict[MeasuredProduct, Decision] = {}
 
-    def all_gather(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
-    ) -> Sequence[tuple[Tensor, Tensor | None]]:
-        details = (activation or "no activation", *_given(bias=biases[0]))
-        product = MeasuredProduct("all_gather_linear", "forward", x.shape, _shapes(weights), details)
-        return self._best(product, lambda products: products.all_gather(x, weights, biases, activation, keep))
-
-    def all_gather_backward(
-        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        product = MeasuredProduct(
-            "all_gather_linear", "backward", x.shape, _shapes(weights), _needed(needs_x, any(needs))
-        )
-        return self._best(product, lambda products: products.all_gather_backward(lefts, x, weights, needs, needs_x))
-
-    def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        details = _given(bias=bias, residual=residual)
-        product = MeasuredProduct("linear_reduce_scatter", "forward", x.shape, _shapes([weight]), details)
-        return self._best(product, lambda products: products.reduce_scatter(x, weight, bias, residual))
-
-    def reduce_scatter_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        product = MeasuredProduct("linear_reduce_scatter", "backward", grad.shape, _shapes([weight]), _needed(*needs))
-        return self._best(product, lambda products: products.reduce_scatter_backward(grad, x, weight, needs))
-
-    def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        details = _given(bias=bias, residual=residual)
-        product = MeasuredProduct("linear_all_reduce", "forward", x.shape, _shapes([weight]), details)
-        return self._best(product, lambda products: products.all_reduce(x, weight, bias, residual))
-
-    def _best(self, product: MeasuredProduct, run: Callable[[ParallelLinear], _T]) -> _T:
+    def _run(self, method: str, *call: Any) -> Any:
+        product = _PRODUCTS[method](*call)
         decision = self.decisions.get(product)
         if decision is None and is_autotuning():
             candidates: dict[str, Callable[[], object]] = {
-                name: partial(self._run_with, name, run) for name in CANDIDATES[self._device.type]
+                name: partial(self._run_with, name, method, *call) for name in CANDIDATES[self._device.type]
             }
             case = f"{product} {self._dtype} on {self._group.size()} ranks"
             decision = decide(self._group, self._device, case, candidates, self._default)
             self.decisions[product] = decision
-        return self._run_with(self._default if decision is None else decision.taken, run)
+        return self._run_with(self._default if decision is None else decision.taken, method, *call)
 
-    def _run_with(self, name: str, run: Callable[[ParallelLinear], _T]) -> _T:
-        """Return run(the candidate called `name`)."""
+    def _run_with(self, name: str, method: str, *call: Any) -> Any:
+        """Call the candidate called `name`."""
         candidate = self._candidates.get(name)
         if candidate is None:
             wanted = cast(Implementation, name.partition(" ")[0])
@@ -122,7 +90,7 @@ class MeasuredLinear:
             if isinstance(candidate, FusedLinear):
                 candidate = candidate.variant(**FUSED[name])
             self._candidates[name] = candidate
-        return run(candidate)
+        return getattr(candidate, method)(*call)
 
 
 _IMPLEMENTATIONS: Implementations[ParallelLinear] = Implementations(
@@ -170,8 +138,8 @@ def _warn(choice: Choice, group: dist.ProcessGroup) -> None:
     warned.add(text)
 
 
-def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tensor.shape for tensor in tensors)
+def _product(operator: str, direction: str, x: Tensor, weights: Sequence[Tensor], *details: str) -> MeasuredProduct:
+    return MeasuredProduct(operator, direction, x.shape, tuple(weight.shape for weight in weights), details)
 
 
 def _given(**operands: Tensor | None) -> tuple[str, ...]:
@@ -182,3 +150,22 @@ def _given(**operands: Tensor | None) -> tuple[str, ...]:
 def _needed(*gradients: bool) -> tuple[str, ...]:
     """Return the names of the needed gradients, among those of the input, the weight and the bias."""
     return tuple(name for name, needed in zip(("dX", "dW", "db"), gradients, strict=False) if needed)
+
+
+_PRODUCTS: dict[str, Callable[..., MeasuredProduct]] = {  # what is measured, for each method
+    "all_gather": lambda x, weights, biases, activation, keep: _product(
+        "all_gather_linear", "forward", x, weights, activation or "no activation", *_given(bias=biases[0])
+    ),
+    "all_gather_backward": lambda lefts, x, weights, needs, needs_x: _product(
+        "all_gather_linear", "backward", x, weights, *_needed(needs_x, any(needs))
+    ),
+    "reduce_scatter": lambda x, weight, bias, residual: _product(
+        "linear_reduce_scatter", "forward", x, [weight], *_given(bias=bias, residual=residual)
+    ),
+    "reduce_scatter_backward": lambda grad, x, weight, needs: _product(
+        "linear_reduce_scatter", "backward", grad, [weight], *_needed(*needs)
+    ),
+    "all_reduce": lambda x, weight, bias, residual: _product(
+        "linear_all_reduce", "forward", x, [weight], *_given(bias=bias, residual=residual)
+    ),
+}

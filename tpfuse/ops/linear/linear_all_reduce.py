@@ -30,12 +30,7 @@ from tpfuse.ops.linear.parallel_linear import ParallelLinear
 class _LinearAllReduce(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        chosen: ParallelLinear,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: ParallelLinear
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         return chosen.all_reduce(x, weight, bias, residual)
@@ -72,11 +67,9 @@ def linear_all_reduce(
     check_linear(operator, x, weight, bias)
     check_residual(operator, x, residual, (*x.shape[:-1], len(weight)))
     x_, weight_, bias_ = autocast(x, weight, bias)
-    assert x_ is not None and weight_ is not None
-    inside = residual if residual is not None and residual.dtype == x_.dtype else None
+    if residual is not None and residual.dtype != x_.dtype:
+        return linear_all_reduce(x, weight, bias, group) + residual
     chosen = products(x_, group)
     if torch.is_grad_enabled():
-        out = apply(_LinearAllReduce, x_, weight_, bias_, inside, chosen)
-    else:
-        out = chosen.all_reduce(x_, weight_, bias_, inside)
-    return out if residual is None or inside is not None else out + residual
+        return apply(_LinearAllReduce, x_, weight_, bias_, residual, chosen)
+    return chosen.all_reduce(x_, weight_, bias_, residual)

@@ -32,12 +32,7 @@ from tpfuse.ops.linear.parallel_linear import ParallelLinear
 class _LinearReduceScatter(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        chosen: ParallelLinear,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: ParallelLinear
     ) -> Tensor:
         ctx.products = chosen
         ctx.save_for_backward(x, weight)
@@ -80,11 +75,9 @@ def linear_reduce_scatter(
         raise ValueError(f"{operator}: {len(x)} rows cannot be split among {group.size()} ranks")
     check_residual(operator, x, residual, (len(x) // group.size(), *x.shape[1:-1], len(weight)))
     x_, weight_, bias_ = autocast(x, weight, bias)
-    assert x_ is not None and weight_ is not None
-    inside = residual if residual is not None and residual.dtype == x_.dtype else None
+    if residual is not None and residual.dtype != x_.dtype:
+        return linear_reduce_scatter(x, weight, bias, group) + residual
     chosen = products(x_, group)
     if torch.is_grad_enabled():
-        out = apply(_LinearReduceScatter, x_, weight_, bias_, inside, chosen)
-    else:
-        out = chosen.reduce_scatter(x_, weight_, bias_, inside)
-    return out if residual is None or inside is not None else out + residual
+        return apply(_LinearReduceScatter, x_, weight_, bias_, residual, chosen)
+    return chosen.reduce_scatter(x_, weight_, bias_, residual)

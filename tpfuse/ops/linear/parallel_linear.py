@@ -1,7 +1,7 @@
 """The interface of the implementations of tensor-parallel products."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -40,3 +40,25 @@ class ParallelLinear(Protocol):
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """Return all_reduce(x Wᵀ) + bias + residual [..., N]."""
+
+
+class ByMethod:
+    """What passes on each call of a `ParallelLinear` by the name of its method."""
+
+    def _run(self, method: str, *call: Any) -> Any:
+        raise NotImplementedError
+
+    def all_gather(self, *call: Any, **_: Any) -> Any:
+        return self._run("all_gather", *call)
+
+    def all_gather_backward(self, *call: Any, **_: Any) -> Any:
+        return self._run("all_gather_backward", *call)
+
+    def reduce_scatter(self, *call: Any, **_: Any) -> Any:
+        return self._run("reduce_scatter", *call)
+
+    def reduce_scatter_backward(self, *call: Any, **_: Any) -> Any:
+        return self._run("reduce_scatter_backward", *call)
+
+    def all_reduce(self, *call: Any, **_: Any) -> Any:
+        return self._run("all_reduce", *call)

@@ -14,7 +14,7 @@ from torch.library import custom_op
 
 from tpfuse.comm.mesh import named_group
 from tpfuse.ops.activation import GATED
-from tpfuse.ops.linear.parallel_linear import ParallelLinear
+from tpfuse.ops.linear.parallel_linear import ByMethod, ParallelLinear
 
 _Shape = tuple[int, ...]
 # The shapes of the results, None for one that is not computed.
@@ -111,40 +111,19 @@ def _tensors(results: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-class TracedLinear:
+class TracedLinear(ByMethod):
     """The products of one group's ranks while torch.compile traces (see `ParallelLinear`)."""
 
     def __init__(self, operators: Operators, group: dist.ProcessGroup) -> None:
         self._operators, self._name, self._world = operators, group.group_name, group.size()
 
-    def _run(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the results, None for those that are not computed."""
-        results = iter(self._operators[method](*arguments, self._name, self._world))
+    def _run(self, method: str, *call: Any) -> Any:
+        arguments = [list(x) if isinstance(x, list | tuple) else x for x in call]
+        computed = iter(self._operators[method](*arguments, self._name, self._world))
         shapes = _OPERATORS[method][2](self._world, *arguments)
-        return [None if shape is None else next(results) for shape in shapes]
-
-    def all_gather(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        results = self._run("all_gather", x, list(weights), list(biases), activation, keep)
-        return list(zip(results[::2], results[1::2], strict=True))
-
-    def all_gather_backward(
-        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        grad_x, *grad_weights = self._run("all_gather_backward", list(lefts), x, list(weights), list(needs), needs_x)
-        return grad_x, grad_weights
-
-    def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        out: Tensor = self._run("reduce_scatter", x, weight, bias, residual)[0]
-        return out
-
-    def reduce_scatter_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        grad_x, grad_weight, grad_bias = self._run("reduce_scatter_backward", grad, x, weight, list(needs))
-        return grad_x, grad_weight, grad_bias
-
-    def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        out: Tensor = self._run("all_reduce", x, weight, bias, residual)[0]
-        return out
+        results = [None if shape is None else next(computed) for shape in shapes]
+        if method == "all_gather":
+            return list(zip(results[::2], results[1::2], strict=True))
+        if method == "all_gather_backward":
+            return results[0], results[1:]
+        return tuple(results) if method == "reduce_scatter_backward" else results[0]

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,8 @@ Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 _IMPLEMENTATIONS: Implementations[Ring] = Implementations(CollectiveRing, direct=DirectRing, fused=FusedRing)
 
 
-@dataclass(frozen=True)
-class RingOptions:
-    """The options of `ring_attention`, as they were given."""
+class RingOptions(TypedDict, total=False):
+    """The keywords of `ring_attention` that do not change what it returns."""
 
     causal: bool
     schedule: Schedule
@@ -62,16 +62,16 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
     ring, ulysses = group if isinstance(group, tuple) else (group, None)
     exchanging = 1 if ulysses is None else ulysses.size()
     world, (batch, heads, n, size) = ring.size() * exchanging, q.shape
-    length = world * n if options.length is None else options.length
-    layout = SequenceLayout(length, world, options.balance, exchanging)
+    length = world * n if options["length"] is None else options["length"]
+    layout = SequenceLayout(length, world, options["balance"], exchanging)
     if layout.local_length != n:
         raise ValueError(
             f"ring_attention: q has {n} tokens: expected {layout.local_length} on each of {world} ranks for {length}"
-            f" tokens, {options.balance} (SequenceLayout.shard pads them)"
+            f" tokens, {layout.balance} (SequenceLayout.shard pads them)"
         )
-    if options.cu_seqlens is not None:
-        check_cumulative("ring_attention", "cu_seqlens", options.cu_seqlens, length)
-    schedule = options.schedule
+    if options["cu_seqlens"] is not None:
+        check_cumulative("ring_attention", "cu_seqlens", options["cu_seqlens"], length)
+    schedule = options["schedule"]
     if schedule == "auto":
         schedule = "ulysses_ring"
         if ulysses is None:
@@ -80,7 +80,7 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
     ring_rank, blocks_from = ring.rank(), ring if ring.size() > 1 else None
     if schedule == "ulysses":  # a ring of one rank, which has all tokens of some heads
         ulysses, exchanging, ring_rank, blocks_from = ring, world, 0, None
-        layout = SequenceLayout(length, world, options.balance, world)
+        layout = SequenceLayout(length, world, options["balance"], world)
     if ulysses is not None and not divides(exchanging, heads, k.shape[1]):
         raise ValueError(
             f"ring_attention: schedule {schedule}: {exchanging} ranks cannot divide {heads} heads of q and"
@@ -93,20 +93,20 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
         slices = _token_slices(layout, ring_rank * exchanging, exchanging)
         together = (ulysses,) if blocks_from is None else (ulysses, blocks_from)
         exchange = HeadExchange(slices, ulysses, memory, k.shape[1], together)
-    head_rows = options.head_rows
+    head_rows = options["head_rows"]
     if head_rows is not None and exchange is not None:
         head_rows = head_rows[:, exchange.own(heads)]
     call = RingCall(
         layout.runs,
         ring_rank,
-        causal=options.causal,
-        window=options.window,
-        scale=q.shape[3] ** -0.5 if options.scale is None else options.scale,
-        cu_seqlens=options.cu_seqlens,
-        dropout_p=options.dropout_p,
+        causal=options["causal"],
+        window=options["window"],
+        scale=q.shape[3] ** -0.5 if options["scale"] is None else options["scale"],
+        cu_seqlens=options["cu_seqlens"],
+        dropout_p=options["dropout_p"],
         head_rows=head_rows,
-        key=options.key,
-        dropout_width=length if options.dropout_width is None else options.dropout_width,
+        key=options["key"],
+        dropout_width=length if options["dropout_width"] is None else options["dropout_width"],
         ring=schedule != "all_gather",
     )
     if blocks_from is None:

@@ -22,35 +22,19 @@ Sources: arXiv:2310.01889 for the ring, arXiv:2407.21783, section 3.3.2, for gat
 for Ulysses, and arXiv:2405.07719 for both together. All schedules return the same numbers but for the order of sums.
 """
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
 from tpfuse.choices import Balance, Schedule
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.mesh import check_group
-from tpfuse.ops.autograd import autocast_heads
+from tpfuse.ops.autograd import autocast
 from tpfuse.ops.checks import check_attention
 from tpfuse.ops.ring_attention.attend import attend
 from tpfuse.ops.ring_attention.placement import Group, RingOptions, placement
 from tpfuse.ops.ring_attention.schedule import SCHEDULES
 from tpfuse.ops.ring_attention.traced import attend_traced
-
-
-class RingKeywords(TypedDict, total=False):
-    """The keywords of `ring_attention` that do not change what it returns."""
-
-    causal: bool
-    schedule: Schedule
-    balance: Balance
-    length: int | None
-    window: int | None
-    scale: float | None
-    cu_seqlens: Tensor | None
-    dropout_p: float
-    head_rows: Tensor | None
-    key: Tensor | None
-    dropout_width: int | None
 
 
 @overload
@@ -61,13 +45,13 @@ def ring_attention(
     *,
     group: Group,
     return_lse: Literal[False] = False,
-    **options: Unpack[RingKeywords],
+    **options: Unpack[RingOptions],
 ) -> Tensor: ...
 
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[RingKeywords]
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[RingOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -109,7 +93,7 @@ def ring_attention(
     arguments do not fit together, or do not fit the schedule, and say which ones do; ValueError when ranks meet if
     their n differ; PeerTimeout if a rank does not come.
     """
-    q, k, v = autocast_heads(q, k, v)
+    q, k, v = autocast(q, k, v)
     documents = {"cu_seqlens": cu_seqlens}
     # fmt: off
     check_attention(
@@ -121,8 +105,9 @@ def ring_attention(
         raise ValueError(f"ring_attention: k has {k.shape[2]} tokens, q has {q.shape[2]}: expected the same number")
     _check_groups(group, schedule)
     options = RingOptions(
-        causal, schedule, balance, length, window, scale, cu_seqlens, dropout_p, head_rows, key, dropout_width
-    )
+        causal=causal, schedule=schedule, balance=balance, length=length, window=window, scale=scale,
+        cu_seqlens=cu_seqlens, dropout_p=dropout_p, head_rows=head_rows, key=key, dropout_width=dropout_width,
+    )  # fmt: skip
     if is_traced(q):
         out, lse = attend_traced(q, k, v, group, options)
     else:

@@ -28,15 +28,16 @@ def attend_traced(q: Tensor, k: Tensor, v: Tensor, group: Group, options: RingOp
     """Return (out, lse), out differentiable."""
     ring, ulysses = group if isinstance(group, tuple) else (group, None)
     names = {"ring": ring.group_name, "ulysses": None if ulysses is None else ulysses.group_name}
-    given = vars(options)
-    tensors, scalars = [given[name] for name in _TENSORS], {x: given[x] for x in given if x not in _TENSORS}
+    tensors = options["cu_seqlens"], options["head_rows"], options["key"]
+    scalars: dict[str, Any] = {name: value for name, value in options.items() if name not in _TENSORS}
     out, lse = _forward(q, k, v, *tensors, **names, **scalars)
     return out, lse
 
 
 def _plan(q: Tensor, k: Tensor, tensors: Any, ring: str, ulysses: str | None, **scalars: Any) -> RingPlan:
     group = named_group(ring) if ulysses is None else (named_group(ring), named_group(ulysses))
-    return placement(q, k, group, RingOptions(**dict(zip(_TENSORS, tensors, strict=True)), **scalars))
+    options: Any = dict(zip(_TENSORS, tensors, strict=True)) | scalars
+    return placement(q, k, group, options)
 
 
 @custom_op(

@@ -1,13 +1,4 @@
-"""Pipelines for models of your own whose blocks are a list.
-
-    pipeline = Pipeline(model, embed=(model.embed, [model.wte, model.wpe]), blocks=model.blocks,
-                        head=(model.loss, [model.norm, model.head]), device_mesh=mesh["pp"], micro_batches=8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    …
-    optimizer.zero_grad()
-    losses = pipeline.step(batches)    # forward and backward passes; the losses are on the rank of the last stage
-    pipeline.clip_grad_norm_(1.0)
-    optimizer.step()
+"""Pipelines for models of your own whose blocks are a list; docs/pipeline.md has a program.
 
 Every rank builds the whole model. The pipeline then frees what belongs to the stages of other ranks.
 """

@@ -6,7 +6,7 @@ share of each rank; the durations that a step has measured give what its order m
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -181,17 +181,8 @@ def holdings(order: Order, rank: int) -> Iterator[Holding]:
         yield Holding(tuple(saved.values()), tuple(gradients.values()), len(holders))
 
 
-def most_held(order: Order, rank: int, held: Mapping[int, Held], passed: int) -> int:
-    """Return the most bytes that a rank holds at the same time of the micro-batches in flight.
-
-    held: by stage. passed: the bytes of a tensor that passes between two stages.
-    """
-    stages = [held[stage] for stage in order.stages_of(rank)]
-    return max(holding_bytes(holding, stages, passed) for holding in holdings(order, rank))
-
-
 def holding_bytes(holding: Holding, stages: Sequence[Held], passed: int) -> int:
-    """Return the bytes of a holding. stages: those of the rank, in their order. passed: as for `most_held`."""
+    """Return the bytes of a holding. stages: those of the rank, in order. passed: of a tensor between two stages."""
     saved = sum(count * stage.saved for count, stage in zip(holding.saved, stages, strict=True))
     gradients = sum(count * stage.gradients for count, stage in zip(holding.gradients, stages, strict=True))
     return saved + gradients + passed * holding.passed
