@@ -140,22 +140,6 @@ def test_ranks_that_wait_for_a_rank_in_another_operation_get_an_error() -> None:
         assert after == "012"
 
 
-def _agree() -> str:
-    control = _control_block()
-    control.agree("the same", "test")
-    with pytest.raises(Disagreement) as caught:
-        control.agree("a" if control.rank < 2 else "b", "test")
-    control.reset(lambda: None)
-    control.agree("the same again", "test")
-    return str(caught.value)
-
-
-def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
-    errors = pool(3).run(_agree)
-    assert errors[:2] == [f"operation 2: rank 2 runs b, rank {rank} runs a" for rank in range(2)]
-    assert errors[2] == "operation 2: rank 0 runs a, rank 2 runs b"
-
-
 @on_ranks(3)
 def test_the_flight_record_holds_the_last_operations() -> None:
     control = _control_block()

@@ -1,7 +1,7 @@
 """The choice of what serves a group's tensors, with its reason, and the symmetric memory of the group.
 
-`tpfuse.switches` has the table of implementations and the switches. Each family of operations has a `dispatch.py` of
-its own, which returns the object that the choice means: collectives, products, ring attention, reducers.
+`tpfuse.switches` has the table of implementations and the switches. Each family of operations (collectives, products,
+ring attention, reducers) has `Implementations` of its own, which return the object that the choice means.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ ranks without symmetric memory, such as those of another host.
 import contextlib
 import time
 import weakref
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,18 +20,12 @@ _FOR_GOOD = -1  # the time of a wait that was given up
 _RECENT = 1.0  # seconds: a process that waits looks more often, unless it is stopped
 
 
-class _WaitBlock(Protocol):
-    """A control block. own_words: the int64 words of this process's state in it."""
-
-    own_words: memoryview
-
-
-_blocks: list["weakref.ref[_WaitBlock]"] = []  # the control blocks of this process
+_blocks: list["weakref.ref[Any]"] = []  # the control blocks of this process, whose own words are `own_words`
 _in_store = False  # whether this process has written into the store
 _NO_STORE = (RuntimeError, KeyError, ValueError)  # what torch raises if the store fails, or if there is none
 
 
-def register(block: _WaitBlock) -> None:
+def register(block: Any) -> None:
     """Write the waits of this process into one more control block, as long as it exists."""
     global _blocks
     # A new list, because the thread of a watchdog may be reading the old one.

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.flight_record import Process, write_record
@@ -63,15 +63,8 @@ def is_late(control: ControlBlock, peer: int | None, waited: float) -> bool:
     return peer is not None and waited > _GRACE and control.has_left(peer)
 
 
-class Watcher(Protocol):
-    """An object whose check the watchdog's thread repeats."""
-
-    def look(self) -> None:
-        """Check once."""
-
-
-def look_often(watchdog: Watcher, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
-    """Start a thread that calls `watchdog.look` a few times a second while `awake` is set.
+def look_often(watchdog: Any, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
+    """Start a thread that calls `watchdog.look()` a few times a second while `awake` is set.
 
     The thread ends when the watchdog is no longer referenced. enter: the thread calls it first.
     """

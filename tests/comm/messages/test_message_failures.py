@@ -117,35 +117,6 @@ def test_a_rank_that_stays_away_is_named_and_all_can_go_on(name: Implementation,
             assert result is None or isinstance(result, PeerTimeout), result
 
 
-def _until_it_dies(rank: Rank, name: Implementation, what: str) -> None:
-    messages = opened(name, rank.join(), patient(LIMIT))
-    if rank.rank == 2:
-        rank.hear()
-    waits = rank.rank == (0 if what == "send" else 1)
-    rank.tell("here")
-    if waits:
-        WAITS[what](messages)
-    rank.hear()
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("fused", "send"), *exhaustive(("direct", "receive"), ("fused", "receive"), ("collective", "receive"))],
-)  # fmt: skip
-def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, what: str, tmp_path: Path) -> None:
-    waits = 0 if what == "send" else 1
-    with ranks(3, tmp_path, _until_it_dies, name, what) as running:
-        for rank in range(2):
-            assert running.hear(rank) == "here"
-        killed = running.send(1 - waits, signal.SIGKILL)
-        when, error = running.result(waits)
-        assert isinstance(error, PeerTimeout), error
-        assert error.peer == 1 - waits and error.op.startswith(f"{what} x, message ")
-        assert when - killed < LIMIT / 2, "nobody waits until the deadline"
-        if name != "collective":
-            assert f"its process ({running.processes[1 - waits].pid}) has ended" in str(error)
-
-
 def _stop_too_long(rank: Rank, timeout: float) -> PeerTimeout | None:
     """Rank 1 holds the only slot of a route when it is stopped, and all ranks reset afterwards."""
     group = rank.join()

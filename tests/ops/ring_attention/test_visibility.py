@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
 from tpfuse.ops.ring_attention.visibility import VisibleRange, visible_ranges
 
 LENGTH = 23
@@ -62,21 +61,6 @@ def _check_form(visible: VisibleRange, sees: Tensor) -> None:
     assert torch.equal(visible.first <= visible.last, sees)
     assert bool((visible.first.diff() >= 0).all()) and bool((visible.last.diff() >= 0).all())
     assert bool((visible.first >= 0).all()) and bool((visible.last < LENGTH).all())
-
-
-@pytest.mark.parametrize("balance", BALANCES)
-def test_a_tokens_range_does_not_depend_on_its_rank(balance: str) -> None:
-    """The ranges of a rank's positions are those that the same positions have in the whole sequence."""
-    for world, documents in itertools.product((1, 3, 4, 8), DOCUMENTS):
-        layout = SequenceLayout(LENGTH, world, balance)
-        cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-        options = LENGTH, True, 6, cu_seqlens
-        whole = visible_ranges(torch.arange(layout.padded_length), *options)
-        for rank in range(world):
-            positions = layout.positions(rank)
-            for of_rank, of_all in zip(visible_ranges(positions, *options), whole, strict=True):
-                assert torch.equal(of_rank.first, of_all.first[positions])
-                assert torch.equal(of_rank.last, of_all.last[positions])
 
 
 def test_a_tiles_range_follows_from_its_first_and_last_token() -> None:

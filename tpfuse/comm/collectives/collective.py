@@ -7,7 +7,7 @@ used after that.
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -64,10 +64,15 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class CollectiveHandle:
-    """The handle of a collective of torch.distributed. Every rank must make those of a group in one order."""
+    """The handle of a collective of torch.distributed. Every rank must make those of a group in one order.
 
-    def __init__(self, op: str, group: dist.ProcessGroup, work: dist.Work | None) -> None:
-        self._op, self._group, self._work = op, group, work
+    then: what `wait` does at its end.
+    """
+
+    def __init__(
+        self, op: str, group: dist.ProcessGroup, work: dist.Work | None, then: Callable[[], None] = lambda: None
+    ) -> None:
+        self._op, self._group, self._work, self._then = op, group, work, then
         announce(group)
         self._number = _counts[group] = _counts.get(group, 0) + 1
         self._started = time.monotonic()
@@ -86,6 +91,7 @@ class CollectiveHandle:
         flow = self._flow() if trace.is_observed() else ""
         with self.name_missing_rank(), trace.span("communication", self._op, flow=flow):
             self._work.wait(*self._deadline)
+        self._then()
 
     def _flow(self) -> str:
         """Return the text that is equal in all ranks' spans of this collective."""
@@ -137,23 +143,12 @@ def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
     return others
 
 
-class _SumInRankOrder:
-    """The handle of a reduce-scatter by all-to-all. It sums the tensors that the ranks sent, rank 0 first."""
-
-    def __init__(self, received: Tensor, out: Tensor, work: CollectiveHandle) -> None:
-        self._received, self._out, self._work = received, out, work
-
-    def wait(self) -> None:
-        self._work.wait()
-        sum_in_rank_order(self._received.unbind(), self._out)
-
-
 def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
     """Begin an all-gather: out[r] becomes rank r's x. x: [n] contiguous; out: [world, n]."""
     return CollectiveHandle("all_gather", group, _all_gather(out.view(-1), x, group=group, async_op=True))
 
 
-def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle | _SumInRankOrder:
+def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
     """Begin a reduce-scatter: out becomes the sum over ranks of x[this rank]. x: [world, n] contiguous; out: [n].
 
     With Gloo each rank sends its partial sums to their owners, which add them in rank order, half types in float32: the
@@ -163,7 +158,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Co
     if dist.get_backend(group) == "gloo":
         received = torch.empty_like(x)
         sent = dist.all_to_all_single(received.view(-1), x.view(-1), group=group, async_op=True)
-        return _SumInRankOrder(received, out, CollectiveHandle("reduce_scatter", group, sent))
+        return CollectiveHandle("reduce_scatter", group, sent, lambda: sum_in_rank_order(received.unbind(), out))
     return CollectiveHandle("reduce_scatter", group, _reduce_scatter(out, x.view(-1), group=group, async_op=True))
 
 

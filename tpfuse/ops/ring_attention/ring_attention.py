@@ -104,10 +104,11 @@ def ring_attention(
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"ring_attention: k has {k.shape[2]} tokens, q has {q.shape[2]}: expected the same number")
     _check_groups(group, schedule)
-    options = RingOptions(
-        causal=causal, schedule=schedule, balance=balance, length=length, window=window, scale=scale,
-        cu_seqlens=cu_seqlens, dropout_p=dropout_p, head_rows=head_rows, key=key, dropout_width=dropout_width,
-    )  # fmt: skip
+    options: RingOptions = {
+        "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
+        "cu_seqlens": cu_seqlens, "dropout_p": dropout_p, "head_rows": head_rows, "key": key,
+        "dropout_width": dropout_width,
+    }  # fmt: skip
     if is_traced(q):
         out, lse = attend_traced(q, k, v, group, options)
     else:
