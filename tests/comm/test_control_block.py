@@ -286,7 +286,7 @@ def test_the_end_of_a_chain_of_waits_is_none_if_ranks_wait_for_each_other() -> N
     other = 1 - control.rank
     for awaited, expected in ((other, None), (None, other)):
         dist.barrier()
-        waits.look(awaited)
+        waits.give_up(awaited)  # it holds, however long the barrier takes
         dist.barrier()
         assert control.last_of_chain(other) == expected
     waits.forget()

@@ -175,15 +175,6 @@ def test_several_stages_of_a_rank_and_a_chosen_implementation_are_explained() ->
     assert printed[9:] == [["messages: collective (chosen)"]]
 
 
-def test_layers_follow_the_stages_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Sequential(ColumnParallelLinear(8, 8), RowParallelLinear(8, 8))
-    pipeline = Pipeline(model, embed=torch.clone, blocks=model, head=_sum, device_mesh=None, micro_batches=1)
-    assert tpfuse.explain(pipeline) == plans(model)
-    *_, messages, head, first, second = capsys.readouterr().out.splitlines()
-    assert messages == "messages: local (one rank)"
-    assert head.startswith("layer  kind") and first.startswith("0 ") and second.startswith("1 ")
-
-
 def _carriers() -> list[str]:
     """Return what carries messages before the first step, after it, and while another implementation is chosen."""
     blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))

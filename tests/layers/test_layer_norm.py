@@ -54,20 +54,6 @@ def test_results_and_gradients_match_the_reference(world: int) -> None:
             pool(world).run(_check, *case)
 
 
-def _without_the_sum() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    layer = LayerNorm(100, sequence_parallel=True, device_mesh=tensor_mesh())
-    layer.sum_gradients = False
-    grad = normal(4, world, 7, 100)
-    layer(normal(3, world, 7, 100)[rank]).backward(grad[rank])
-    assert layer.bias.grad is not None
-    torch.testing.assert_close(layer.bias.grad.to_local(), grad[rank].sum(0))
-
-
-def test_the_sum_over_ranks_can_be_turned_off() -> None:
-    pool(2).run(_without_the_sum)
-
-
 def _from_torch(sequence_parallel: bool) -> None:
     """Check that layers made from torch's layers compute the same, forward and backward."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -12,7 +12,7 @@ from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
-from tpfuse.layers.on_mesh import empty_parameter, shared_generator
+from tpfuse.layers.on_mesh import shared_generator
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -31,17 +31,6 @@ def test_ranks_share_a_generator_with_another_state_at_each_call() -> None:
     assert len(set(alone)) == 3
     for world in (2, 3):
         assert pool(world).run(_draws) == [alone] * world
-
-
-def _shapes() -> list[tuple[int, ...]]:
-    mesh = tensor_mesh()
-    parameter = empty_parameter((7, 5), 0, mesh, None, torch.bfloat16)
-    assert parameter.shape == (7, 5) and parameter.dtype == torch.bfloat16
-    return [tuple(empty_parameter((7, 5), dim, mesh, "meta", None).to_local().shape) for dim in (0, 1, None)]
-
-
-def test_shards_have_the_shape_of_dtensors() -> None:
-    assert pool(3).run(_shapes) == [[(3, 5), (7, 2), (7, 5)], [(3, 5), (7, 2), (7, 5)], [(1, 5), (7, 1), (7, 5)]]
 
 
 LAYERS: dict[str, tuple[type[nn.Module], tuple[int, int], dict[str, Any]]] = {

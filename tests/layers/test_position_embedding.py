@@ -41,8 +41,3 @@ def test_a_table_of_torch_is_taken_whole() -> None:
     assert torch.equal(layer.weight, table.weight) and layer.weight is not table.weight
     with pytest.raises(ValueError, match="padding_idx=2: expected None"):
         PositionEmbedding.from_embedding(nn.Embedding(9, 5, padding_idx=2))
-
-
-def test_the_inherited_from_pretrained_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"call PositionEmbedding\.from_embedding\(torch\.nn\.Embedding"):
-        PositionEmbedding.from_pretrained(torch.zeros(9, 5))

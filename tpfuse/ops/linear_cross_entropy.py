@@ -209,9 +209,9 @@ def _times(grad: Tensor, x: Tensor) -> Tensor:
     " bool needs_x, bool needs_weight) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(x: Tensor, weight: Tensor, target: Tensor, weights: Any, *call: Any) -> tuple[Tensor, ...]:
-    vocabulary, group_name, *rest = call
+    vocabulary, group_name, chunk, needs_x, needs_weight = call
     group = None if group_name is None else named_group(group_name)
-    return chunks(x, weight, target, weights, vocabulary, group, *rest, use_triton(x))
+    return chunks(x, weight, target, weights, vocabulary, group, chunk, needs_x, needs_weight, use_triton(x))
 
 
 @_forward.register_fake

@@ -169,9 +169,9 @@ FIRST_TIER = [
     (2, "zero_bubble", None, "", 2, (2, 5)),
 ]
 MORE = [
-    (pp, schedule, count, kind, tp, None)
-    for pp, (schedule, count), kind, tp in itertools.product((1, 2, 3), SCHEDULES, ("", TIED, HEAD_FIRST), (1, 2))
-    if (pp, tp) != (3, 2) and pp * (count or 1) <= BLOCKS
+    (pp, schedule, count, ("", TIED, HEAD_FIRST)[index % 3], 1 + index % 2 if pp < 3 else 1, None)
+    for index, (pp, (schedule, count)) in enumerate(itertools.product((1, 2, 3), SCHEDULES))
+    if pp * (count or 1) <= BLOCKS
 ]
 
 

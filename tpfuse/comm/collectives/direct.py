@@ -58,8 +58,8 @@ class DirectHandle:
         memory = self._collectives.memory
         self.done = True
         if self.lost:
-            late, detail = memory.global_rank, "begun before a reset"
-            raise PeerTimeout(self._op, step=memory.step, rank=late, peer=None, waited=0.0, detail=detail)
+            rank, detail = memory.global_rank, "begun before a reset"
+            raise PeerTimeout(self._op, step=memory.step, rank=rank, peer=None, waited=0.0, detail=detail)
         for _ in self._rounds:
             pass
 

@@ -194,8 +194,8 @@ class FusedLinear:
             channel = self._channel("all_gather_linear", nbytes)
             yield _Gather(rows, rows.new_empty(world, *rows.shape), channel.words, channel.endpoint, keep, None)
             return
-        copies = self._copies()
         engines = self.memory.channel(EngineGather, "all_gather_linear by engines", slot_size(nbytes))
+        copies = self._copies()  # on a stream that waits for what opened the channel
         try:
             with copies.stream():
                 engines.send(rows, multiplied=multiplied, keep=keep)
@@ -272,8 +272,8 @@ class FusedLinear:
     def _multiply_and_scatter_by_engines(
         self, nbytes: int, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        copies = self._copies()
         engines = self.memory.channel(EngineScatter, "linear_reduce_scatter by engines", slot_size(nbytes))
+        copies = self._copies()  # on a stream that waits for what opened the channel
         product = len(rows), len(weight), rows.dtype
         try:
             with copies.stream():
