@@ -315,8 +315,7 @@ FIRST: list[Row] = [
     *((_never_waits, 2, (name,)) for name in IMPLEMENTATIONS),
 ]
 MORE: list[Row] = [
-    (_late, 4, ("direct", 200)),
-    (_late, 2, ("fused", 120)),
+    (_late, 2, ("fused", 18)),
     *((_in_rounds, world, ()) for world in (1, 2)),
     *((_sums, world, arguments) for world, *arguments in ((4, "direct", F32), (3, "fused", BF16))),
 ]
