@@ -141,11 +141,11 @@ def groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
-def check_group(operator: str, group: object, argument: str = "group") -> None:
-    """Raise ValueError, with the operator's and the argument's name, unless `group` is a process group or None."""
+def check_group(operator: str, group: object) -> None:
+    """Raise ValueError, with the operator's name, unless `group` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         cure = "its get_group()" if isinstance(group, DeviceMesh) else "a process group, or None for one rank"
-        raise ValueError(f"{operator}: {argument} is {shown(group)}: expected {cure}")
+        raise ValueError(f"{operator}: group is {shown(group)}: expected {cure}")
 
 
 def shown(value: object) -> str:

@@ -128,15 +128,15 @@ def attention(
         dropout_width=tk if dropout_width is None else dropout_width,
     )
     plain = not return_lse and call.is_plain(q, k)
-    if chosen_attention(q, k, v, plain)[0] == "torch":
+    if chosen_attention(q, k, v, plain) == "torch":
         out, lse = dense_attention(q, k, v, call, return_lse=return_lse)
     else:
         out, lse = _forward(q, k, v, *call.tensors, **call.scalars)
     return (out, lse) if return_lse else out
 
 
-def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Literal["triton", "torch"], str]:
-    """Return whether Triton's kernels or torch compute attention of these tensors, and the reason in words.
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> Literal["triton", "torch"]:
+    """Return whether Triton's kernels or torch compute attention of these tensors.
 
     plain: whether the call `is_plain` (`tpfuse.ops.dense_attention.AttentionCall`) and needs no log-sum-exp. If so,
     `kernels auto` trains on a GPU with scaled_dot_product_attention: torch prefers cuDNN on compute capability 9.0 and
@@ -152,20 +152,15 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Lite
     (modelscope/FunASR #3704). In training the same shapes occur again, in sampling they do not.
     """
     if not use_triton(q):
-        return "torch", "float64" if q.dtype == torch.float64 else f"kernels {chosen_kernels()} on {q.device.type}"
-    if chosen_kernels() == "triton":
-        return "triton", "kernels triton"
-    if not plain:
-        return "triton", "scaled_dot_product_attention has no such mask, dropout or log-sum-exp"
-    if q.dtype == torch.float32 or q.shape[3] % 8 or q.shape[3] > 128:
-        return "triton", f"cuDNN takes half types and multiples of 8 up to 128, not {q.dtype} and heads of {q.shape[3]}"
-    if any(x.stride(3) != 1 for x in (q, k, v)):
-        return "triton", "scaled_dot_product_attention stores all scores if the elements of a head are not adjacent"
-    if torch.are_deterministic_algorithms_enabled():
-        return "triton", "deterministic algorithms are required, and cuDNN's gradients are not deterministic"
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
-        return "triton", "no gradient is required, and cuDNN would make a plan for each length"
-    return "torch", "scaled_dot_product_attention: cuDNN on compute capability 9.0 and 10.0"
+        return "torch"
+    if chosen_kernels() == "triton" or not plain:
+        return "triton"
+    if q.dtype == torch.float32 or q.shape[3] % 8 or q.shape[3] > 128:  # cuDNN does not take them
+        return "triton"
+    if any(x.stride(3) != 1 for x in (q, k, v)):  # scaled_dot_product_attention would store all scores
+        return "triton"
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return "torch" if trains and not torch.are_deterministic_algorithms_enabled() else "triton"
 
 
 # The arguments that both operators take after tensors of their own: those of `AttentionCall`.
