@@ -1,4 +1,4 @@
-"""The position of local tensors in global ones, compared with DTensor."""
+"""The position of local tensors in global ones, compared with DTensor; whole tensors are loaded and gathered."""
 
 import pytest
 import torch
@@ -7,9 +7,20 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.comm.layout import copy_whole_, from_local, is_sharded, local_slices, local_tensor
+from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.layout import (
+    Slices,
+    copy_whole_,
+    from_local,
+    gather_whole,
+    is_sharded,
+    load_part_,
+    local_slices,
+    local_tensor,
+)
+from tpfuse.layers.on_mesh import empty_parameter
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import on_ranks
+from tpfuse.testing.ranks import on_ranks, pool
 
 
 @pytest.mark.parametrize("world", [3, 4, *exhaustive(1, 2)])
@@ -51,3 +62,34 @@ def test_a_plain_tensor_is_its_own_local_part() -> None:
     assert torch.equal(x, torch.ones(3, 4))
     with pytest.raises(ValueError, match=r"\(4, 3\) does not fit one of \(3, 4\)"):
         copy_whole_(x, torch.ones(4, 3))
+    with pytest.raises(ValueError, match=r"read a tensor of shape \(1, 3\): expected \(3, 4\)"):
+        load_part_(x, lambda slices: torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
+@on_ranks("world")
+def test_loading_and_gathering_return_the_same() -> None:
+    for shape, dim in (((7, 5), 0), ((7, 5), 1), ((7, 5), None), ((2, 3), 0)):
+        whole, asked = integers(1, *shape, dtype=torch.float64), []
+
+        def read(slices: Slices, whole: torch.Tensor = whole, asked: list[Slices] = asked) -> torch.Tensor:
+            asked.append(slices)
+            return whole[tuple(slice(*bounds) for bounds in slices)]
+
+        parameter = empty_parameter(shape, dim, tensor_mesh(), None, torch.float32)
+        copy_whole_(parameter.detach(), whole)
+        assert torch.equal(gather_whole(parameter), whole.float()) and not gather_whole(parameter).requires_grad
+        parameter.detach().zero_()
+        load_part_(parameter, read)
+        assert torch.equal(gather_whole(parameter), whole.float())
+        assert len(asked) == (1 if parameter.to_local().numel() else 0)
+
+
+def _anywhere() -> tuple[bool, bool]:
+    return anywhere(dist.get_rank() == dist.get_world_size() - 1, tensor_mesh()), anywhere(False, tensor_mesh())
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
+def test_anywhere_is_true_if_one_rank_is(world: int) -> None:
+    assert pool(world).run(_anywhere) == [(True, False)] * world
+    assert anywhere(True, None) and not anywhere(False, None)
