@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from tpfuse.kernels.trace import KernelTrace
+    from tpfuse.kernels.trace import KernelTrace
 
 Kind = Literal["step", "micro_batch", "phase", "layer", "operator", "communication", "wait"]
 """The kinds of spans. An operator communicates and may also compute; a communication moves or sums data of several
@@ -183,20 +184,22 @@ def operator(name: str, implementation: str) -> Callable[[_Method], _Method]:
 class _CudaMarks:
     """Marks on CUDA's current stream. `nanoseconds` is for after a synchronisation."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
+        self._torch, self._device = torch, device
         torch.cuda.synchronize(device)
         self._first, self._first_ns = self.mark(), time.time_ns()
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+    def mark(self) -> "torch.cuda.Event":
+        event = self._torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._torch.cuda.current_stream(self._device))
         return event
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._torch.cuda.synchronize(self._device)
 
-    def nanoseconds(self, mark: torch.cuda.Event) -> int:
+    def nanoseconds(self, mark: "torch.cuda.Event") -> int:
         milliseconds: float = self._first.elapsed_time(mark)
         return self._first_ns + round(milliseconds * 1e6)
 
@@ -210,8 +213,8 @@ class Recorder:
     ends. signals: (flow, ns). launches: the kernels of fused operators, in the order of their launch.
     """
 
-    device: torch.device
-    kernels: KernelTrace | None = None
+    device: "torch.device"
+    kernels: "KernelTrace | None" = None
     ended: list[Span] = field(default_factory=list)
     signals: list[tuple[str, int]] = field(default_factory=list)
     launches: list[LaunchMark] = field(default_factory=list)
