@@ -35,7 +35,6 @@ def _trained(layout: dict[str, Any], dropout: float, backend: str) -> Result:
 @pytest.mark.parametrize(
     ("layout", "dropout"),
     [
-        ({}, 0.2),
         ({"cp": 2, "stage": 2}, 0.0),
         ({"dp": 2, "stage": 3}, 0.0),
         ({"tp": 2, "autocast": "bfloat16"}, 0.0),

@@ -40,9 +40,7 @@ def _on_one_rank(flags: tuple[str, ...]) -> list[float]:
 
 
 ZERO = {
-    "0": 1e-5,
     "1": 1e-5,
-    "2 --zero.compression bf16": 1e-3,
     "3 --parallel.replicas 2": 1e-5,
     "2 --zero.compression bf16 --parallel.pp 2": 1e-3,
     "1 --zero.compression powersgd-4 --parallel.pp 2": 3e-2,
@@ -74,9 +72,9 @@ def _process_of(rank: int, mark: str) -> int:
     raise LookupError(f"no process of rank {rank}")
 
 
-@pytest.mark.parametrize("layout", ["--parallel.pp 4 --model.n-layer 4", "--parallel.pp 2 --parallel.tp 2"])
-def test_a_killed_rank_of_another_node_is_named(flags: list[str], tmp_path: Path, layout: str) -> None:
+def test_a_killed_rank_of_another_node_is_named(flags: list[str], tmp_path: Path) -> None:
     """Rank 3 is killed. Rank 0 waits for it through rank 1 or rank 2, and has no parent that could tell."""
+    layout = "--parallel.pp 2 --parallel.tp 2"
     out = tmp_path / uuid.uuid4().hex
     endless = ["--train.steps", "100000", "--train.log-every", "1", "--comm.timeout", f"{patient(8.0):.1f}"]
     endless += ["--train.save-every", "0", "--train.eval-every", "0"]  # it is killed in a training step
