@@ -68,6 +68,7 @@ def hang_with_a_child() -> None:
     time.sleep(1000)
 
 
+@pytest.mark.processes
 def test_a_row_that_raises_hangs_or_dies_does_not_affect_others(tmp_path: Path) -> None:
     first = step("first", a=fail, b=nothing)
     whats = {"a": nothing, "b": hang_with_a_child, "c": nothing}

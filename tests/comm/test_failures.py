@@ -201,7 +201,8 @@ def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
     return 3 * int(out)
 
 
-@pytest.mark.parametrize("operation", ["sum", *exhaustive("kernel")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operation", ["sum", "kernel"])
 def test_a_run_whose_ranks_all_stop_goes_on(operation: str, tmp_path: Path) -> None:
     """No rank is late after Ctrl-Z and fg."""
     timeout = patient(1.5)  # more than the second that a stopwatch counts of a stop

@@ -42,6 +42,7 @@ def _steps(tp: int, dp: int) -> None:
         torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 def test_local_slices_are_those_of_fully_shard() -> None:
     """Check that a rank has the elements that `local_slices` names, for every combination of sharded dimensions."""

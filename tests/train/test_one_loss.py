@@ -273,7 +273,6 @@ def wide_config(dropout: float, layers: int) -> GPTConfig:
 @pytest.mark.parametrize(
     ("name", "products", "tp", "dtype", "dropout", "layers", "steps"),
     [
-        ("triton", "auto", 1, "float32", 0.0, 1, 2),
         *exhaustive(
             ("triton", "auto", 1, "float32", 0.2, 1, 5),
             ("triton", "auto", 2, "float32", 0.0, 2, 4),

@@ -163,7 +163,6 @@ SCHEDULES: list[tuple[str, int | None]] = [
     ("zero_bubble", 2), ("zbv", None),
 ]  # fmt: skip
 FIRST_TIER = [
-    (2, "1f1b", None, TIED, 1, None),
     (2, "zbv", None, TIED, 1, None),
     (3, "interleaved_1f1b", None, HEAD_FIRST, 1, None),
     (2, "zero_bubble", None, "", 2, (2, 5)),

@@ -54,7 +54,7 @@ def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> 
 
 
 @pytest.mark.parametrize(
-    *pairwise(first=2, world=[2, 3], stage=[2, 0, 1], dtype=[torch.float32, torch.bfloat16], sums=[True, False])
+    *pairwise(world=[2, 3], stage=[2, 0, 1], dtype=[torch.float32, torch.bfloat16], sums=[True, False])
 )
 def test_equals_direct(world: int, stage: int, dtype: torch.dtype, sums: bool) -> None:
     expected = pool(world).run(_steps, "direct", stage, dtype, sums)
