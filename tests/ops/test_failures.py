@@ -105,10 +105,11 @@ def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tupl
     ("name", "engines", "steps"),
     [
         ("direct", False, ("all_gather backward", "attention ulysses backward")),
-        ("collective", False, PRODUCTS[:1]),
         ("fused", False, PRODUCTS[:1]),
         *_later(
-            *((name, False, PRODUCTS[1:]) for name in ("direct", "collective", "fused")), ("fused", True, PRODUCTS)
+            ("collective", False, PRODUCTS),
+            *((name, False, PRODUCTS[1:]) for name in ("direct", "fused")),
+            ("fused", True, PRODUCTS),
         ),
         *_later(*((name, False, ATTENTION) for name in ("direct", "fused"))),
     ],

@@ -265,7 +265,7 @@ IN_RANKS = [
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(2, IN_RANKS[:3] + IN_RANKS[5:]), (3, IN_RANKS[:4]), *exhaustive(*((world, IN_RANKS) for world in (1, 4)))],
+    [(3, [IN_RANKS[0], IN_RANKS[2], IN_RANKS[3]]), *exhaustive(*((world, IN_RANKS) for world in (1, 2, 4)))],
 )
 def test_slices_of_the_vocabulary(world: int, cases: list[tuple[str, torch.dtype, int, bool]]) -> None:
     for case in cases:

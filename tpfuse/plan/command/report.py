@@ -257,7 +257,7 @@ def launcher(cluster: Cluster) -> str:
 
 def number(value: float) -> str:
     """Return a number of seconds, or of GiB, with three digits."""
-    if value == 0.0:
+    if value < 0.0005:
         return "0"
     return f"{value:,.0f}" if value >= 100 else f"{value:.{2 if value >= 1 else 3}f}"
 
