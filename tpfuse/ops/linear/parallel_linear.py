@@ -14,7 +14,13 @@ class ParallelLinear(Protocol):
     """
 
     def all_gather(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: str | None,
+        keep: bool,
+        /,
     ) -> Sequence[tuple[Tensor, Tensor | None]]:
         """Return (act(all_gather(x) Wᵀ + bias) [world * n, ..., N], its pre-activation or None) for each weight.
 
@@ -22,7 +28,7 @@ class ParallelLinear(Protocol):
         """
 
     def all_gather_backward(
-        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool, /
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return (dX = Σ left W, this rank's shard of the sum over ranks; dW = leftᵀ all_gather(x) for each weight).
 
@@ -30,35 +36,35 @@ class ParallelLinear(Protocol):
         [world * n, ..., N].
         """
 
-    def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, /) -> Tensor:
         """Return reduce_scatter(x Wᵀ) + bias + residual [n, ..., N]; x: [world * n, ..., K], residual: [n, ..., N]."""
 
     def reduce_scatter_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
+        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], /
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return (dX, dW, db), None where not needed; db is the same on all ranks, to the bit."""
 
-    def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, /) -> Tensor:
         """Return all_reduce(x Wᵀ) + bias + residual [..., N]."""
 
 
 class ByMethod:
-    """What passes on each call of a `ParallelLinear` by the name of its method."""
+    """A `ParallelLinear` that hands each call to `_run`, with the name of the method."""
 
     def _run(self, method: str, *call: Any) -> Any:
         raise NotImplementedError
 
-    def all_gather(self, *call: Any, **_: Any) -> Any:
+    def all_gather(self, *call: Any) -> Any:
         return self._run("all_gather", *call)
 
-    def all_gather_backward(self, *call: Any, **_: Any) -> Any:
+    def all_gather_backward(self, *call: Any) -> Any:
         return self._run("all_gather_backward", *call)
 
-    def reduce_scatter(self, *call: Any, **_: Any) -> Any:
+    def reduce_scatter(self, *call: Any) -> Any:
         return self._run("reduce_scatter", *call)
 
-    def reduce_scatter_backward(self, *call: Any, **_: Any) -> Any:
+    def reduce_scatter_backward(self, *call: Any) -> Any:
         return self._run("reduce_scatter_backward", *call)
 
-    def all_reduce(self, *call: Any, **_: Any) -> Any:
+    def all_reduce(self, *call: Any) -> Any:
         return self._run("all_reduce", *call)
