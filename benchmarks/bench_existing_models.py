@@ -6,7 +6,7 @@ The model has 4 layers, 8 heads, sdpa attention and random weights in float32. A
 with labels over one sequence; gradients are dropped before each. tp_plan="auto" loads the same weights from a folder;
 torch's plan is parallelize_module with ColwiseParallel and RowwiseParallel where tp_plan has colwise and rowwise, on
 whole sequences. tpfuse runs with sequence parallelism and without it. Losses must agree to 1e-5 of their value. The
-single process has as many threads as there are ranks; `benchmarks.cpu_ranks` says how they take turns.
+single process has as many threads as there are ranks; `benchmarks.cpu_ranks` says how they alternate.
 """
 
 import os

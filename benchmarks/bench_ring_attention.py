@@ -15,7 +15,7 @@ the gradients of keys and values travel with their block.
 turns with an ideal, in which each rank computes 1 / ranks of the work and waits for no rank: the whole sequence of 1 /
 ranks of the heads.
 
-`benchmarks.cpu_ranks` says how candidates take turns.
+`benchmarks.cpu_ranks` says how candidates alternate.
 """
 
 import os

@@ -11,7 +11,7 @@ clip_grad_norm_. Both begin with the same weights, and losses and gradient norms
 processes keep freed memory, as `tpfuse train` does.
 
 The single process (torch's layers for the MLP, tpfuse with tp 1 for the GPT) has as many threads as there are ranks;
-`benchmarks.cpu_ranks` says how they take turns.
+`benchmarks.cpu_ranks` says how they alternate.
 """
 
 from collections.abc import Callable

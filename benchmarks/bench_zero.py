@@ -17,7 +17,7 @@ update: an update of 50M float32 parameters, from whole gradients on every rank 
 (`benchmarks.zero_update`).
 
 Every candidate's result is checked first: with plain AdamW on the whole batch, and with the sum of all gradients.
-`benchmarks.cpu_ranks` says how candidates take turns.
+`benchmarks.cpu_ranks` says how candidates alternate.
 """
 
 from collections.abc import Iterator

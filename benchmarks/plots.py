@@ -27,7 +27,8 @@ COLOUR, PEER = "#c44e52", "#8c8c8c"  # of tpfuse, and of everything else
 RANKS = {"tensor_parallel": 2, "zero": 2, "ring_attention": 4, "collectives": 2}
 _INK = "#333333"
 
-# By the title of each part of a picture: bars, percentiles of milliseconds by name, or lines, points of (bytes, GB/s).
+# Panels map the title of each part of a picture to bars (percentiles of milliseconds by name), or to lines (points of
+# (bytes, GB/s)).
 Bars = dict[str, Mapping[str, float]]
 Lines = dict[str, list[tuple[int, float]]]
 Panels = dict[str, Bars] | dict[str, Lines]

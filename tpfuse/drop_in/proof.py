@@ -78,7 +78,7 @@ class _ModuleCall:
 
 @dataclass
 class _Computed:
-    """What a block computed, by descriptions: whole tensors that leave or enter it, with a rank's part of them."""
+    """The tensors that leave or enter a block, by descriptions: whole ones, with a rank's part of them."""
 
     leaving: dict[str, tuple[Tensor, Part]] = field(default_factory=dict)
     entering: dict[str, tuple[Tensor, Part]] = field(default_factory=dict)
