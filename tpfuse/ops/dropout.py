@@ -45,7 +45,7 @@ def _(like: Tensor, seed: int, step: int, sites: int) -> Tensor:
     return like.new_empty(sites, dtype=torch.int64)
 
 
-@custom_op("tpfuse::drawn_keys", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+@custom_op("tpfuse::drawn_keys", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def drawn_keys(x: Tensor, count: int) -> Tensor:
     """Return keys drawn from the default generator of x's device: [count] int64.
 
