@@ -187,7 +187,6 @@ def test_a_rank_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
     [
         ("--parallel.pp 4", 3, signal.SIGKILL),
         ("--parallel.pp 2 --parallel.tp 2 --parallel.pp-schedule zero_bubble", 3, signal.SIGSTOP),
-        ("--parallel.pp 4 --parallel.impl collective", 1, signal.SIGSTOP),
     ],
 )
 def test_a_missing_rank_of_a_pipeline_is_named(

@@ -69,33 +69,38 @@ MORE: list[dict[str, Any]] = [
     ),
     {"offload": "a folder", "accumulation": 3},
     {"dp": 2, "tp": 2, "stage": 1, "accumulation": 3},
-    *({"dp": 3, "stage": 1, "offload": "host", "accumulation": accumulation} for accumulation in (1, 3)),
+    {"dp": 3, "stage": 1, "offload": "host", "accumulation": 3},
     {"cp": 2, "stage": 2, "accumulation": 3},
     {"tp": 2, "stage": 2},
     {"cp": 3, "stage": 3},
     {"dp": 2, "tp": 2, "stage": 3, "accumulation": 3},
-    *({"dp": 4, "stage": 3, "replicas": 2, "accumulation": accumulation} for accumulation in (1, 3)),
+    {"dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
+]
+BESIDE: list[dict[str, Any]] = [  # what divides the stages of a pipeline; each schedule has two of them
+    {"tp": 2, "cp": 2},
+    {"dp": 2, "tp": 2, "stage": 3},
+    {"dp": 2, "cp": 2, "stage": 2},
+    {"dp": 2, "stage": 1, "recompute": "selective"},
+    {"dp": 2, "stage": 3, "recompute": "full"},
 ]
 PIPELINES: list[dict[str, Any]] = [
     {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
     *({"pp": pp, "accumulation": count} for pp, count in ((2, 1), (3, 2), (4, 9))),
     *(
         {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each, "layers": pp * each, "accumulation": 12}
-        for pp in (2, 4)
-        for schedule, each in (("interleaved_1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2))
+        for pp, schedule, each in (
+            (2, "interleaved_1f1b", 3),
+            (4, "zero_bubble", 1),
+            (2, "zero_bubble", 2),
+            (4, "zbv", 2),
+        )
     ),
     {"pp": 2, "pp_layers": "1,3", "dp": 2, "stage": 2, "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "pp_layers": "2,1,3,1", "layers": 7, "accumulation": 6},
     *(
-        {"pp": 2, "pp_schedule": schedule, "accumulation": 6, **more}
-        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
-        for more in (
-            {"tp": 2, "cp": 2},
-            {"dp": 2, "tp": 2, "stage": 3},
-            {"dp": 2, "cp": 2, "stage": 2},
-            {"dp": 2, "stage": 1, "recompute": "selective"},
-            {"dp": 2, "stage": 3, "recompute": "full"},
-        )
+        {"pp": 2, "pp_schedule": schedule, "accumulation": 6, **BESIDE[(number + turn) % len(BESIDE)]}
+        for number, schedule in enumerate(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"))
+        for turn in (0, 2)
     ),
     {"pp": 2, "pp_schedule": "zbv", "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
     {"pp": 2, "dp": 3, "stage": 1, "offload": "host", "accumulation": 3},

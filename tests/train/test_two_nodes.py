@@ -40,7 +40,6 @@ def _on_one_rank(flags: tuple[str, ...]) -> list[float]:
 
 
 ZERO = {
-    "1": 1e-5,
     "3 --parallel.replicas 2": 1e-5,
     "2 --zero.compression bf16 --parallel.pp 2": 1e-3,
     "1 --zero.compression powersgd-4 --parallel.pp 2": 3e-2,
