@@ -17,6 +17,7 @@ from tpfuse.tools.compilation import CompilationReport, compile_jobs, read_repor
 from tpfuse.tools.gate import violations
 from tpfuse.tools.recorded import Job
 from tpfuse.tools.resources import Compilation
+from tpfuse.tools.wgmma_hazards import hazards
 
 TOYS = Path(__file__).parent / "toys"
 COMPILE = f"""
@@ -122,6 +123,17 @@ def test_the_command(toys: CompilationReport, kept: Path, tmp_path: Path) -> Non
     assert "there is no operator sond: expected one of" in wrong.stderr
 
 
+@pytest.mark.compile
+def test_hazards_are_found_where_waits_are_removed(kept: Path, toys: CompilationReport) -> None:
+    """The toys' products are sound. Without its waits a product's accumulators are read while it may be running."""
+    assert not any(result.hazards for result in toys.compilations)
+    (path,) = kept.glob("sound-*-sm_90-product_kernel.sass")
+    sass = path.read_text()
+    assert not hazards(sass) and sass.count("WARPGROUP.DEPBAR") > 1
+    found = hazards(sass.replace("WARPGROUP.DEPBAR", "NOP"))
+    assert any("accesses the accumulators of the wgmma" in line for line in found)
+
+
 def sass_widths(sass: str, instruction: str) -> dict[int, int]:
     """Return the counts that `access_widths` takes from PTX, taken from the machine code instead."""
     widths: dict[int, int] = {}
@@ -162,6 +174,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"tensor_cores": []}, "does not use tensor cores"),
     ({"tensor_cores": ["mma.sync"]}, "its dot uses mma.sync instructions instead of wgmma"),
     ({"serialized": "registers"}, "wait for one another: registers"),
+    ({"hazards": ["MOV at 0010 writes", "LDS at 0020"]}, "is wrong: MOV at 0010 writes, and 1 more such accesses"),
     (
         COPY | {"loads": {16: 4}, "stores": {2: 32}},
         "moves 50% of its bytes in accesses of less than 16 bytes",

@@ -1,8 +1,9 @@
 """The tuner works on the CPU, with interpreted kernels, a clock that tests control, and a table of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tpfuse.tools import search
 from tpfuse.tools import tune as tuning
 from tpfuse.tools.operator import CallCost, Launchers, Shape, Trial, check_rounding
 from tpfuse.tools.operators import tiny_trials, trials
+from tpfuse.tools.recorded import Job
+from tpfuse.tools.resources import Compilation
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
 from tpfuse.tools.tune import tune, with_rows
@@ -141,6 +144,24 @@ def test_a_candidate_that_is_wrong_fails_or_spills_is_skipped_with_a_message(tab
     assert "BLOCK_M=16 FAST=False num_warps=8 num_stages=4: skipped, spills 8 bytes" in text
     assert "skipped, AssertionError: output 0" in text
     assert "skipped, RuntimeError: out of resources" in text
+
+
+def test_a_candidate_whose_machine_code_has_a_hazard_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is replaced: it plants a hazard in launches with groups of 77 tiles."""
+
+    def compile_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, Compilation]]:
+        for index, job in enumerate(jobs):
+            hazards = ["MOV at 0010 writes the inputs"] if job.source.hash() == 77 else []
+            yield index, Compilation("gemm", "sm_90", "bfloat16", "toy_kernel", {}, 4, 3, hazards=hazards)
+
+    monkeypatch.setattr(tuning, "compile_jobs", compile_jobs)
+    monkeypatch.setattr(tuning, "source_of", lambda x, family: SimpleNamespace(hash=lambda: x.arguments["GROUP_M"]))
+    trial = next(trial for trial in tiny_trials() if trial.shape.__class__.__module__.endswith(".gemm"))
+    rows = [row for row in read_table(configurations.TABLE) if row.key[:3] == ("gemm", "sm_90", 32)]
+    planted = [replace(row, blocks=row.blocks | {"GROUP_M": 77}) for row in rows]
+    reasons = tuning.inspect_compiled(torch.float32, "sm_90")([*planted, *rows], [trial])
+    assert sorted(set(reasons)) == ["", "its machine code is wrong: MOV at 0010 writes the inputs"]
+    assert not any(reasons[len(rows) :])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The conditions that every compiled kernel must meet, and the table of the resources that kernels use.
 
 A kernel that spills, that does not use tensor cores or that loads few bytes at a time is correct but slow, and no other
-test detects it.
+test detects it. A kernel whose machine code has hazards is wrong on a GPU alone.
 """
 
 import re
@@ -91,6 +91,9 @@ def _violations(result: Compilation, version: str) -> Iterator[str]:
             f"it moves {narrow(result):.0%} of its bytes in accesses of less than 16 bytes:"
             f" loads {result.loads}, stores {result.stores}"
         )
+    if result.hazards:
+        more = f", and {len(result.hazards) - 1} more such accesses" if len(result.hazards) > 1 else ""
+        yield f"its machine code is wrong: {result.hazards[0]}{more}"
     if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
         yield "its warps are not specialized, although WARP_SPECIALIZE is set"
 

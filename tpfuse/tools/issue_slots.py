@@ -14,11 +14,10 @@ may be higher.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-_LABEL = re.compile(r"^(\.L_x_\d+):")
-_INSTRUCTION = re.compile(r"^\{?\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(\w\S*)\s*(.*?)\s*;")
-_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+from tpfuse.tools.sass import BasicBlock, blocks
+
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x")
 
 
@@ -41,19 +40,6 @@ class ProductLoop:
         return self.instructions / self.tensor_cycles
 
 
-@dataclass
-class _Block:
-    """Instructions that run one after another. after: the numbers of the blocks that may run next."""
-
-    names: list[str] = field(default_factory=list)
-    after: set[int] = field(default_factory=set)
-
-    @property
-    def tensor_cycles(self) -> float:
-        """Return the number of cycles for which the block's wgmma instructions keep the tensor cores busy."""
-        return sum(int(match[1]) / 2 for name in self.names if (match := _PRODUCT.match(name)))
-
-
 def main_loop(sass: str) -> ProductLoop | None:
     """Return the loop around wgmma with the fewest issue slots for its tensor cycles, or None if there is no loop.
 
@@ -64,72 +50,56 @@ def main_loop(sass: str) -> ProductLoop | None:
 
 def product_loops(sass: str) -> Iterator[ProductLoop]:
     """Yield each innermost loop that has wgmma instructions. sass: a kernel for sm_90, as nvdisasm prints it."""
-    blocks = _blocks(sass)
-    loops = [loop for loop in _loops(blocks) if sum(blocks[number].tensor_cycles for number in loop)]
+    program = blocks(sass)
+    loops = [loop for loop in _loops(program) if _tensor_cycles(program, loop)]
     for loop in loops:
         if any(other < loop for other in loops):
             continue
-        around = min((other for other in loops if loop < other), key=lambda other: _size(blocks, other), default=loop)
+        around = min((other for other in loops if loop < other), key=lambda other: _size(program, other), default=loop)
         yield ProductLoop(
-            instructions=_size(blocks, loop),
-            tensor_cycles=sum(blocks[number].tensor_cycles for number in loop),
-            barriers=sum(name.startswith("BAR.") for number in loop for name in blocks[number].names),
-            tile_instructions=_size(blocks, around) - _size(blocks, loop),
+            instructions=_size(program, loop),
+            tensor_cycles=_tensor_cycles(program, loop),
+            barriers=sum(name.startswith("BAR.") for name in _names(program, loop)),
+            tile_instructions=_size(program, around) - _size(program, loop),
         )
 
 
-def _size(blocks: Sequence[_Block], loop: frozenset[int]) -> int:
-    return sum(len(blocks[number].names) for number in loop)
+def _names(program: Sequence[BasicBlock], loop: frozenset[int]) -> Iterator[str]:
+    return (instruction.name for number in loop for instruction in program[number].instructions)
 
 
-def _blocks(sass: str) -> list[_Block]:
-    """Return the program, divided into blocks at labels and after branches."""
-    blocks, labels, targets = [_Block()], {}, []
-    for line in sass.splitlines():
-        if match := _LABEL.match(line):
-            if blocks[-1].names:
-                blocks[-1].after.add(len(blocks))
-                blocks.append(_Block())
-            labels[match[1]] = len(blocks) - 1
-        elif match := _INSTRUCTION.match(line):
-            predicate, name, operands = match.groups()
-            blocks[-1].names.append(name)
-            branches = name.startswith("BRA")
-            if branches and (target := _TARGET.search(operands)):
-                targets.append((len(blocks) - 1, target[1]))
-            if branches or name in ("EXIT", "BRX"):
-                # BRA.DIV, for example, has an operand before its target: it branches if threads differ.
-                if predicate or (branches and not operands.startswith("`(")):
-                    blocks[-1].after.add(len(blocks))
-                blocks.append(_Block())
-    for number, label in targets:
-        blocks[number].after.add(labels[label])
-    return blocks
+def _tensor_cycles(program: Sequence[BasicBlock], loop: frozenset[int]) -> float:
+    """Return the number of cycles for which the loop's wgmma instructions keep the tensor cores busy."""
+    return sum(int(match[1]) / 2 for name in _names(program, loop) if (match := _PRODUCT.match(name)))
 
 
-def _loops(blocks: Sequence[_Block]) -> list[frozenset[int]]:
+def _size(program: Sequence[BasicBlock], loop: frozenset[int]) -> int:
+    return sum(len(program[number].instructions) for number in loop)
+
+
+def _loops(program: Sequence[BasicBlock]) -> list[frozenset[int]]:
     """Return the natural loops of a program.
 
     A natural loop consists of a block that dominates the source of a branch back to it, and of all blocks that reach
     this source without passing through the first block. A block is dominated by each block that is on every path from
     the start to it.
     """
-    before: list[set[int]] = [set() for _ in blocks]
-    for number, block in enumerate(blocks):
+    before: list[set[int]] = [set() for _ in program]
+    for number, block in enumerate(program):
         for follower in block.after:
             before[follower].add(number)
-    everything = set(range(len(blocks)))
+    everything = set(range(len(program)))
     dominators = [everything if before[number] and number else {number} for number in everything]
     changed = True
     while changed:
         changed = False
-        for number in range(1, len(blocks)):
+        for number in range(1, len(program)):
             if before[number]:
                 updated = set.intersection(*(dominators[each] for each in before[number])) | {number}
                 changed |= updated != dominators[number]
                 dominators[number] = updated
     loops: dict[int, set[int]] = {}
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(program):
         for head in block.after & dominators[number]:
             loop, waiting = loops.setdefault(head, {head}), [number]
             while waiting:

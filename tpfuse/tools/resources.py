@@ -2,7 +2,7 @@
 
 The registers are read from the cubin by cuobjdump, which comes with Triton. The instructions are read from the PTX,
 whose matrix products and wide accesses ptxas translates one by one. Only kernels with wgmma are disassembled, for their
-loops, which takes half a second.
+loops and hazards, which takes half a second.
 """
 
 import os
@@ -18,6 +18,7 @@ from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tpfuse.tools.issue_slots import main_loop
+from tpfuse.tools.wgmma_hazards import hazards
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Compilation:
     barriers: int = 0  # barrier instructions of the whole program (BAR) in that loop
     tile_instructions: int = 0  # instructions outside it in the loop over tiles: prologue and epilogue
     pending: int = 0  # wgmma groups that a step of the loop leaves running
+    hazards: list[str] = field(default_factory=list)  # accesses to registers of a running wgmma (`wgmma_hazards`)
     error: str = ""
 
 
@@ -109,17 +111,18 @@ def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation
         bulk="cp.async.bulk.tensor" in ptx,
         specialized="ttg.warp_specialize" in kernel.asm["ttgir"],
         serialized=serialized(ptx, log) if wgmma else "",
-        **(_product_loop(kernel) if wgmma else {}),
+        **(_products(kernel) if wgmma else {}),
     )
 
 
-def _product_loop(kernel: Any) -> dict[str, Any]:
-    """Return the fields of a Compilation that describe the loop around wgmma."""
+def _products(kernel: Any) -> dict[str, Any]:
+    """Return the fields of a Compilation that describe wgmma instructions and the loop around them."""
     pending = [int(count) for count in re.findall(r"warp_group_dot_wait .*pendings = (\d+)", kernel.asm["ttgir"])]
-    loop = main_loop(disassembly(kernel.asm["cubin"]))
+    sass = disassembly(kernel.asm["cubin"])
+    found, loop = {"hazards": hazards(sass)}, main_loop(sass)
     if loop is None:
-        return {}
-    return {
+        return found
+    return found | {
         "issue_share": round(loop.issue_share, 2),
         "barriers": loop.barriers,
         "tile_instructions": loop.tile_instructions,
