@@ -118,11 +118,13 @@ def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, commands: Com
     commands.do("sample", commands.out, "--prompt", "the", "--tokens", "5")
 
 
-def test_triton_on_a_cpu_needs_the_interpreter(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_run_are_refused(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switches, "INTERPRETED", False)
     for option, verb in (("--kernels triton", "are"), ("--parallel.impl fused", "is")):
         expected = f"{option} on a CPU {verb} interpreted: set TRITON_INTERPRET=1"
         assert expected in commands.fail_to_train(*option.split())
+    monkeypatch.setenv("TPFUSE_WARP_SPECIALIZE", "no")
+    assert "TPFUSE_WARP_SPECIALIZE=no: expected 0, 1 or no such variable" in commands.fail_to_train()
     assert not commands.out.exists()
 
 

@@ -43,7 +43,7 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.host import cache_folder, processor, replace_file
 from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
-from tpfuse.kernels.configurations import TABLE
+from tpfuse.kernels.configurations import TABLE, specializes_warps
 
 MARGIN = 0.02  # the part of its time by which another candidate must be faster than the usual one: less is noise
 ROUNDS = 5  # Each round times every candidate once, so that a disturbance does not affect one candidate alone.
@@ -253,7 +253,8 @@ def default_file() -> Path:
 def machine(device_type: str) -> str:
     """Describe this machine for a device of type "cuda" or "cpu": devices, links between them, driver, versions."""
     table = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:8]
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, tpfuse {__version__}, tiles {table}"
+    roles = "" if specializes_warps() else ", no specialized warps"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, tpfuse {__version__}, tiles {table}{roles}"
     if device_type == "cuda":
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(number) for number in range(count)})

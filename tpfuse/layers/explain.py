@@ -14,6 +14,7 @@ from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.partial_gradients import warnings_of
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear.dispatch import measured_products
+from tpfuse.switches import specializes_warps
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     and whose gradient nothing sums over the ranks (`tpfuse.layers.partial_gradients`).
 
     model: a module, or a `tpfuse.Pipeline`. The first rank prints the stages of a pipeline before the layers of its own
-    stages, which it prints if there are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
+    stages, which it prints if there are any. A line says so where TPFUSE_WARP_SPECIALIZE=0 is set. The call is
+    collective, as `plans` is. Raise ValueError as `plans` does, and for another value of this variable.
     """
     if isinstance(model, ExplainedTraining):
         lines, layer_plans = model.explanation(), plans(model.model)
@@ -113,6 +115,8 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     if layer_plans or not lines:
         for row in rows:
             lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    if not specializes_warps():
+        lines.append("TPFUSE_WARP_SPECIALIZE=0: all warps of a Triton kernel have the same role")
     lines += warnings_of(model.model if isinstance(model, ExplainedTraining) else model)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("\n".join(lines))

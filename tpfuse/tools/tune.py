@@ -33,7 +33,7 @@ from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import UserError, refusing
 
 
 def tune(
@@ -187,6 +187,9 @@ def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype
         raise UserError("there is no CUDA GPU here to measure on")
     if launch.INTERPRETED:
         raise UserError("TRITON_INTERPRET=1 is set: kernels would be interpreted, not run")
+    with refusing():
+        if not configurations.specializes_warps():
+            raise ValueError("TPFUSE_WARP_SPECIALIZE=0 is set: rows would not be measured as they are written")
     out = out or configurations.TABLE
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(f"cannot write {out}: give another file with --out")

@@ -203,6 +203,8 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
 def _check_kernels(options: TrainCommand) -> None:
     with refusing("--"), use(kernels=options.kernels):
         resolved_kernels("cuda" if device_count() else "cpu")
+    with refusing():
+        switches.specializes_warps()
     if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"
