@@ -22,7 +22,8 @@ from benchmarks import timing
 from benchmarks.timing import BenchClock, Candidate, Ceilings, DeviceClock, HostClock, Timing
 from tpfuse.choices import Kernels
 from tpfuse.comm.host import processor
-from tpfuse.switches import use
+from tpfuse.switches import specializes_warps, use
+from tpfuse.tools.assembler import ptxas
 from tpfuse.tools.operator import Draw
 
 RESULTS = Path(__file__).parent / "results"  # git tracks it
@@ -79,7 +80,7 @@ def _portable(argument: str) -> str:
 
 
 def provenance() -> Row:
-    """Return the date, machine, driver, versions, commit and command."""
+    """Return the date, machine, driver, versions, commit and command, and whether kernels may specialize warps."""
     row: Row = {
         "date": date.today().isoformat(),
         "machine": machine(),
@@ -90,7 +91,9 @@ def provenance() -> Row:
     }
     if torch.cuda.is_available():
         driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+        assembler = ptxas()
         row |= {"driver": driver[0] if driver else "unknown", "cuda": torch.version.cuda}
+        row |= {"ptxas": assembler.version if assembler else "unknown", "specialized_warps": specializes_warps()}
     return row
 
 

@@ -45,8 +45,8 @@ def versions(**changes: str) -> Callable[[str], str | None]:
 ENVIRONMENT = {"OMP_NUM_THREADS": "8", "HOME": "/root"}
 FACTS: dict[str, object] = {
     "version": versions(),
-    "pinned_triton": "3.7.1", "built_for": "13.0", "nccl": "2.28.3", "gloo": True, "cuda_of_driver": 13000,
-    "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "shared_memory": "",
+    "pinned_triton": "3.7.1", "ptxas": "12.8.93", "built_for": "13.0", "nccl": "2.28.3", "gloo": True,
+    "cuda_of_driver": 13000, "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "shared_memory": "",
     "process_descriptors": "", "python_header": True, "space": (64 * GIB, 60 * GIB),
     "open_files": 65536, "cores": 64.0,
     "program": lambda name: f"/usr/bin/{name}" if name in ("gcc", *TOOLS) else None,
@@ -95,6 +95,7 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert {line[:9] for line in lines if line[:1] == " "} == {"  ok     "}
     for text in (
         "Triton is 3.7.1, which belongs to this torch.",
+        "ptxas 12.8.93 assembles the kernels.",
         "The NVIDIA driver 580.65.06 supports CUDA 13.0.",
         "cuda:7 is NVIDIA H100 80GB HBM3 with 80.0 GiB and compute capability 9.0.",
         "/usr/bin/ncu can record.",
@@ -141,6 +142,7 @@ FAULTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("note", {"program": {"gcc": "gcc", "ncu": "ncu"}.get}, "--with nsys` cannot record: nsys is neither on PATH"),
     ("note", {"files": {"proc/7/comm": "nv-hostengine"}}, "call `dcgmi profile --pause` before"),
     ("fails", {"environment": {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}}, ":0:0 will make --train.deterministic fail"),
+    ("fails", {"ptxas": ""}, "no ptxas that runs, so every Triton kernel will fail when it is compiled: install"),
     ("fails", {"environment": {"TPFUSE_WARP_SPECIALIZE": "no"}}, "TPFUSE_WARP_SPECIALIZE=no is neither 0 nor 1"),
     ("fails", {"environment": {"GLOO_SOCKET_IFNAME": "eth0,eth7"}}, "names eth7, which does not exist, so Gloo will"),
     (

@@ -13,6 +13,7 @@ import pytest
 
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.tools import compilation, gate
+from tpfuse.tools.assembler import newer_ptxas
 from tpfuse.tools.compilation import CompilationReport, compile_jobs, read_report
 from tpfuse.tools.gate import violations
 from tpfuse.tools.recorded import Job
@@ -29,8 +30,8 @@ sys.exit(main())
 """
 
 
-def compile_toys(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def compile_toys(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     return subprocess.run([sys.executable, "-c", COMPILE, *flags], env=environment, capture_output=True, text=True)
 
 
@@ -121,6 +122,20 @@ def test_the_command(toys: CompilationReport, kept: Path, tmp_path: Path) -> Non
     wrong = compile_toys("sond")
     assert wrong.returncode == 2
     assert "there is no operator sond: expected one of" in wrong.stderr
+
+
+@pytest.mark.compile
+def test_a_newer_assembler_serves_hopper(toys: CompilationReport, kept: Path, tmp_path: Path) -> None:
+    newer = newer_ptxas()
+    if newer is None:
+        pytest.skip("there is none newer than Triton's own")
+    flags = ("sound", "--families", "sm_90", "--dtypes", "bfloat16", "--json", "--keep", str(tmp_path))
+    report = read_report(compile_toys(*flags, TRITON_PTXAS_PATH=newer.path).stdout)
+    assert [result.tensor_cores for result in report.compilations] == [[], ["wgmma"]]
+    assert not any(line for result in report.compilations for line in violations(result))
+    ptx = ["".join(path.read_text() for path in folder.glob("sound-*-sm_90-*.ptx")) for folder in (kept, tmp_path)]
+    versions = [set(re.findall(r"^\.version (\S+)", text, re.MULTILINE)) for text in ptx]
+    assert all(versions) and versions[0].isdisjoint(versions[1]), "its PTX is as new as its assembler"
 
 
 @pytest.mark.compile

@@ -34,6 +34,7 @@ from tpfuse.comm.limits import core_time
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
 from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels
+from tpfuse.tools.assembler import ptxas
 from tpfuse.train.messages import say
 
 _OLDEST_TORCH, _OLDEST_TRITON = (2, 11), (3, 6)  # pyproject.toml requires them
@@ -169,6 +170,11 @@ class Machine:
         """Return the version of Triton that this torch requires; None if it requires none, as CPU builds do."""
         pins = (re.match(r"triton==([\d.]+)", text) for text in importlib.metadata.requires("torch") or [])
         return next((pin[1] for pin in pins if pin), None)
+
+    def ptxas(self) -> str:
+        """Return the version of the assembler that Triton uses; empty if there is none that runs."""
+        assembler = ptxas()
+        return assembler.version if assembler else ""
 
     def python_header(self) -> bool:
         """Return whether the C header of this Python is installed."""
@@ -319,6 +325,11 @@ def _software(machine: Machine, gpus: bool) -> Iterator[Statement]:
         text = "Kernels cannot be interpreted, so `tpfuse verify` without a GPU will fail"
         yield "note" if gpus else "fails", text, problem
     if gpus:  # Triton compiles the function that launches a kernel.
+        if version := machine.ptxas():
+            yield "ok", f"ptxas {version} assembles the kernels"
+        else:
+            text = "Triton finds no ptxas that runs, so every Triton kernel will fail when it is compiled"
+            yield "fails", text, "install Triton again, or unset TRITON_PTXAS_PATH"
         compiler = machine.environment.get("CC", "") or machine.program("gcc") or machine.program("clang")
         text = "so every Triton kernel will fail when it is launched for the first time"
         if not compiler:
