@@ -1,17 +1,23 @@
-"""The instructions into which the compiler translates signals, for each kernel that signals, on sm_90.
+"""The instructions into which the compiler translates signals, for each kernel that signals.
 
-The explorer proves the protocol as it is written; this file checks the compiled instructions, at several sizes of the
-group. A program's threads are ordered by `bar.sync` alone, so one belongs between their accesses and each release, and
-between each acquire and the accesses that follow. `make compiled-matrix` runs this file under other Tritons.
+The explorer proves the protocol as it is written; this file checks the compiled instructions: for sm_90 of every launch
+and at several sizes of the group, for sm_80 and sm_100 of one launch of each kind, and the machine code of one launch
+of each kind. A program's threads are ordered by `bar.sync` alone, so one belongs between their accesses and each
+release, and between each acquire and the accesses that follow. In machine code an acquire is an access of the system's
+scope and CCTL.IVALL, which empties the first cache. `make compiled-matrix` runs this file under other Tritons.
 """
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
+
+from tpfuse.kernels.launch import FAMILIES
 
 SCRIPT = """
 import json, sys
@@ -22,39 +28,62 @@ from tpfuse.tools import operators as cases
 from tpfuse.tools.operators import collectives
 from tpfuse.tools.compilation import compiled
 from tpfuse.tools.recorded import Job, source_of
+from tpfuse.tools.resources import disassembly
 
 def signals(kernel):
     return any(getattr(x, "__module__", "") == "tpfuse.kernels.signals" for x in kernel.fn.__globals__.values())
 
-with launch.recording("sm_90") as recording:
+def kinds(launches):
+    a = lambda x: x.arguments
+    key = lambda x: (x.kernel, a(x).get("COPIERS") == 0, a(x).get("RING"), a(x).get("out_ptr") is None)
+    return list({key(x): x for x in launches if signals(x.kernel)}.values())
+
+def every_operator():
     for operator in cases.names():
         cases.load(operator).launches(torch.bfloat16)
-    for world, n in ((1, 1), (2, 1003), (3, 64)):
-        collectives.launches(torch.float32, world, n)
-with launch.recording("sm_90") as traced, KernelTrace(most_bytes=2**50):
-    for operator in cases.names():
-        cases.load(operator).launches(torch.bfloat16)
-kinds = {(x.kernel, x.arguments.get("COPIERS") == 0, x.arguments.get("RING"), x.arguments.get("out_ptr") is None): x
-         for x in traced.launches if x.arguments.get("trace_ptr") is not None}
+
 found = {}
-for x in [*recording.launches, *kinds.values()]:
-    if signals(x.kernel):
-        job = Job("", "sm_90", "", source_of(x, "sm_90"), x.num_warps, x.num_stages)
-        if job.key not in found:
+for family in launch.FAMILIES:
+    with launch.recording(family) as recording:
+        every_operator()
+    representatives = chosen = kinds(recording.launches)
+    if family == "sm_90":
+        with launch.recording(family) as worlds:
+            for world, n in ((1, 1), (2, 1003), (3, 64)):
+                collectives.launches(torch.float32, world, n)
+        with launch.recording(family) as traced, KernelTrace(most_bytes=2**50):
+            every_operator()
+        waiting = [x for x in traced.launches if x.arguments.get("trace_ptr") is not None]
+        chosen = [*representatives, *recording.launches, *worlds.launches, *kinds(waiting)]
+    for x in chosen:
+        job = Job("", family, "", source_of(x, family), x.num_warps, x.num_stages)
+        if signals(x.kernel) and job.key not in found:
             constants = " ".join(f"{name}={value}" for name, value in job.constants.items())
             constants += " traced" if x.arguments["trace_ptr"] is not None else ""
-            found[job.key] = f"{job.source.name} {constants} {job.source.hash()[:6]}", compiled(job).asm["ptx"]
-json.dump(dict(found.values()), sys.stdout)
+            code = compiled(job).asm
+            sass = disassembly(code["cubin"]) if any(x is each for each in representatives) else ""
+            name = f"{job.source.name} {constants} {job.source.hash()[:6]} {family}"
+            found[job.key] = family, name, code["ptx"], sass
+json.dump(list(found.values()), sys.stdout)
 """
 
 
+class Program(NamedTuple):
+    """A compiled kernel. sass: "" where there is another launch of the same kind."""
+
+    family: str
+    name: str
+    ptx: str
+    sass: str
+
+
 @pytest.fixture(scope="module")
-def programs() -> dict[str, str]:
-    """Return PTX by kernel, compiled in a Python that does not interpret; for a trace once for each kind of launch."""
+def programs() -> list[Program]:
+    """Return the programs, compiled in a Python that does not interpret; for a trace one for each kind of launch."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [Program(*fields) for fields in json.loads(done.stdout)]
 
 
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?((?:atom|red|ld|st|bar|barrier|fence|cp)\.[\w.:]+)|^(\$L__BB\w+):")
@@ -97,6 +126,22 @@ def violations(ptx: str, own_by_tma: bool = False) -> list[str]:
         loaded = any(part.startswith("mbarrier") for part in parts)
         if "nc" in parts or ("bulk" in parts and not (loaded and own_by_tma)):
             wrong.append(f"{name}: not ordered by signals")
+    return wrong
+
+
+ACCESS = re.compile(r"\b(LDG|LDGSTS|ATOMG|RED|REDG|STG|CCTL|BAR)((?:\.\w+)*)\s")
+
+
+def machine_violations(sass: str, ptx: str) -> list[str]:
+    """Return the violations of the machine code of a program that signals. ptx: the same program."""
+    accesses = [(match[1], set(match[2].split(".")[1:])) for match in ACCESS.finditer(sass)]
+    wrong = [f"{name} through the constant cache" for name, parts in accesses if "CONSTANT" in parts]
+    emptied = 0
+    for (name, parts), (_, after) in itertools.pairwise(accesses):
+        emptied += name in ("LDG", "ATOMG") and {"STRONG", "SYS"} <= parts and "IVALL" in after
+    acquires = sum(bool(parts & {"acquire", "acq_rel"}) for _, parts in instructions(ptx))
+    if emptied < acquires:
+        wrong.append(f"{acquires} acquires, of which {emptied} empty the first cache")
     return wrong
 
 
@@ -144,21 +189,31 @@ def traced(name: str) -> bool:
 
 @pytest.mark.compile
 @pytest.mark.timeout(1200)  # the first test waits for all compilations, which Triton's own cache keeps
-def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]) -> None:
+def test_every_release_and_acquire_is_next_to_a_barrier(programs: list[Program]) -> None:
     wrong = [
-        f"{name}: {violation}"
-        for name, ptx in programs.items()
-        for violation in violations(ptx, own_by_tma=variant(name) in LOADS_OWN_BY_TMA)
+        f"{x.name}: {violation}"
+        for x in programs
+        for violation in violations(x.ptx, own_by_tma=variant(x.name) in LOADS_OWN_BY_TMA)
     ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(1200)
-def test_every_kernel_is_here_and_signals(programs: dict[str, str]) -> None:
+def test_every_acquire_of_the_machine_code_empties_the_first_cache(programs: list[Program]) -> None:
+    disassembled = [x for x in programs if x.sass]
+    assert {(x.family, variant(x.name)) for x in disassembled} == {(x.family, variant(x.name)) for x in programs}
+    wrong = [f"{x.name}: {violation}" for x in disassembled for violation in machine_violations(x.sass, x.ptx)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+def test_every_kernel_is_here_and_signals(programs: list[Program]) -> None:
     """Kernels signal as often as their source does: roles of warps copy some signals and drop the rest (Triton 3.7)."""
-    assert {variant(name) for name in programs} == SIGNALS.keys()
-    for name, ptx in programs.items():
+    for family in FAMILIES:
+        assert {variant(x.name) for x in programs if x.family == family} == SIGNALS.keys()
+    for _, name, ptx, _ in programs:
         atomics = [parts for kind, parts in instructions(ptx) if kind == ATOMIC]
         kinds = ({"release", "exch"}, {"acquire"}, {"acq_rel", "add"}, {"relaxed"})
         counts = tuple(sum(kind <= parts for parts in atomics) for kind in kinds)
@@ -170,9 +225,9 @@ def test_every_kernel_is_here_and_signals(programs: dict[str, str]) -> None:
 
 @pytest.mark.compile
 @pytest.mark.timeout(1200)
-def test_only_traced_kernels_read_the_timer(programs: dict[str, str]) -> None:
-    timed = {name for name, ptx in programs.items() if "globaltimer" in ptx}
-    assert timed == set(filter(traced, programs))
+def test_only_traced_kernels_read_the_timer(programs: list[Program]) -> None:
+    timed = {x.name for x in programs if "globaltimer" in x.ptx}
+    assert timed == {x.name for x in programs if traced(x.name)}
     assert {name.split()[0] for name in timed} == {name.split()[0] for name in SIGNALS}
 
 
@@ -199,3 +254,25 @@ def test_missing_barriers_and_signals_are_found() -> None:
     stores = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];"
     assert violations(loads) and not violations(loads, own_by_tma=True)
     assert violations(stores, own_by_tma=True)
+
+
+MACHINE = """
+        /*0090*/                   LDG.E.STRONG.SYS R2, desc[UR16][R2.64] ;
+        /*00f0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*08a0*/               @P0 ATOMG.E.ADD.STRONG.SYS PT, R3, desc[UR16][R4.64], RZ ;
+        /*08b0*/               @P0 CCTL.IVALL ;
+        /*08e0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0bc0*/                   LDG.E.64 R4, desc[UR16][R4.64] ;
+"""
+
+
+def test_acquires_without_an_empty_cache_and_constant_loads_are_found() -> None:
+    assert not machine_violations(MACHINE, ACQUIRE)
+    (missing,) = machine_violations(MACHINE.replace("CCTL.IVALL", "CCTL.IV"), ACQUIRE)
+    assert missing == "1 acquires, of which 0 empty the first cache"
+    narrow = MACHINE.replace("ADD.STRONG.SYS", "ADD.STRONG.GPU")
+    late = MACHINE.replace("CCTL.IVALL", "BAR.SYNC 0x1 ;\n @P0 CCTL.IVALL")
+    assert machine_violations(narrow, ACQUIRE) == machine_violations(late, ACQUIRE) == [missing]
+    assert machine_violations(MACHINE.replace("LDG.E.64", "LDG.E.64.CONSTANT"), ACQUIRE) == [
+        "LDG through the constant cache"
+    ]
