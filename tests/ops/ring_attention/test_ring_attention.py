@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.cases import naming
 from tests.support.meshes import mesh_of
@@ -25,6 +27,8 @@ from tpfuse.choices import Implementation
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.collective import CollectiveRing
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.ring_attention.schedule import schedule_for
@@ -363,6 +367,30 @@ def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length
             _check(way, sequence, found, truth)
 
 
+class _Largest(TorchDispatchMode):
+    """Keeps the size in bytes of the largest storage of a result."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = (x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
+        self.nbytes = max(self.nbytes, *sizes, 0)
+        return result
+
+
+def _holds_one_block() -> None:
+    """Check that backward over messages makes no tensor that grows with the number of ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    q, k, v, grad = (normal(i, 1, 2, 8, SIZE, dtype=BF16) for i in range(4))
+    call = RingCall(SequenceLayout(8 * world, world).runs, rank, causal=True, window=None, scale=1.0)
+    ring = CollectiveRing(dist.group.WORLD)
+    out, lse = ring.forward(q, k, v, call)
+    with _Largest() as largest:
+        ring.backward(grad, q, k, v, out, lse, call)
+    assert largest.nbytes == 2 * k.numel() * F32.itemsize  # the contributions to the gradients of one rank's k and v
+
+
 def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
     """Check few and small cases, since kernels are interpreted. chosen: the indices of the schedules."""
     world = dist.get_world_size()
@@ -452,6 +480,7 @@ FIRST: list[Row] = [
     (_in_two_groups, 3, ("direct", 2, F64, 20)),
     (_fused, 2, (F32, True, (0,))),
     (_promised, 2, ()),
+    (_holds_one_block, 4, ()),
 ]
 MORE: list[Row] = [
     *((_products, world, ("direct", stride)) for world, stride in ((1, 5), (4, 5), (8, 11))),

@@ -2,8 +2,9 @@
 
 Schedule ring sends a block to the next rank while this rank attends to it, so that a rank holds two blocks at a time
 (arXiv:2310.01889). Schedule all_gather gathers all blocks at once, while a rank attends to its own (arXiv:2407.21783,
-section 3.3.2). Backward moves the blocks again. Then ranks exchange, in float32, what their queries contribute to the
-gradients of every block, and the blocks' owners add the contributions in rank order.
+section 3.3.2). Backward moves the blocks again. Behind each block goes, in float32, the sum of what the queries of the
+ranks that it has passed contribute to its gradients: its owner adds its own contribution last. The order of a sum is
+that of the ring, the same in every run, and no rank holds the contributions to more than one block.
 """
 
 from collections.abc import Iterator
@@ -13,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import collectives
-from tpfuse.comm.collectives.collective import TorchCollectives
-from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives
 from tpfuse.comm.trace import operator
 from tpfuse.ops.ring_attention.call import RingCall, computed
 from tpfuse.ops.ring_attention.triton_blocks import block_backward, block_forward
@@ -39,12 +39,18 @@ class CollectiveRing:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         block = block_backward(grad_out, q, out, lse, call)
-        parts = k.new_zeros(self._group.size(), 2, *k.shape, dtype=computed(k.dtype))
+        own = k.new_zeros(2, *k.shape, dtype=computed(k.dtype))
+        total: Tensor | None = None
+        handle: Handle = DONE
         for source, keys, values in self._blocks(k, v, call):
-            block.add(source, keys, values, parts[source])
-        total = torch.empty_like(parts[0])
-        sum_in_rank_order(collectives.all_to_all(parts, self._group, by=self._by).unbind(), total)
-        dk, dv = total.to(k.dtype).unbind()
+            part = own if source == call.rank else torch.zeros_like(own)
+            block.add(source, keys, values, part)
+            if source == call.rank:
+                continue
+            handle.wait()
+            total, handle = collectives.start_shift(part if total is None else total.add_(part), self._group)
+        handle.wait()
+        dk, dv = (own if total is None else own.add_(total)).to(k.dtype).unbind()
         return block.dq(), dk, dv
 
     def _blocks(self, k: Tensor, v: Tensor, call: RingCall) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -55,7 +61,7 @@ class CollectiveRing:
             yield call.rank, k, v
             handle.wait()
             blocks = gathered.view(-1, *block.shape)
-            for source in call.sources:
+            for source in reversed(call.sources):  # in the order of the ring
                 yield source, blocks[source, 0], blocks[source, 1]
             return
         for source in (call.rank, *call.sources):
