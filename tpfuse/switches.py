@@ -8,7 +8,7 @@
 
 torch always computes on float64 tensors, and it always computes matrix products without an activation or a residual: on
 GPUs it calls cuBLAS for them. With `auto` a GPU trains with torch's attention, which may be that of cuDNN, unless an
-option needs tpfuse's own (`tpfuse.ops.attention.chosen_attention`).
+option needs tpfuse's own (`tpfuse.ops.attention.chosen_attention`); so do rings of messages, block by block.
 
 | name       | what it is                                                         | where it is possible              |
 |------------|--------------------------------------------------------------------|-----------------------------------|

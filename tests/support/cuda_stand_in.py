@@ -1,19 +1,23 @@
-"""A stand-in for a GPU, which lets `CudaMemory` run on CPU ranks.
+"""A stand-in for a GPU, which lets `CudaMemory` run on CPU ranks, and for torch's attention on GPUs.
 
 A stream is a thread, and device memory is shared memory of the host. A tensor begins inside its allocation, at another
 offset on each rank, as tensors of torch's memory pools may.
 """
 
+import contextlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
 from tpfuse.comm.rank_state import Mapping
@@ -185,3 +189,56 @@ class StandIn(CudaCalls):
 
     def enter_thread(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def attention_of_gpus(backend: SDPBackend) -> Iterator[list[str]]:
+    """Let scaled_dot_product_attention choose `backend`, whose operators run on CPU tensors; yield the calls' names.
+
+    They are computed by torch's operator for CPUs. What the real ones would refuse, or read wrongly without a word,
+    fails: full dtypes, causal rectangles, one key, other strides of out or grad_out than q's, other shapes or strides
+    of the log-sum-exp than forward returns.
+    """
+    cudnn, calls = backend == SDPBackend.CUDNN_ATTENTION, list[str]()
+    name = "_scaled_dot_product_cudnn_attention" if cudnn else "_scaled_dot_product_flash_attention"
+    cpu, aten = "_scaled_dot_product_flash_attention_for_cpu", torch.ops.aten
+
+    def check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+        assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
+        assert q.stride(3) == k.stride(3) == v.stride(3) == 1 and not q.shape[3] % 8 and k.shape[2] > 1
+        assert not causal or q.shape[2] == k.shape[2]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, scale: float) -> tuple[Any, ...]:
+        bias, has_lse, *rest = options if cudnn else (None, True, *options)
+        dropout, causal, mask = (*rest, *(0.0, False, False)[len(rest) :])  # torch leaves defaults out
+        check(q, k, v, causal)
+        assert (bias, has_lse, dropout, mask) == (None, True, 0.0, False)
+        calls.append("forward")
+        out, lse = getattr(aten, cpu)(q.float(), k.float(), v.float(), 0.0, causal, scale=scale)
+        lse = lse.contiguous().unsqueeze(-1) if cudnn else lse.contiguous()
+        nothing = torch.empty(0)
+        return torch.empty_like(q).copy_(out), lse, None, None, q.shape[2], k.shape[2], nothing, nothing, None
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any, scale: float
+    ) -> tuple[Tensor, ...]:
+        places = slice(2, 5) if cudnn else slice(0, 2)  # the bias and the documents' lengths
+        queries, keys, dropout, causal = options[5:] if cudnn else options[2:6]
+        check(q, k, v, causal)
+        assert options[places] == (None,) * len(options[places]) and dropout == 0.0
+        assert (queries, keys) == (q.shape[2], k.shape[2]) and grad.dtype == out.dtype == q.dtype
+        assert grad.stride() == out.stride() == q.stride()
+        assert lse.is_contiguous() and lse.shape == ((*q.shape[:3], 1) if cudnn else q.shape[:3])
+        calls.append("backward")
+        wide = (x.float() for x in (grad, q, k, v, out))
+        found = getattr(aten, f"{cpu}_backward")(*wide, lse.view(q.shape[:3]), 0.0, causal, scale=scale)
+        return tuple(torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), found, strict=True))
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with torch.library._scoped_library("aten", "IMPL") as library, contextlib.ExitStack() as stack:
+        library.impl(name, forward, "CPU")
+        library.impl(f"{name}_backward", backward, "CPU")
+        stack.enter_context(mock.patch("torch._fused_sdp_choice", return_value=backend.value))
+        stack.callback(torch.use_deterministic_algorithms, deterministic)
+        torch.use_deterministic_algorithms(False)
+        yield calls

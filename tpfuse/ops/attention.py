@@ -19,7 +19,7 @@ from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.autograd import autocast
 from tpfuse.ops.checks import check_attention, check_cumulative
-from tpfuse.ops.dense_attention import AttentionCall, dense_attention
+from tpfuse.ops.dense_attention import AttentionCall, dense_attention, flash_obstacle
 from tpfuse.switches import chosen_kernels, use_triton
 
 
@@ -146,21 +146,19 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> Literal["t
     there (meta-pytorch/tritonbench #141); flash attention 2 was 1.3 to 2.5 times as fast as Triton's on an A100
     (arXiv:2307.08691).
 
-    The Triton kernels compute plain calls too where torch's operators are worse: gradients of the latter differ from
-    run to run, and torch refuses cuDNN when deterministic algorithms are requested; cuDNN's gradients require heads of
-    at most 128 in multiples of 8; and cuDNN makes a plan for each new shape, which takes up to half a second
-    (modelscope/FunASR #3704). In training the same shapes occur again, in sampling they do not.
+    The Triton kernels compute plain calls too where torch's operators are worse (`flash_obstacle`); and cuDNN makes a
+    plan for each new shape, which takes up to half a second (modelscope/FunASR #3704). In training the same shapes
+    occur again, in sampling they do not.
     """
     if not use_triton(q):
         return "torch"
     if chosen_kernels() == "triton" or not plain:
         return "triton"
-    if q.dtype == torch.float32 or q.shape[3] % 8 or q.shape[3] > 128:  # cuDNN does not take them
+    if flash_obstacle(q):
         return "triton"
     if any(x.stride(3) != 1 for x in (q, k, v)):  # scaled_dot_product_attention would store all scores
         return "triton"
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return "torch" if trains and not torch.are_deterministic_algorithms_enabled() else "triton"
+    return "torch" if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) else "triton"
 
 
 # The arguments that both operators take after tensors of their own: those of `AttentionCall`.

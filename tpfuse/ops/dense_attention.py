@@ -61,6 +61,18 @@ class AttentionCall:
         return not self.causal or self.q_offset >= self.k_offset + k.shape[2] - 1
 
 
+def flash_obstacle(q: Tensor) -> str:
+    """Return why cuDNN or flash attention should not compute with queries like q [B, H, Tq, D]; "" if they should.
+
+    Their gradients differ from run to run, and torch refuses cuDNN when deterministic algorithms are requested.
+    """
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return "cuDNN and flash attention take half types alone"
+    if q.shape[3] % 8 or q.shape[3] > 128:
+        return "cuDNN has gradients only for heads of at most 128 in multiples of 8"
+    return "deterministic algorithms are requested" if torch.are_deterministic_algorithms_enabled() else ""
+
+
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, return_lse: bool) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty if unasked."""
     tq, tk = q.shape[2], k.shape[2]

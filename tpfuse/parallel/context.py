@@ -30,6 +30,7 @@ from tpfuse.ops.collectives import gather_last
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.ring_attention.schedule import SCHEDULES, schedule_for
+from tpfuse.ops.ring_attention.triton_blocks import explained_blocks
 
 
 def heads_to_exchange(ranks: int, heads: int) -> int:
@@ -132,7 +133,10 @@ class ContextParallel:
         if schedule == "auto":
             shape = (1, heads, local, head_size)
             schedule, reason = schedule_for(choice.implementation, shape, heads, like.dtype, self.size)
-        return choice.implementation, f"{schedule}, {self.balance}: {reason}; {choice.reason}"
+        reason = f"{schedule}, {self.balance}: {reason}; {choice.reason}"
+        if choice.implementation == "collective" and like.is_cuda:
+            reason += f"; {explained_blocks(like.new_empty(1, 1, local, head_size))}"
+        return choice.implementation, reason
 
     def sharded_batch(self, ids_BT: Tensor, documents: "Documents | None" = None) -> "ShardedBatch":
         """Return the sharding of these sequences over the ranks. documents: those of ids [1, T].

@@ -6,32 +6,39 @@ Padding, and tokens after the last document, hold numbers that would change the 
 import functools
 import itertools
 import math
+import os
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.cases import naming
+from tests.support.cuda_stand_in import attention_of_gpus
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tpfuse.choices import Implementation
+from tpfuse.choices import Implementation, Kernels
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.ring_attention import torch_blocks
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.collective import CollectiveRing
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.ring_attention.schedule import schedule_for
+from tpfuse.ops.ring_attention.triton_blocks import by_kernels, explained_blocks
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
@@ -391,6 +398,36 @@ def _holds_one_block() -> None:
     assert largest.nbytes == 2 * k.numel() * F32.itemsize  # the contributions to the gradients of one rank's k and v
 
 
+def _by_operators_of_gpus(backend: str, name: Implementation, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Check blocks that a GPU's operators compute; those of a call that needs a mask are computed without them.
+
+    With kernels triton the results of blocks are merged by the kernel.
+    """
+    world, on_cpu = dist.get_world_size(), torch_blocks.chosen_operator
+
+    def chosen(q: Tensor, call: RingCall) -> torch_blocks.AttentionOperator | None:
+        operator = torch_blocks.gpu_operator_of(q, call)
+        return on_cpu(q, call) if operator is None else operator
+
+    causal, whole = _Sequence(259), _Sequence(258, causal=False)
+    cases = [(_Way("ring"), causal)]
+    if kernels == "auto":
+        cases += [(_Way("ulysses", ulysses=world), causal), (_Way("all_gather", "contiguous"), causal)]
+        cases += [(_Way("ring", "striped"), causal), (_Way("ring"), whole)]
+        cases += [(_Way("ring"), _Sequence(256, window=80)), (_Way("ring"), _Sequence(258, documents=(0, 9)))]
+    with (
+        attention_of_gpus(SDPBackend.__members__[backend]) as calls,
+        mock.patch.object(torch_blocks, "chosen_operator", chosen),
+        use(implementation=name, kernels=kernels),
+    ):
+        for i, (way, mask) in enumerate(cases):
+            calls.clear()
+            sequence = replace(mask, dtype=dtype, **_heads(way, grouped=i % 3 == 0))
+            truth = _truth(sequence, 10)
+            _check(way, sequence, _run(way, sequence, truth.inputs), truth)
+            assert set(calls) == ({"forward", "backward"} if mask in (causal, whole) else set()), (way, mask)
+
+
 def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
     """Check few and small cases, since kernels are interpreted. chosen: the indices of the schedules."""
     world = dist.get_world_size()
@@ -419,6 +456,41 @@ def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str
     shapes = (((1, 4, 8, 16), 4), ((1, 4, 8, 16), 1), ((1, 3, 8, 16), 3), ((1, 3, 2**21, 128), 3))
     assert [schedule_for(name, shape, heads, F32, 2)[0] for shape, heads in shapes] == expected
     assert schedule_for(name, *shapes[0], F32, 1)[0] == "ring"
+
+
+CUDNN, TRITON = SDPBackend.CUDNN_ATTENTION, "blocks by Triton kernels"
+HALF = "cuDNN and flash attention take half types alone"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "backend", "kernels", "expected"),
+    [
+        (BF16, 128, CUDNN, "auto", "blocks by cuDNN attention"),
+        (torch.float16, 64, SDPBackend.FLASH_ATTENTION, "torch", "blocks by flash attention"),
+        (BF16, 64, SDPBackend.MATH, "auto", f"{TRITON} (scaled_dot_product_attention takes MATH here)"),
+        (BF16, 64, CUDNN, "triton", f"{TRITON} (chosen)"),
+        (BF16, 136, CUDNN, "auto", f"{TRITON} (cuDNN has gradients only for heads of at most 128 in multiples of 8)"),
+        (F32, 64, CUDNN, "auto", f"{TRITON} ({HALF})"),
+        (F32, 64, CUDNN, "torch", f"blocks by the definition ({HALF})"),
+    ],
+)
+def test_a_gpu_takes_the_operator_that_torch_takes(
+    dtype: torch.dtype, size: int, backend: SDPBackend, kernels: Kernels, expected: str
+) -> None:
+    q = FakeTensor(FakeTensorMode(), torch.empty(1, 4, 128, size, dtype=dtype, device="meta"), torch.device("cuda:0"))
+    call = RingCall(SequenceLayout(256, 2).runs, 1, causal=True, window=None, scale=1.0)
+    with attention_of_gpus(backend), use(kernels=kernels):
+        assert explained_blocks(q) == expected
+        assert by_kernels(q, call) == expected.startswith(TRITON)
+        documents = torch.tensor([0, 256], dtype=torch.int32)
+        masked = {"window": 128, "runs": SequenceLayout(256, 2, "contiguous").runs}
+        short = {"rank": 0, "causal": False, "runs": SequenceLayout(127, 2, "contiguous").runs}  # rank 1 has 63 keys
+        for changes in ({"dropout_p": 0.1}, {"cu_seqlens": documents}, masked, short):
+            assert by_kernels(q, replace(call, **changes)) == (kernels != "torch"), changes  # type: ignore[arg-type]
+        with mock.patch.dict(os.environ, TORCH_CUDNN_SDPA_AVOID_RECOMPILE="1"):
+            assert by_kernels(q, call) == (kernels != "torch")
+        torch.use_deterministic_algorithms(True)
+        assert by_kernels(q, call) == (kernels != "torch")
 
 
 def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], options: Sequence[int]) -> None:
@@ -481,6 +553,8 @@ FIRST: list[Row] = [
     (_fused, 2, (F32, True, (0,))),
     (_promised, 2, ()),
     (_holds_one_block, 4, ()),
+    (_by_operators_of_gpus, 2, ("CUDNN_ATTENTION", "direct", "triton", torch.float16)),
+    (_by_operators_of_gpus, 2, ("FLASH_ATTENTION", "collective", "auto", BF16)),
 ]
 MORE: list[Row] = [
     *((_products, world, ("direct", stride)) for world, stride in ((1, 5), (4, 5), (8, 11))),

@@ -18,7 +18,7 @@ from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.ring_attention.visibility import visible_ranges
 
 _MASKED_ROWS = 256  # rows of a rectangle with a mask
-_LEAST = 64  # the fewest rows or keys that a rectangle without a mask is made for
+LEAST = 64  # the fewest rows or keys that a rectangle without a mask is made for
 
 Ints = NDArray[np.int64]
 
@@ -73,7 +73,7 @@ def _cut(first: Ints, stop: Ints) -> list[Rectangle]:
     """Return the rectangles of rows that see the keys [first, stop) each; neither end decreases from row to row."""
     rectangles: list[Rectangle] = []
     index = np.arange(len(first))
-    least = min(_LEAST, -(-len(first) // 4))
+    least = min(LEAST, -(-len(first) // 4))
     row = 0
     while row < len(first):
         if stop[row] == first[row]:
@@ -110,7 +110,7 @@ def _masked(row: int, first: Ints, stop: Ints) -> list[Rectangle]:
     sees = stop > first
     begin, end = int(first[sees].min()), int(stop[sees].max())
     all_begin, all_end = int(first.max()), int(stop.min())
-    if not sees.all() or all_end - all_begin < _LEAST:
+    if not sees.all() or all_end - all_begin < LEAST:
         all_begin = all_end = end
     visible = torch.from_numpy(np.stack([first, stop], 1))
     spans = [(begin, all_begin, visible), (all_begin, all_end, None), (all_end, end, visible)]

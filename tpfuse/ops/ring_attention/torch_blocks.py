@@ -1,26 +1,146 @@
 """Attention of one rank's queries to the keys of one rank after another, by torch's own operators.
 
-Each rectangle of `tpfuse.ops.ring_attention.rectangles` is computed by the operator that torch's
-scaled_dot_product_attention calls on CPUs. It returns the log-sum-exp of the scores and takes it for the gradients, so
-that the results of rectangles can be merged in float32 and their gradients added. It has no dropout: with dropout, and
-on other devices, attention is computed by its definition, tile by tile. Half types are computed in float32: nothing is
-rounded between blocks.
+Each rectangle of `tpfuse.ops.ring_attention.rectangles` is computed by an operator that torch's
+scaled_dot_product_attention calls. It returns the log-sum-exp of the scores and takes that of all keys for the
+gradients, so that the results of rectangles can be merged in float32 and their gradients added.
+
+On CPUs half types are computed in float32: nothing is rounded between blocks. On GPUs the operator is that of cuDNN or
+flash attention, which take half types alone: each block's result and gradients are rounded once, before they are added
+in float32, as in other rings of flash attention (TransformerEngine, torch's context parallelism). There the operators
+have no masks, and none has our dropout: `chosen_operator` says when attention is computed by its definition, tile by
+tile, or by the kernels of `tpfuse.ops.ring_attention.triton_blocks`.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from tpfuse.kernels.attention_merge import attention_merge
+from tpfuse.ops.dense_attention import flash_obstacle
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.ops.ring_attention.call import RingCall, computed
-from tpfuse.ops.ring_attention.rectangles import Rectangle
+from tpfuse.ops.ring_attention.rectangles import LEAST, Rectangle
+from tpfuse.switches import use_triton
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_aten = torch.ops.aten
 _TILE_SCORES = 2**24  # the most scores, of all heads together, that the definition holds at once
 _NO_ROWS = float("-inf")
+_Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class AttentionOperator(NamedTuple):
+    """An operator of torch that attends to one rectangle. mask: what is added to the scores, or None; on GPUs None.
+
+    forward takes (q, k, v, causal, scale, mask) and returns (out, lse [B, H, rows], the natural logarithm); backward
+    takes (grad_out, q, k, v, out, lse, causal, scale, mask), with out and lse of all keys, and returns (dq, dk, dv).
+    """
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Tensor | None], _Gradients]
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    mask: Tensor | None,
+) -> _Gradients:  # fmt: skip
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_rest = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    _: Tensor | None,
+) -> _Gradients:  # fmt: skip
+    # cuDNN before 9.26 takes the log-sum-exp for contiguous, whatever its strides are (NVIDIA/cudnn-frontend #304).
+    lse = lse.contiguous().unsqueeze(-1)
+    seed = q.new_empty((), dtype=torch.int64)  # of dropout: not read
+    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_rest = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    _: Tensor | None,
+) -> _Gradients:  # fmt: skip
+    lse = lse.contiguous()  # the kernel has no strides for it
+    state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # of dropout: not read
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, unused, scale=scale
+    )
+    return dq, dk, dv
+
+
+CPU = AttentionOperator("flash attention for CPUs", _cpu, _cpu_backward)
+GPU = {
+    SDPBackend.CUDNN_ATTENTION: AttentionOperator("cuDNN attention", _cudnn, _cudnn_backward),
+    SDPBackend.FLASH_ATTENTION: AttentionOperator("flash attention", _flash, _flash_backward),
+}
+
+
+def chosen_operator(q: Tensor, call: RingCall) -> AttentionOperator | None:
+    """Return the operator that computes every rectangle of the call; None if there is none."""
+    if call.dropout_p or q.device.type not in ("cpu", "cuda"):
+        return None
+    return CPU if q.is_cpu else gpu_operator_of(q, call)
+
+
+def gpu_operator_of(q: Tensor, call: RingCall) -> AttentionOperator | None:
+    """Return the operator that computes every rectangle of the call on a GPU; None if there is none.
+
+    There is none if a rectangle has a mask, nor for documents: their rectangles are cut on the host, which does not
+    know their lengths.
+    """
+    return gpu_operator(q)[0] if call.cu_seqlens is None and _are_plain(call) else None
+
+
+def _are_plain(call: RingCall) -> bool:
+    """Return whether no rectangle has a mask or fewer than LEAST rows or keys (cuDNN cannot attend to one key)."""
+    rectangles = (each for source in range(call.runs.world) for each in call.rectangles(source))
+    return all(
+        each.visible is None and min(each.stop_row - each.first_row, each.stop_key - each.first_key) >= LEAST
+        for each in rectangles
+    )
+
+
+def gpu_operator(q: Tensor) -> tuple[AttentionOperator | None, str]:
+    """Return (the operator for queries like q [B, H, n, D] on a GPU, ""), or (None, the reason why there is none).
+
+    It is that of scaled_dot_product_attention: torch knows what its versions of cuDNN and the GPU can do, and which is
+    faster.
+    """
+    obstacle = flash_obstacle(q)
+    if "TORCH_CUDNN_SDPA_AVOID_RECOMPILE" in os.environ:  # cuDNN's backward pass then takes other strides of lse
+        obstacle = obstacle or "TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set"
+    if obstacle:
+        return None, obstacle
+    backend = SDPBackend(torch._fused_sdp_choice(q, q, q))
+    operator = GPU.get(backend)
+    return operator, "" if operator else f"scaled_dot_product_attention takes {backend.name} here"
 
 
 class BlockForward:
@@ -28,34 +148,36 @@ class BlockForward:
 
     def __init__(self, q: Tensor, call: RingCall) -> None:
         """q: [B, H, n, D]."""
-        self._q, self._call, self._dtype = _rows(q), call, q.dtype
+        self._operator = chosen_operator(q, call)
+        self._q, self._call, self._dtype = _queries(q, self._operator), call, q.dtype
         self._out: Tensor | None = None
         self._lse = self._q.new_empty(0)
 
     def add(self, source: int, k: Tensor, v: Tensor) -> None:
         """Attend to the keys and values [B, Hk, n, D] of rank `source`."""
-        k, v = _rows(k), _rows(v)
+        k, v = _keys(k, self._operator), _keys(v, self._operator)
         for rectangle in self._call.rectangles(source):
-            out, lse = _attend(self._q, k, v, rectangle, source, self._call)
+            out, lse = _attend(self._operator, self._q, k, v, rectangle, source, self._call)
             if self._out is None and out.shape == self._q.shape:
                 self._out, self._lse = out, lse
                 continue
             total, total_lse = self._state()
-            total, total_lse = total[:, :, rectangle.rows], total_lse[:, :, rectangle.rows]
-            weight = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)  # -inf - -inf: neither has seen a key
-            total.lerp_(out, weight.unsqueeze(-1))
-            torch.logaddexp(total_lse, lse, out=total_lse)
+            _merge(total[:, :, rectangle.rows], total_lse[:, :, rectangle.rows], out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse in float32 or float64)."""
-        out, lse = self._state()
-        return out.to(self._dtype), lse
+        if self._out is None:
+            self._state()
+        assert self._out is not None
+        return self._out.to(self._dtype), self._lse
 
     def _state(self) -> tuple[Tensor, Tensor]:
+        wide = computed(self._dtype)
         if self._out is None:
             batch, heads, length, size = self._q.shape
-            self._out = self._q.new_zeros(batch, length, heads, size).transpose(1, 2)
-            self._lse = self._q.new_full((batch, heads, length), _NO_ROWS)
+            self._out = self._q.new_zeros(batch, length, heads, size, dtype=wide).transpose(1, 2)
+            self._lse = self._q.new_full((batch, heads, length), _NO_ROWS, dtype=wide)
+        self._out = self._out.to(wide)
         return self._out, self._lse
 
 
@@ -64,7 +186,8 @@ class BlockBackward:
 
     def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, call: RingCall) -> None:
         """Take tensors [B, H, n, D] and lse [B, H, n]; out and lse are those of attention to all keys."""
-        self._grad, self._q, self._out = _rows(grad_out), _rows(q), _rows(out)
+        self._operator = chosen_operator(q, call)
+        self._grad, self._q, self._out = (_queries(x, self._operator) for x in (grad_out, q, out))
         self._lse = lse.masked_fill(lse == _NO_ROWS, 0.0)  # rows that see no key are only in rectangles with a mask
         self._call, self._dtype = call, q.dtype
         self._dq: Tensor | None = None
@@ -74,7 +197,7 @@ class BlockBackward:
 
         parts: [2, B, Hk, n, D] float32 or float64. Keys that no query sees are not written: `RingCall.visible_keys`.
         """
-        k, v = _rows(k), _rows(v)
+        k, v = _keys(k, self._operator), _keys(v, self._operator)
         written: tuple[int, int] | None = None
         for rectangle in self._call.rectangles(source):
             gradients = self._of_rectangle(rectangle, source, k, v)
@@ -86,12 +209,13 @@ class BlockBackward:
         """Return (dk, dv) in k's dtype, where these queries alone contribute to them."""
         rectangles = self._call.rectangles(source)
         if len(rectangles) == 1 and rectangles[0].keys == slice(0, k.shape[2]):
-            dk, dv = self._of_rectangle(rectangles[0], source, _rows(k), _rows(v))
+            k, v = _keys(k, self._operator), _keys(v, self._operator)
+            dk, dv = self._of_rectangle(rectangles[0], source, k, v)
         else:
-            parts = self._q.new_zeros(2, *k.shape)
+            parts = k.new_zeros(2, *k.shape, dtype=computed(k.dtype))
             self.add(source, k, v, parts)
             dk, dv = parts.unbind()
-        return dk.to(k.dtype), dv.to(v.dtype)
+        return dk.to(self._dtype), dv.to(self._dtype)
 
     def dq(self) -> Tensor:
         """Return the gradient of q, in q's dtype."""
@@ -102,17 +226,16 @@ class BlockBackward:
         call, rows = self._call, rectangle.rows
         grad, q, out, lse = (x[:, :, rows] for x in (self._grad, self._q, self._out, self._lse))
         k, v = k[:, :, rectangle.keys], v[:, :, rectangle.keys]
-        if call.dropout_p or not q.is_cpu:
+        if self._operator is None:
             dq, dk, dv = _define_backward(grad, q, k, v, out, lse, _tiles(q, rectangle, source, call), call.scale)
         else:
             _, additive = _masks(q, rectangle)
-            dq, dk, dv = _flash_backward(
-                grad, q, k, v, out, lse, 0.0, rectangle.causal, attn_mask=additive, scale=call.scale
-            )
+            dq, dk, dv = self._operator.backward(grad, q, k, v, out, lse, rectangle.causal, call.scale, additive)
         if self._dq is None and dq.shape == self._q.shape:
             self._dq = dq
         else:
-            self._dq = torch.zeros_like(self._q) if self._dq is None else self._dq
+            wide = computed(self._dtype)
+            self._dq = torch.zeros_like(self._q, dtype=wide) if self._dq is None else self._dq.to(wide)
             self._dq[:, :, rows] += dq
         return dk, dv
 
@@ -135,21 +258,58 @@ def _accumulate(
     return min(first, begin), max(stop, end)
 
 
+def _queries(x: Tensor, operator: AttentionOperator | None) -> Tensor:
+    """Return q, out or grad_out [B, H, n, D] as the operator takes it.
+
+    On GPUs all of them, and therefore rows of them, have the same strides, in memory [B, n, H, D]: torch may keep
+    cuDNN's plan for a backward pass by the strides of q, k and v alone, although it holds for those of out and grad_out
+    too, and built for cuDNN before 9.5.1 it refuses strides that differ (pytorch/pytorch #176915).
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if _is_of_gpu(operator) else _rows(x)
+
+
+def _keys(x: Tensor, operator: AttentionOperator | None) -> Tensor:
+    """Return k or v [B, Hk, n, D] as the operator takes it."""
+    return x.contiguous() if _is_of_gpu(operator) else _rows(x)
+
+
+def _is_of_gpu(operator: AttentionOperator | None) -> bool:
+    return operator is not None and operator is not CPU
+
+
 def _rows(x: Tensor) -> Tensor:
     """Return x with contiguous rows, in the dtype in which it is computed."""
     x = x.to(computed(x.dtype))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Add to `total` and total_lse, in float32 or float64, the result of attention to other keys."""
+    if out.dtype != total.dtype and use_triton(out):
+        rows_lse = total_lse.contiguous()
+        attention_merge(total, rows_lse, out, lse, in_place=True)
+        total_lse.copy_(rows_lse)
+        return
+    weight = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)  # -inf - -inf: neither has seen a key
+    total.lerp_(out.to(total.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(total_lse, lse, out=total_lse)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, source: int, call: RingCall
+    operator: AttentionOperator | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rectangle: Rectangle,
+    source: int,
+    call: RingCall,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = q[:, :, rectangle.rows], k[:, :, rectangle.keys], v[:, :, rectangle.keys]
-    if call.dropout_p or not q.is_cpu:
+    if operator is None:
         parts = [_define(q, k, v, tile, call.scale) for tile in _tiles(q, rectangle, source, call)]
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
     mask, additive = _masks(q, rectangle)
-    out, lse = _flash(q, k, v, 0.0, rectangle.causal, attn_mask=additive, scale=call.scale)
+    out, lse = operator.forward(q, k, v, rectangle.causal, call.scale, additive)
     return out, lse if mask is None else lse.masked_fill_(~mask.any(1), _NO_ROWS)
 
 

@@ -10,8 +10,8 @@ from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.kernels.ring_attention_backward import ring_attention_delta, ring_attention_dkdv, ring_attention_dq
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
-from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
-from tpfuse.switches import use_triton
+from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward, chosen_operator, gpu_operator
+from tpfuse.switches import chosen_kernels, use_triton
 
 
 class KernelForward:
@@ -81,11 +81,31 @@ class KernelBackward:
 
 def block_forward(q: Tensor, call: RingCall) -> BlockForward | KernelForward:
     """Return the attention of the queries q [B, H, n, D], to which keys and values are added rank by rank."""
-    return KernelForward(q, call) if use_triton(q) else BlockForward(q, call)
+    return KernelForward(q, call) if by_kernels(q, call) else BlockForward(q, call)
 
 
 def block_backward(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, call: RingCall
 ) -> BlockBackward | KernelBackward:
     """Return the gradients of attention, to which keys and values are added rank by rank."""
-    return (KernelBackward if use_triton(q) else BlockBackward)(grad_out, q, out, lse, call)
+    return (KernelBackward if by_kernels(q, call) else BlockBackward)(grad_out, q, out, lse, call)
+
+
+def by_kernels(q: Tensor, call: RingCall) -> bool:
+    """Return whether the kernels compute: with `kernels auto` only where torch has no operator.
+
+    The reason is that of `tpfuse.ops.attention.chosen_attention`, whose measurements are those of others; in a ring the
+    same shapes occur in every call, also without gradients. Not measured here yet.
+    """
+    return use_triton(q) and (chosen_kernels() == "triton" or chosen_operator(q, call) is None)
+
+
+def explained_blocks(q: Tensor) -> str:
+    """Return what computes blocks for queries like q [B, H, n, D] on a GPU, and why.
+
+    Calls with a window, documents or dropout have no operator of torch.
+    """
+    operator, obstacle = gpu_operator(q)
+    if use_triton(q) and (chosen_kernels() == "triton" or operator is None):
+        return f"blocks by Triton kernels ({'chosen' if operator else obstacle})"
+    return f"blocks by {operator.name}" if operator else f"blocks by the definition ({obstacle})"
