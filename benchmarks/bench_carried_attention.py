@@ -10,9 +10,14 @@ concatenated.
     forward     one launch for all blocks
     backward    one launch for dq of all blocks, and one launch for each block's dk and dv: where the blocks are present
                 already these kernels give a block's part of dk and dv, and where they travel one launch gives the whole
+
+"torch blocks" is what a ring of messages computes with `kernels auto`: each block by the operator that
+scaled_dot_product_attention takes, merged in float32.
 """
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -27,10 +32,13 @@ from tpfuse.kernels.ring_attention_backward import ring_attention_delta, ring_at
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.layout import SequenceLayout
+from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.tools.operators.ring_attention import RingAttentionShape
 
-PLAIN = "attention"
+PLAIN, TORCH = "attention", "torch blocks"
+Forward = Callable[[], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class _LastRank:
@@ -72,14 +80,30 @@ class _LastRank:
         """Return (dq, dk, dv) by the kernels of plain attention."""
         return attention_backward(self.grad, self.q, self.k, self.v, out, lse, **self.options)
 
-    def check(self) -> None:
+    def torch_forward(self) -> tuple[Tensor, Tensor]:
+        """Return the output and its log-sum-exp by torch's operator, block by block."""
+        block = BlockForward(self.q, self.call)
+        for source, (k, v) in enumerate(self.blocks):
+            block.add(source, k, v)
+        return block.result()
+
+    def torch_backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) by torch's operator, block by block."""
+        block = BlockBackward(self.grad, self.q, out, lse, self.call)
+        parts = torch.zeros_like(self.blocks, dtype=torch.float32)
+        for source, (k, v) in enumerate(self.blocks):
+            block.add(source, k, v, parts[source])
+        dk, dv = torch.cat(parts.unbind(), 3).unbind()
+        return block.dq(), dk, dv
+
+    def check(self, forward: Forward, backward: Backward, memory: AbstractContextManager[object]) -> None:
         """Raise AssertionError where one head of keys, with its queries, is not as close to float64 as it must."""
         group = self.shape.H // self.shape.Hk
         inputs = {"q": self.q[:, :group], "k": self.k[:, :1], "v": self.v[:, :1]}
         expected = Expected(lambda q, k, v: self._reference(q, k, v), inputs, self.grad[:, :group])
-        with unwritten_memory_is_nan():
-            out, lse = self.forward()
-            dq, dk, dv = self.backward(out, lse)
+        with memory:
+            out, lse = forward()
+            dq, dk, dv = backward(out, lse)
         for name, x, heads in (("out", out, group), ("q", dq, group), ("k", dk, 1), ("v", dv, 1)):
             expected.check(name, x[:, :heads].to(self.q.dtype))
 
@@ -90,14 +114,26 @@ class _LastRank:
 
 def _build(shape: RingAttentionShape, bench: Bench) -> Built:
     rank = _LastRank(shape, bench)
-    forward = Candidate(OURS, lambda _: rank.forward()), Candidate(PLAIN, lambda _: rank.plain_forward())
+    forward = (
+        Candidate(OURS, lambda _: rank.forward()),
+        Candidate(PLAIN, lambda _: rank.plain_forward()),
+        Candidate(TORCH, lambda _: rank.torch_forward()),
+    )
     backward = (
         Candidate(OURS, lambda state: rank.backward(*state), rank.forward),
         Candidate(PLAIN, lambda state: rank.plain_backward(*state), rank.plain_forward),
+        Candidate(TORCH, lambda state: rank.torch_backward(*state), rank.torch_forward),
     )
     costs, candidates = shape.costs(), {"forward": forward, "backward": backward}
     works = [TimedMode(mode, costs[mode].flops, costs[mode].moved, x) for mode, x in candidates.items()]
-    return lambda: {OURS: verdict(rank.check)}, works
+
+    def check() -> dict[str, str]:
+        ours = partial(rank.check, rank.forward, rank.backward, unwritten_memory_is_nan())
+        # Memory is NaN only with deterministic algorithms, for which torch's operators are not taken.
+        by_torch = partial(rank.check, rank.torch_forward, rank.torch_backward, nullcontext())
+        return {OURS: verdict(ours), TORCH: verdict(by_torch)}
+
+    return check, works
 
 
 def _case(shape: RingAttentionShape, asked: bool) -> BenchCase:
