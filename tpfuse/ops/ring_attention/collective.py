@@ -61,7 +61,7 @@ class CollectiveRing:
             yield call.rank, k, v
             handle.wait()
             blocks = gathered.view(-1, *block.shape)
-            for source in reversed(call.sources):  # in the order of the ring
+            for source in reversed(call.sources):  # the order of the ring, in which sums travel
                 yield source, blocks[source, 0], blocks[source, 1]
             return
         for source in (call.rank, *call.sources):
