@@ -55,6 +55,9 @@ class _Calls(StandIn):
         others = [torch.zeros_like(tensor) for _ in range(self.group.size() - 1)]
         return _Allocations([tensor, *others])
 
+    def set_word(self, addresses: Tensor, owner: int, index: int, value: int) -> None:
+        CudaCalls.set_word(self, addresses, owner, index, value)
+
     def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
         CudaCalls.copy_word(self, words, index, value)
 

@@ -70,6 +70,32 @@ def test_signals_order_copies_on_streams(ranks: RankPool) -> None:
     ranks.run(_ring, 2**31 - 200)
 
 
+def _neighbours() -> None:
+    """Words in the memory of both neighbours are set from the host's ints, which wrap around."""
+    memory = _memory()
+    flags = memory.signals("neighbours", 2)
+    left, right = (memory.rank - 1) % memory.world, (memory.rank + 1) % memory.world
+    for epoch in (1, 2**31 - 1, 2**31, 2**31 + 1):
+        with memory.guard("neighbours"):
+            memory.signal(flags, right, 0, epoch)
+            memory.signal(flags, left, 1, epoch)
+            memory.wait_signal(flags, memory.rank, 0, epoch, peer=left, op="from the left")
+            memory.wait_signal(flags, memory.rank, 1, epoch, peer=right, op="from the right")
+    torch.cuda.synchronize()
+    memory.check()
+    assert flags.local.tolist() == [-(2**31) + 1] * 2
+    memory.barrier()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: words of one GPU are no peer's")
+def test_ints_are_signalled_to_both_neighbours() -> None:
+    running = GpuRankPool(torch.cuda.device_count(), timeout=120.0)
+    try:
+        running.run(_neighbours)
+    finally:
+        running.close()
+
+
 def _never() -> None:
     """The last rank does not come. Kernels that spin are told to stop, and all ranks can go on."""
     memory = _memory(timeout=1.0)

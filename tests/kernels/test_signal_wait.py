@@ -1,4 +1,4 @@
-"""signal_wait between two ranks, and its end by the abort word."""
+"""signal_wait and set_signal between two ranks, and the end of a wait by the abort word."""
 
 import threading
 import time
@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._C._distributed_c10d import _SymmetricMemory
 
+from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.explore import explore
-from tpfuse.kernels.signal_wait import signal_wait
+from tpfuse.kernels.signal_wait import set_signal, signal_wait
 
 
 def passing(skip: int | None = None) -> Callable[[SymmetricMemory], None]:
-    """Return a program in which rank 0 writes, signals and waits until rank 1 has read.
+    """Return a program in which rank 0 writes, signals to rank 1 and waits until that has read.
 
     skip: leave one of the two waits out.
     """
@@ -23,12 +25,12 @@ def passing(skip: int | None = None) -> Callable[[SymmetricMemory], None]:
         for epoch in (1, 2, 3):
             if memory.rank == 0:
                 x.local.fill_(epoch)
-                memory.signal(flags, 1, 0, epoch)
+                set_signal(flags.addresses, 1, 0, epoch)
             if memory.rank != skip:
                 signal_wait(flags.local, epoch, memory.abort)
             if memory.rank == 1:
                 assert x.peers[0].tolist() == [epoch] * 3
-                memory.signal(flags, 0, 0, epoch)
+                set_signal(flags.addresses, 0, 0, epoch)
 
     return program
 
@@ -57,6 +59,20 @@ def test_a_wait_ends_with_the_signal_or_the_abort_word() -> None:
     signal_wait(flag, 2**31, abort)
 
 
+def test_the_driver_is_not_asked_to_set_the_words_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA 13.1 and newer refuse cuStreamWriteValue32 there."""
+
+    def refuse(words: torch.Tensor, index: int, value: int) -> None:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(_SymmetricMemory, "stream_write_value32", refuse)
+    calls, words = CudaCalls(torch.device("cpu")), torch.zeros(3, 2, dtype=torch.int32)
+    addresses = torch.tensor([row.data_ptr() for row in words])
+    for owner, value in enumerate((7, 2**31 - 1, 2**31)):
+        calls.set_word(addresses, owner, 1, value)
+    assert words.tolist() == [[0, 7], [0, 2**31 - 1], [0, -(2**31)]]
+
+
 def test_tensors_that_are_no_word_are_refused() -> None:
     word = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="flag"):
@@ -65,3 +81,5 @@ def test_tensors_that_are_no_word_are_refused() -> None:
         signal_wait(word, 1, torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="abort is on meta, flag on cpu"):
         signal_wait(word, 1, word.to("meta"))
+    with pytest.raises(ValueError, match=r"set_signal: flags is torch\.int32: expected int64"):
+        set_signal(word, 0, 0, 1)

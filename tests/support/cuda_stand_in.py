@@ -23,24 +23,33 @@ from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
 from tpfuse.comm.rank_state import Mapping
 from tpfuse.comm.symmetric_memory import wrapped
 
+_interpreter = threading.Lock()  # Triton's interpreter serves one thread
+
 
 class Stream:
     """A thread that runs pieces of work in the order in which they are put."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Callable[[], object]] = queue.Queue()
+        self._errors: list[Exception] = []
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            self._queue.get()()
+            try:
+                self._queue.get()()
+            except Exception as error:
+                self._errors.append(error)
             self._queue.task_done()
 
     def put(self, work: Callable[[], object]) -> None:
         self._queue.put(work)
 
     def synchronize(self) -> None:
+        """Wait for all work. Raise the first error of it, as CUDA does."""
         self._queue.join()
+        if self._errors:
+            raise self._errors[0]
 
 
 class StandInEvent:
@@ -144,9 +153,12 @@ class StandIn(CudaCalls):
             raise RuntimeError("CUDA driver error: invalid device ordinal\nException raised from ...")
         return StandInHandle([torch.from_numpy(part) for part in parts], 16 * (1 + self.group.rank()))
 
-    def set_word(self, words: Tensor, index: int, value: int) -> None:
-        words.view(torch.uint32)  # raises for another dtype, as `CudaCalls.set_word` does
-        self.do(partial(words[index].fill_, wrapped(value)))
+    def set_word(self, addresses: Tensor, owner: int, index: int, value: int) -> None:
+        def launch() -> None:
+            with _interpreter:
+                super(StandIn, self).set_word(addresses, owner, index, value)
+
+        self.do(launch)
 
     def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
         self.do(lambda: super(StandIn, self).copy_word(words, index, value))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.kernels.signal_wait import signal_wait
+from tpfuse.kernels.signal_wait import set_signal, signal_wait
 
 _THREAD_LOCAL = 1  # a value of CUstreamCaptureMode
 _NATIVE_ATOMICS = 3  # a value of CUdevice_P2PAttribute
@@ -103,13 +103,12 @@ class CudaCalls:
         handle: DriverHandle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
         return handle
 
-    def set_word(self, words: Tensor, index: int, value: int) -> None:
-        """Set a word on the current stream. A reader that sees the value sees everything before it on the stream.
+    def set_word(self, addresses: Tensor, owner: int, index: int, value: int) -> None:
+        """Set a word of any rank on the current stream, by a kernel, which a graph may capture.
 
-        words: int32. It calls cuStreamWriteValue32, which fences for the whole system (CUDA driver API, "Stream Memory
-        Operations").
+        A reader that sees the value sees everything before it on the stream. addresses: `SymmetricBuffer.addresses`.
         """
-        _torch().stream_write_value32(words.view(torch.uint32), index, value % 2**32)
+        set_signal(addresses, owner, index, value)
 
     def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
         """Set a word as `set_word` does, to what `value` [1] is when the current stream comes to this call.

@@ -120,7 +120,7 @@ class CudaMemory(HostCoordinatedMemory):
         if isinstance(value, Tensor):
             self._calls.copy_word(flags.peers[owner], index, value)
         else:
-            self._calls.set_word(flags.peers[owner], index, value)
+            self._calls.set_word(flags.addresses, owner, index, value)
 
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str

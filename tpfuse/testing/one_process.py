@@ -253,7 +253,7 @@ class OneProcessMemory(SymmetricMemory):
         if isinstance(value, Tensor):
             flags.peers[owner][index : index + 1].copy_(value, non_blocking=True)
         elif self._ranks.calls:
-            self._ranks.calls.set_word(flags.peers[owner], index, value)
+            self._ranks.calls.set_word(flags.addresses, owner, index, value)
         else:
             flags.peers[owner][index] = wrapped(value)
 
