@@ -291,26 +291,66 @@ def test_every_rank_gets_the_reason_why_gpus_cannot_share_memory(kind: str, mess
     assert found == [found[0]] * 3 and found[0].startswith(message)
 
 
-def _fails(where: str) -> str:
+def _fails(where: str) -> list[str]:
     memory, calls = _memory()
     if memory.rank == 1:
         calls.fails.add(where)
-    with pytest.raises(Unavailable) as caught:
-        memory.buffer("x", (100,), torch.float32)
+    with pytest.raises(Unavailable) as buffer:
+        memory.buffer("x", (2**15,), torch.float32)
+    with pytest.raises(Unavailable) as connection:
+        CudaMemory(_group(), torch.device("cpu"), 60.0, calls)
     calls.fails.clear()
-    memory.buffer("x", (100,), torch.float32)
-    return str(caught.value)
+    memory.buffer("x", (2**15,), torch.float32)
+    return [str(buffer.value), str(connection.value)]
 
 
-def test_memory_that_one_rank_cannot_allocate_is_refused_on_all() -> None:
-    assert (
-        pool(2).run(_fails, "allocate")
-        == ["rank 1: 400 bytes of GPU memory for x cannot be allocated: CUDA out of memory."] * 2
-    )
-    assert (
-        pool(2).run(_fails, "rendezvous")
-        == ["rank 1: GPU memory for x cannot be shared: CUDA driver error: invalid device ordinal"] * 2
-    )
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("allocate", "rank 1: {} bytes of GPU memory for {} cannot be allocated: CUDA out of memory."),
+        ("rendezvous", "rank 1: GPU memory for {1} cannot be shared: CUDA driver error: invalid device ordinal"),
+    ],
+)
+def test_memory_that_one_rank_cannot_share_is_refused_on_all(where: str, message: str) -> None:
+    """Ranks try it when they connect, and have a reason to communicate in another way."""
+    assert pool(2).run(_fails, where) == [[message.format(2**17, "x"), message.format(2**20, "signals")]] * 2
+
+
+@on_ranks(2)
+def test_small_buffers_share_an_allocation() -> None:
+    """Each allocation takes a rendezvous. What is freed is used again, zeroed, when all ranks have freed it."""
+    memory, calls = _memory()
+
+    def first_bytes() -> dict[str, int]:
+        return {key: int(x.addresses[memory.rank]) - calls.live[0][0].data_ptr() for key, x in memory._buffers.items()}
+
+    sizes = {"flags": 2112, "state": 2, "words": 9, "empty": 0}
+    for key, count in sizes.items():
+        memory.signals(key, count)
+    assert len(calls.live) == 1
+    assert first_bytes() == {"flags": 0, "state": 8448, "words": 8576, "empty": 8704}, "lines of 128 bytes"
+    for peer, x in enumerate(memory._buffers["state"].peers):
+        x[memory.rank] = 7 + peer
+    memory.barrier()
+    assert memory._buffers["state"].local.tolist() == [7 + memory.rank] * 2
+    assert not memory._buffers["flags"].local.any() and not memory._buffers["words"].local.any()
+    memory.free("state")
+    assert not memory.buffer("three words", (33,), torch.int32).local.any()
+    assert not memory.signals("two words", 2).local.any(), "zeroed again"
+    assert first_bytes() == {"flags": 0, "words": 8576, "empty": 8704, "three words": 8832, "two words": 8448}
+    for number in range(20):
+        memory.buffer(f"large {number}", (2**14,), torch.int32)
+    assert len(calls.live) == 2, "the first allocation is full"
+    memory.buffer("larger", (2**14 + 1,), torch.int32)
+    assert len(calls.live) == 3 and len(memory._allocations) == 3
+    for number in range(15, 20):
+        memory.free(f"large {number}")
+    memory.free("larger")
+    assert len(memory._allocations) == 1, "an allocation is freed with its last buffer"
+    with pytest.raises(Disagreement, match=r"buffer 'x' .* at 0, (0,.* at 0, 992128|992128,.* at 0, 0$)"):
+        if memory.rank == 1:  # as after an error that only this rank has raised
+            memory._allocations[0].places.clear()
+        memory.buffer("x", (1,), torch.int32)
 
 
 def _say_no(found: Any, attribute: int, source: Any, target: Any) -> int:

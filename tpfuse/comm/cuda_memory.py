@@ -1,7 +1,8 @@
 """Symmetric memory of CUDA ranks of one host: torch's, with its CUDA backend (peer access over NVLink or PCIe).
 
-Each buffer is an allocation of its own that only its group shares. It never uses torch's shared workspace or signal
-pads, whose users would see each other's signals. Ranks of one GPU also share memory if the environment variable
+Only the group shares its allocations. Small buffers, such as signals, share one, because each allocation takes a
+rendezvous and 2 MiB; a large buffer has its own. None is in torch's shared workspace or signal pads, whose users would
+see each other's signals. Ranks of one GPU also share memory if the environment variable
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it: this is for tests, since their kernels must then run side by side.
 
 The operation under a guard continues on the current stream after the guard has ended. So PeerTimeout is not raised at
@@ -10,6 +11,8 @@ the results of the operation must not be trusted. Operations on two streams wait
 they were begun. While a graph is captured nothing is recorded or checked, since nothing runs: put a guard around its
 replay.
 """
+
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,32 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
+
+_SMALL = 2**16  # bytes of the largest buffer that shares an allocation
+_SHARED = 2**20  # bytes of such an allocation; with torch's signal pad it fills a part of the 2 MiB that are mapped
+_ALIGNMENT = 128  # bytes; a line of the cache, so that signals of two buffers do not slow each other down
+
+
+@dataclass(eq=False)
+class _Allocation:
+    """An allocation of every rank, and the buffers in it, which have the same place on every rank."""
+
+    # uint8 [bytes] of each rank.
+    parts: list[Tensor]
+    addresses: list[int]
+    # The peers' tensors do not own their memory: this does.
+    handle: DriverHandle
+    # The first byte and the end of each buffer, by its key.
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def gap(self, size: int) -> int | None:
+        """Return the first byte of the first gap of `size` bytes; None if there is none."""
+        start = 0
+        for first, end in sorted(self.places.values()):
+            if first - start >= size:
+                break
+            start = end
+        return start if start + size <= len(self.parts[0]) else None
 
 
 class CudaMemory(HostCoordinatedMemory):
@@ -40,8 +69,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
         self._calls.synchronize()
         self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
-        # Each buffer's tensor and handle are kept here, because the peers' tensors do not own their memory.
-        self._allocations: dict[str, tuple[Tensor, DriverHandle]] = {}
+        self._allocations = [self._share("signals", _SHARED)]  # at once, so that failures are reasons
         self._begun: Event | None = None
         self._inside = False
         self._last: tuple[int, Event] | None = None  # the stream and the end of the last operation that ran
@@ -85,8 +113,25 @@ class CudaMemory(HostCoordinatedMemory):
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         if self._calls.capturing():
             raise RuntimeError(f"symmetric buffer {key!r} is requested while a graph is captured: request it before")
-        self._agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
-        size = max(16, shape.numel() * dtype.itemsize)
+        nbytes = shape.numel() * dtype.itemsize
+        size = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
+        gaps = ((number, each.gap(size)) for number, each in enumerate(self._allocations) if size <= _SMALL)
+        number, start = next(((number, gap) for number, gap in gaps if gap is not None), (len(self._allocations), 0))
+        for allocation in self._allocations[number : number + 1]:
+            allocation.parts[self.rank][start : start + size].zero_()  # before ranks agree, and so before peers write
+            self._calls.synchronize()
+        # After an error that not all ranks raised, their gaps may differ.
+        self._agree(f"buffer {key!r} {dtype} {tuple(shape)} at {number}, {start}", f"buffer {key}")
+        if number == len(self._allocations):
+            self._allocations.append(self._share(key, _SHARED if size <= _SMALL else size))
+        allocation = self._allocations[number]
+        allocation.places[key] = start, start + size
+        peers = [part[start : start + nbytes].view(dtype).view(shape) for part in allocation.parts]
+        addresses = torch.tensor([address + start for address in allocation.addresses], device=self.device)
+        return SymmetricBuffer(key, peers, self.rank, addresses)
+
+    def _share(self, key: str, size: int) -> _Allocation:
+        """Return `size` bytes of every rank, zeroed. Collective. Raise Unavailable on every rank, which names `key`."""
         reason = ""
         try:
             tensor = self._calls.allocate(size, self._group_name)
@@ -104,15 +149,16 @@ class CudaMemory(HostCoordinatedMemory):
             tensor if rank == self.rank else handle.get_buffer(rank, (size,), torch.uint8, offset)
             for rank, offset in enumerate(offsets)
         ]
-        views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         addresses = [pointer + offset for pointer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
         assert addresses[self.rank] == tensor.data_ptr(), "the handle is of another tensor"
-        self._allocations[key] = tensor, handle
-        return SymmetricBuffer(key, views, self.rank, torch.tensor(addresses, device=self.device))
+        return _Allocation(peers, addresses, handle)
 
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._calls.synchronize()
-        del self._allocations[buffer.key]
+        allocation = next(each for each in self._allocations if buffer.key in each.places)
+        del allocation.places[buffer.key]
+        if not allocation.places:
+            self._allocations.remove(allocation)
 
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         """Signal on the current stream, after everything before it there, copies included."""
