@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -82,16 +81,18 @@ class StandInHandle:
 class StandIn(CudaCalls):
     """The calls of `CudaCalls`, on a CPU. `use` changes the current stream, and `do` puts work on it.
 
-    gpu is the name of the rank's GPU, and blind the name of a GPU that it does not reach. Tests set `reason` (why
-    there is no symmetric memory), `capture` (whether a graph is being captured), `mps` (whether the Multi-Process
-    Service runs) and `fails` (the calls that fail, of "allocate" and "rendezvous"). Tests read `events` and `waits`
-    (how many there were) and `rung` (how often the alarm has been raised).
+    gpu is the name of the rank's GPU, and blind the name of a GPU that it does not reach. Tests set `kind` (the GPU's
+    model), `folder` (of sockets), `reason` (why there is no symmetric memory), `capture` (whether a graph is being
+    captured), `mps` (whether the Multi-Process Service runs) and `fails` (the calls that fail, of "allocate" and
+    "rendezvous"). Tests read `events` and `waits` (how many there were) and `rung` (how often the alarm has been
+    raised).
     """
 
     def __init__(self, group: dist.ProcessGroup, *, gpu: str = "", allowed: bool = True, blind: str = "none") -> None:
         super().__init__(torch.device("cpu"))
         self.group, self.name, self.allowed, self.blind = group, gpu or f"gpu {group.rank()}", allowed, blind
         self.streams: dict[str, Stream] = {}
+        self.kind, self.folder = "the one model", "/tmp"
         self.reason = ""
         self.capture = False
         self.mps = False
@@ -118,6 +119,12 @@ class StandIn(CudaCalls):
 
     def gpu(self) -> str:
         return self.name
+
+    def model(self) -> str:
+        return self.kind
+
+    def socket_folder(self) -> str:
+        return self.folder
 
     def obstacle(self, gpu: str) -> str:
         return "there is no peer access" if gpu == self.blind else ""

@@ -1,5 +1,6 @@
 """`tpfuse doctor` on this machine, on a simulated machine with eight GPUs, and on broken variants of it."""
 
+import contextlib
 import json
 import os
 import re
@@ -46,7 +47,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "8", "HOME": "/root"}
 FACTS: dict[str, object] = {
     "version": versions(),
     "pinned_triton": "3.7.1", "ptxas": "12.8.93", "built_for": "13.0", "nccl": "2.28.3", "gloo": True,
-    "cuda_of_driver": 13000, "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "shared_memory": "",
+    "cuda_of_driver": 13000, "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "lost_signal": "", "mps": False,
+    "shared_memory": "",
     "process_descriptors": "", "python_header": True, "space": (64 * GIB, 60 * GIB),
     "open_files": 65536, "cores": 64.0,
     "program": lambda name: f"/usr/bin/{name}" if name in ("gcc", *TOOLS) else None,
@@ -150,6 +152,14 @@ FAULTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"gpu_obstacle": "there is no peer access between cuda:0 and cuda:1"},
         "Ranks have no symmetric memory, because there is no peer access between cuda:0 and cuda:1: check the driver",
     ),
+    ("note", {"gpu_obstacle": "torch is old"}, "Ranks have no symmetric memory, because torch is old."),
+    (
+        "fails",
+        {"lost_signal": "cuda:0 to cuda:1 (CUDA error: not supported)"},
+        "Signals from cuda:0 to cuda:1 (CUDA error: not supported) do not arrive, so ranks with symmetric memory will",
+    ),
+    ("note", {"gpus": [replace(GPUS[0], name="H100 MIG 1g.10gb")]}, "MIG permits no peer access, so ranks on instanc"),
+    ("note", {"mps": True}, "MPS runs, so ranks that share a GPU will have no symmetric memory: give each rank a GPU"),
     *(
         ("note", {"environment": dict([setting.split("=")])}, f"{setting} hurts: ")
         for setting in (
@@ -332,6 +342,9 @@ def test_facts_that_torch_reports_about_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert old == VisibleGpu("GPU 0", GIB, (7, 0), "id-0", "GPU 0: the kernels need compute capability 8.0 or newer")
     assert new.problem == "" and new.capability == (9, 0)
     assert machine.gpu_obstacle([old, new]) == "there is no peer access between cuda:1 and cuda:0"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert machine.gpu_obstacle([old, new]) == "kernels of a group need GPUs of one model, not GPU 0 and GPU 1"
+    assert machine.gpu_obstacle([new, new]) == ""
     monkeypatch.setattr(doctor.CudaCalls, "why_not", lambda calls: "torch is old")
     assert machine.gpu_obstacle([old, new]) == "torch is old"
     for name in ("init", "get_device_properties"):
@@ -339,6 +352,26 @@ def test_facts_that_torch_reports_about_gpus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda.nccl, "version", fail)
     assert machine.cuda_error() == "Error 802: system not yet initialized"
     assert machine.gpus() == [] and machine.nccl() is None
+
+
+def test_signals_between_gpus_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word is copied, and one is set by a kernel, between CPU tensors in the place of two GPUs."""
+    cpu, lost = torch.device("cpu"), "words of its memory keep their values"
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA driver error: not supported\nmore")
+
+    monkeypatch.setattr(doctor, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for call, replacement, reason in (
+        ("copy_word", lambda *_: None, lost), ("set_word", lambda *_: None, lost),
+        ("set_word", fail, "CUDA driver error: not supported"), ("alarm", fail, ""),
+    ):  # fmt: skip
+        with monkeypatch.context() as changes:
+            changes.setattr(torch, "device", lambda kind, number: cpu)
+            changes.setattr(doctor.CudaCalls, call, replacement, raising=False)
+            assert Machine().lost_signal(GPUS[:2]) == (f"cpu to cpu ({reason})" if reason else "")
 
 
 def test_facts_about_software(monkeypatch: pytest.MonkeyPatch) -> None:

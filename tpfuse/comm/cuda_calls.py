@@ -3,13 +3,13 @@
 Memory comes from torch.distributed._symmetric_memory with its CUDA backend. The meaning of its handles was read in the
 source of torch 2.11 and 2.13 (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu): `buffer_ptrs` are the
 addresses of the allocations, `offset` is the number of bytes between the beginning of an allocation and its tensor, and
-`get_buffer` does not add it.
+`get_buffer` does not add it. Ranks exchange them by sockets in a folder of temporary files.
 """
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,12 @@ from tpfuse.kernels.signal_wait import set_signal, signal_wait
 _THREAD_LOCAL = 1  # a value of CUstreamCaptureMode
 _NATIVE_ATOMICS = 3  # a value of CUdevice_P2PAttribute
 _MPS_ENABLED = 133  # a value of CUdevice_attribute
+_NVML_ATOMICS = 3  # a value of nvmlGpuP2PCapsIndex_t
+# The path of a Unix socket has at most 107 bytes. torch appends "/symm_mem-" and the number of the process.
+_LONGEST_FOLDER = 90
+# torch reads these at each rendezvous. tpfuse uses no multicast object, of which NVSwitches have few, and has compared
+# the GPUs themselves, where torch compares their numbers: each rank that sees one GPU alone has number 0.
+_AT_RENDEZVOUS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 class DriverHandle(Protocol):
@@ -62,17 +68,28 @@ class CudaCalls:
             return f"torch {torch.__version__} was built without symmetric memory for CUDA"
         if backend != "CUDA":
             return f"torch's symmetric memory uses {backend} in this process: unset TORCH_SYMMMEM, which chose it"
+        if len(os.fsencode(self.socket_folder())) > _LONGEST_FOLDER:
+            return f"torch's sockets need a path of at most {_LONGEST_FOLDER} bytes: set TMPDIR to a shorter one"
         return ""
+
+    def socket_folder(self) -> str:
+        """Return the folder of torch's sockets (CUDASymmetricMemoryUtils.cpp, get_socket_name)."""
+        names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+        return next((os.environ[name] for name in names if name in os.environ), "/tmp")
 
     def gpu(self) -> str:
         """Return the GPU's identifier, which is the same in every process of the machine."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
+    def model(self) -> str:
+        """Return the GPU's model."""
+        return torch.cuda.get_device_name(self.device)
+
     def obstacle(self, gpu: str) -> str:
         """Return why this rank's GPU cannot signal in another one's memory; empty if it can.
 
-        gpu: the other GPU's identifier. If it is hidden from this process, the result is empty, and the driver decides
-        when memory is mapped.
+        gpu: the other GPU's identifier. Whether a GPU that is hidden from this process can be reached is known when its
+        memory is mapped. NVML says whether signals would be lost there; it sees all GPUs (as NVSHMEM asks it).
         """
         for number in range(torch.cuda.device_count()):
             if str(torch.cuda.get_device_properties(number).uuid) == gpu:
@@ -80,7 +97,13 @@ class CudaCalls:
                     return "there is no peer access"
                 if _driver_says("cuDeviceGetP2PAttribute", _NATIVE_ATOMICS, self.device.index, number) is False:
                     return "there are no native atomic operations"  # Across PCIe signals could be lost.
-        return ""
+                return ""
+        if " MIG " in self.model():
+            return "MIG permits no peer access"
+        atomics = _nvml_says_atomics(self.gpu(), gpu)
+        if atomics is None:
+            return "GPUs are hidden (let all ranks see all of them), and NVML knows of no native atomic operations"
+        return "" if atomics else "there are no native atomic operations"
 
     def overlapping_allowed(self) -> bool:
         """Return whether torch lets ranks that have one GPU, or different GPUs of one number, share memory."""
@@ -100,7 +123,8 @@ class CudaCalls:
         # The import registers operators, so it is left to processes with a GPU.
         from torch.distributed import _symmetric_memory as symmetric
 
-        handle: DriverHandle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
+        with _environment(_AT_RENDEZVOUS):  # Other users of torch's symmetric memory keep their settings.
+            handle: DriverHandle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
         return handle
 
     def set_word(self, addresses: Tensor, owner: int, index: int, value: int) -> None:
@@ -190,6 +214,34 @@ def _driver_says(question: str, attribute: int, *gpus: int) -> bool | None:
         if not getattr(driver, question)(ctypes.byref(value), attribute, *devices):
             return value.value != 0
     return None
+
+
+def _nvml_says_atomics(*gpus: str) -> bool | None:
+    """Return whether two GPUs have native atomic operations in each other's memory; None if NVML does not answer."""
+    status, devices = ctypes.c_int(), [ctypes.c_void_p() for _ in gpus]
+    with contextlib.suppress(OSError, AttributeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        failed = nvml.nvmlInit_v2()
+        for gpu, device in zip(gpus, devices, strict=True):
+            failed = failed or nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu}".encode(), ctypes.byref(device))
+        if not (failed or nvml.nvmlDeviceGetP2PStatus(*devices, _NVML_ATOMICS, ctypes.byref(status))):
+            return status.value == 0  # NVML_P2P_STATUS_OK
+    return None
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment within the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _torch() -> Any:

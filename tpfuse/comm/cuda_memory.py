@@ -81,33 +81,31 @@ class CudaMemory(HostCoordinatedMemory):
 
     def _check_gpus(self) -> None:
         """Raise Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
-        reason = self._calls.why_not()
-        gpu = "" if reason else self._calls.gpu()
-        entries = self.exchange([str(self.device), gpu, reason], "symmetric memory")
-        for rank, (_, _, text) in enumerate(entries):
-            if text:
-                raise Unavailable(f"rank {rank}: {text}")
-        obstacles = (self._obstacle(rank, name, other, gpu) for rank, (name, other, _) in enumerate(entries))
+        reason, calls = self._calls.why_not(), self._calls
+        own = [] if reason else [str(self.device), calls.gpu(), calls.model(), calls.socket_folder()]
+        gpus = self.collect(reason, "symmetric memory", own)
+        obstacles = (self._obstacle(rank, *gpu) for rank, gpu in enumerate(gpus) if rank != self.rank)
         for text in self.exchange(next((text for text in obstacles if text), ""), "symmetric memory"):
             if text:
                 raise Unavailable(text)
 
-    def _obstacle(self, rank: int, name: str, other: str, gpu: str) -> str:
+    def _obstacle(self, rank: int, name: str, gpu: str, model: str, folder: str) -> str:
         """Return why this rank's GPU cannot share memory with that of `rank`; empty if it can.
 
-        name: the device of `rank`; other: the identifier of its GPU; gpu: the identifier of this rank's GPU.
+        name: the device of `rank`; gpu, model: the identifier and the model of its GPU; folder: of its sockets.
         """
-        pair = f"rank {self.rank} ({self.device}) and rank {rank} ({name})"
-        if rank == self.rank:
-            return ""
-        if name == str(self.device) and not self._calls.overlapping_allowed():
-            same = "are on one GPU" if other == gpu else "have different GPUs of one number"
-            return f"{pair} {same}: torch refuses that without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
-        if other == gpu and self._calls.shared_by_mps():
+        calls, pair = self._calls, f"rank {self.rank} ({self.device}) and rank {rank} ({name})"
+        if folder != calls.socket_folder():
+            return f"{pair} have torch's sockets in {calls.socket_folder()} and {folder}: set TMPDIR to one folder"
+        if gpu == calls.gpu() and not calls.overlapping_allowed():
+            return f"{pair} are on one GPU: torch refuses that without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        if gpu == calls.gpu() and calls.shared_by_mps():
             return (
                 f"{pair} are on one GPU under MPS: waiting kernels of one would leave no space for those of the other"
             )
-        reason = self._calls.obstacle(other) if other != gpu else ""
+        if model != calls.model():
+            return f"{pair} have GPUs of two models, {calls.model()} and {model}: kernels of a group need one"
+        reason = calls.obstacle(gpu) if gpu != calls.gpu() else ""
         return f"{reason} between the GPUs of {pair}" if reason else ""
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:

@@ -231,7 +231,29 @@ class Machine:
             for other, gpu in enumerate(gpus):
                 if number != other and (reason := calls.obstacle(gpu.uuid)):
                     return f"{reason} between cuda:{number} and cuda:{other}"
+        models = sorted({gpu.name for gpu in gpus})
+        return f"kernels of a group need GPUs of one model, not {' and '.join(models)}" if len(models) > 1 else ""
+
+    def lost_signal(self, gpus: Sequence[VisibleGpu]) -> str:
+        """Return which GPU's signals to the next GPU fail, which ranks send in the same ways; empty if all arrive."""
+        for number in range(len(gpus) if not INTERPRETED else 0):
+            here, there = torch.device("cuda", number), torch.device("cuda", (number + 1) % len(gpus))
+            try:
+                words, calls = torch.zeros(2, dtype=torch.int32, device=there), CudaCalls(here)
+                with torch.cuda.device(here):
+                    calls.copy_word(words, 0, torch.ones(1, dtype=torch.int32, device=here))
+                    calls.set_word(torch.tensor([words.data_ptr()], device=here), 0, 1, 1)
+                    calls.synchronize()
+                arrived, reason = words.tolist() == [1, 1], "words of its memory keep their values"
+            except Exception as error:  # of CUDA, of the compiler of kernels, or of the one of their launchers
+                arrived, reason = False, next(iter(str(error).splitlines()), type(error).__name__)
+            if not arrived:
+                return f"{here} to {there} ({reason})"
         return ""
+
+    def mps(self) -> bool:
+        """Return whether the Multi-Process Service of CUDA runs, by which kernels of several processes share a GPU."""
+        return CudaCalls(torch.device("cuda", 0)).shared_by_mps()
 
     def shared_memory(self) -> str:
         """Return why processes of this user cannot share anonymous memory; empty if they can."""
@@ -422,6 +444,12 @@ def _gpus(machine: Machine, gpus: Sequence[VisibleGpu]) -> Iterator[Statement]:
     if len({gpu.name for gpu in gpus}) > 1:
         text = "The GPUs are of several models, so the faster ones will wait"
         yield "note", text, "choose some with CUDA_VISIBLE_DEVICES"
+    if any(" MIG " in gpu.name for gpu in gpus):
+        text = "MIG permits no peer access, so ranks on instances of GPUs will have no symmetric memory"
+        yield "note", text, "switch MIG off for runs on several ranks"
+    if gpus and machine.mps():
+        text = "MPS runs, so ranks that share a GPU will have no symmetric memory"
+        yield "note", text, "give each rank a GPU of its own"
 
 
 def _no_gpu(machine: Machine) -> Statement:
@@ -529,8 +557,12 @@ def _use(machine: Machine, gpus: Sequence[VisibleGpu], unshared: str) -> Iterato
         return
     obstacle = unshared or (machine.gpu_obstacle(gpus) if gpus else "")  # ranks on GPUs share memory of the host too
     if obstacle:
-        ways = () if unshared else ("check the driver, and nvidia-fabricmanager if there are NVSwitches",)
+        link = gpus and "between" in obstacle
+        ways = ("check the driver, and nvidia-fabricmanager if there are NVSwitches",) if link else ()
         yield "note", f"Ranks have no symmetric memory, because {obstacle}", *ways
+    elif gpus and (lost := machine.lost_signal(gpus)):
+        text = f"Signals from {lost} do not arrive, so ranks with symmetric memory will fail"
+        yield "fails", text, "check the driver, and give --parallel.impl collective until they do"
     else:
         backend = CudaMemory.backend if gpus else SharedMemory.backend
         yield "ok", f"Ranks have symmetric memory with the backend {backend}"
