@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.dispatch import connected, symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
-from tpfuse.comm.settings import set_settings
+from tpfuse.comm.settings import FIRST_WAIT, set_settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.testing.patience import patient, wait_until
@@ -69,7 +70,8 @@ def _late(guarded: bool, peer: int | None, folder: Path) -> tuple[str, str, int 
     memory, calls = _memory()
     memory.step = 3
     flags = memory.signals("flags", 1)
-    memory.timeout = memory.control.timeout = limit = patient(0.5)
+    memory.timeout = memory.control.timeout = patient(0.2)
+    limit = FIRST_WAIT * memory.timeout
     started = time.monotonic()
     found: tuple[str, str, int | None] = "", "", None
     if memory.rank == 0:
@@ -117,10 +119,36 @@ def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, peer: int | 
 
 
 @on_ranks(2)
+def test_first_waits_may_take_longer() -> None:
+    """Of each operation, of the messages of each peer, and for a buffer: other ranks may compile kernels."""
+    memory, calls = _memory()
+    flags = memory.signals("flags", 1)
+    every: tuple[tuple[str, int | None], ...]
+    every = ("a", None), ("a", None), ("b", None), ("message 0", 1), ("message 1", 1), ("a", 0), ("b", None)
+    with mock.patch.object(memory._on_streams, "add") as added:
+        for op, peer in every:
+            with memory.guard(op, peer=peer):
+                pass
+        for _ in range(2):
+            memory.wait_signal(flags, memory.rank, 0, 0, op="wait")
+    assert [call.args[0].patience for call in added.mock_calls] == [3.0, 1.0, 3.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0]
+    calls.synchronize()
+    memory.timeout = memory.control.timeout = patient(0.2)
+    if memory.rank == 1:
+        time.sleep(2 * memory.timeout)
+    memory.buffer("late", (1,), torch.int32)
+    assert memory.control.timeout == memory.timeout
+    memory.timeout = memory.control.timeout = 60.0
+    memory.barrier()
+
+
+@on_ranks(2)
 def test_one_rank_that_gives_up_ends_the_waits_of_all() -> None:
     """Rank 0 gives up. Rank 1's kernel, which has begun before and would wait for long, ends as well."""
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
+    with memory.guard("operation"):
+        pass  # so that the next one is not the first
     if memory.rank == 1:
         _never(memory, flags)
     dist.barrier()
@@ -141,6 +169,8 @@ def test_a_deadline_begins_when_its_operation_begins() -> None:
     """The stream's work before an operation does not count. Both ranks' streams begin the operation together."""
     memory, calls = _memory()
     flags, ready = memory.signals("flags", 1), memory.buffer("ready", (1,), torch.int32)
+    with memory.guard("operation"):
+        pass  # so that the next one is not the first
     memory.timeout = memory.control.timeout = limit = patient(0.3)
 
     def work() -> None:
@@ -178,6 +208,8 @@ def test_an_operation_that_raises_is_still_watched() -> None:
     """Another error in an operation is not hidden, and the operation's work on the stream is still watched."""
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
+    with memory.guard("operation"):
+        pass  # so that the next one is not the first
     if memory.rank == 0:
         memory.timeout = memory.control.timeout = 0.4
         with pytest.raises(KeyError), memory.guard("operation"):

@@ -1,5 +1,6 @@
 """Ranks in one process on a CPU: their signals and barriers, and that every wait ends."""
 
+import threading
 import time
 
 import pytest
@@ -30,6 +31,19 @@ def test_ranks_at_once_exchange_by_signals_and_barriers() -> None:
         return found
 
     assert OneProcess(3, CPU).at_once(program) == [[2.0], [0.0], [1.0]]
+
+
+def test_every_thread_has_multiplied_before_a_program_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA may wait for kernels to end before it makes a thread's handle of cuBLAS."""
+    threads = set()
+
+    def multiply(x: torch.Tensor, y: torch.Tensor) -> None:
+        time.sleep(0.05 * len(threads))
+        threads.add(threading.get_ident())
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    found = OneProcess(3, CPU).at_once(lambda memory: (len(threads), threading.get_ident() in threads))
+    assert found == [(3, True)] * 3
 
 
 def test_a_rank_that_raises_ends_the_waits_of_the_others() -> None:

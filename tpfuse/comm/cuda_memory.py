@@ -21,6 +21,7 @@ from torch import Tensor
 from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
+from tpfuse.comm.settings import FIRST_WAIT
 from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 
@@ -70,6 +71,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._calls.synchronize()
         self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
         self._allocations = [self._share("signals", _SHARED)]  # at once, so that failures are reasons
+        self._waited: set[str | int] = set()  # the operations, and the peers of messages, for which it has waited
         self._begun: Event | None = None
         self._inside = False
         self._last: tuple[int, Event] | None = None  # the stream and the end of the last operation that ran
@@ -109,6 +111,13 @@ class CudaMemory(HostCoordinatedMemory):
         return f"{reason} between the GPUs of {pair}" if reason else ""
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
+        self.control.timeout = FIRST_WAIT * self.timeout
+        try:
+            return self._allocate_in_time(key, shape, dtype)
+        finally:
+            self.control.timeout = self.timeout
+
+    def _allocate_in_time(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         if self._calls.capturing():
             raise RuntimeError(f"symmetric buffer {key!r} is requested while a graph is captured: request it before")
         nbytes = shape.numel() * dtype.itemsize
@@ -176,7 +185,7 @@ class CudaMemory(HostCoordinatedMemory):
         begun = None if self._inside or self._calls.capturing() else self._calls.record()
         self._calls.wait_for_word(flags.peers[owner][index : index + 1], value, self._abort)
         if begun is not None:
-            self._on_streams.add(Pending(op, begun, self._calls.record(), owner if peer is None else peer))
+            self._add(op, begun, self._calls.record(), owner if peer is None else peer, op)
 
     def barrier(self, op: str = "barrier") -> None:
         """Wait until every rank and its GPU have come here."""
@@ -206,8 +215,14 @@ class CudaMemory(HostCoordinatedMemory):
         begun, self._begun = self._begun, None
         if begun is not None:
             end = self._calls.record()
-            self._on_streams.add(Pending(op, begun, end, peer))
+            self._add(op, begun, end, peer, op if peer is None else peer)  # the names of messages are numbered
             self._last = self._calls.stream(), end
+
+    def _add(self, op: str, begun: Event, end: Event, peer: int | None, key: str | int) -> None:
+        """Let the stream watchdog watch an operation. key: what may wait longer at its first time."""
+        patience = 1.0 if key in self._waited else FIRST_WAIT
+        self._waited.add(key)
+        self._on_streams.add(Pending(op, begun, end, peer, patience))
 
     def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:
         return self._on_streams.failure() or super()._failure(op, waited)

@@ -4,14 +4,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+# The first wait of each operation on GPUs, and for each new buffer, may take this many times as long: some ranks find
+# their kernels in Triton's cache, and others compile them.
+FIRST_WAIT = 3.0
+
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of this process.
 
-    timeout: the seconds that a wait for another rank may take; fingerprint: whether ranks compare operation, shapes and
-    dtypes before each operation (slow; it finds ranks that disagree); flight_folder: the folder into which the last
-    operations of every rank are written, as JSON, when a wait expires (None: they are not written).
+    timeout: the seconds that a wait for another rank may take (on GPUs see `FIRST_WAIT`); fingerprint: whether ranks
+    compare operation, shapes and dtypes before each operation (slow; it finds ranks that disagree); flight_folder: the
+    folder into which the last operations of every rank are written, as JSON, when a wait expires (None: they are not
+    written).
     """
 
     timeout: float = 60.0

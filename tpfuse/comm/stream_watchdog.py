@@ -19,12 +19,17 @@ from tpfuse.comm.watchdog import is_late, look_often, write_flight_record
 
 @dataclass
 class Pending:
-    """An operation between two events. peer: the rank that it waits for, if known; running: the time since it began."""
+    """An operation between two events.
+
+    peer: the rank that it waits for, if known; patience: how many times the timeout it may take; running: the time
+    since it began.
+    """
 
     op: str
     begun: Event
     ended: Event
     peer: int | None = None
+    patience: float = 1.0
     running: Stopwatch | None = None
 
 
@@ -66,7 +71,7 @@ class StreamWatchdog:
         waited = 0.0 if oldest.running is None else oldest.running.look()
         if oldest.running is not None:
             self._control.look(oldest.peer)
-        if self._control.aborted or is_late(self._control, oldest.peer, waited):
+        if self._control.aborted or is_late(self._control, oldest.peer, waited, oldest.patience):
             self._failure = self._control.fail(oldest.op, oldest.peer, waited)
             write_flight_record(self._control, self._failure)
             self._alarm()

@@ -53,12 +53,12 @@ class Watchdog:
                     self._control.fail(op, peer, waited)
 
 
-def is_late(control: ControlBlock, peer: int | None, waited: float) -> bool:
+def is_late(control: ControlBlock, peer: int | None, waited: float, patience: float = 1.0) -> bool:
     """Return whether an operation that has waited this long in a kernel must end.
 
-    peer: the only rank that it waits for; None: any rank.
+    peer: the only rank that it waits for; None: any rank. patience: how many times the timeout it may wait.
     """
-    if waited > control.timeout or control.first_left() is not None:
+    if waited > patience * control.timeout or control.first_left() is not None:
         return True
     return peer is not None and waited > _GRACE and control.has_left(peer)
 

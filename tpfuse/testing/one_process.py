@@ -12,7 +12,8 @@ at the same time.
 Two properties of CUDA could make ranks wait for ever. Streams share the device's queues, and work that follows a
 waiting kernel in its queue waits with it. CUDA loads code when it is first launched, and may wait until the device is
 idle to do so. `ENVIRONMENT` must be set before the process begins to use CUDA: it gives each stream its own queue and
-loads torch's code at the start. Triton's code is loaded under `aborted`.
+loads torch's code at the start. Triton's code is loaded under `aborted`. Each thread makes its handle of cuBLAS before
+any program begins.
 
 `signal_ahead` makes one rank's launches wait for no peer, so that this rank can be run alone, by a profiler or on a
 CPU. Its results then lack what the other ranks would have sent.
@@ -80,6 +81,7 @@ class OneProcess:
         def live(rank: int) -> None:
             try:
                 with self._on_stream(rank):
+                    self._make_handle(rank)
                     results[rank] = program(self.memories[rank])
             except BaseException as error:
                 error.add_note(f"rank {rank} of {self.world}")
@@ -187,6 +189,13 @@ class OneProcess:
         with self._on_stream(rank):
             blocks = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (_LARGE, *_SMALL)]
             del blocks
+
+    def _make_handle(self, rank: int) -> None:
+        """Multiply, which gives this thread a handle of cuBLAS and its workspace, and wait until all ranks have."""
+        x = torch.ones(16, 16, device=self.device)
+        torch.mm(x, x)
+        self.synchronize()
+        self.meet("handles", rank)
 
     def _timeout(self, op: str, rank: int) -> PeerTimeout:
         return PeerTimeout(op, step=-1, rank=rank, peer=None, waited=self.timeout, detail="in one process")
