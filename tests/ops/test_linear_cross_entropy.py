@@ -226,6 +226,33 @@ def test_a_quarter_of_the_plain_memory(triton: bool, chunk: int) -> None:
     assert fused <= bound
 
 
+class _Operations(TorchDispatchMode):
+    """Keeps the sizes of the factors of all products, and the bytes of all results outside of `weight`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._weight = weight.untyped_storage()._cdata
+        self.factors: list[set[int]] = []
+        self.results: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.factors.append({size for x in args[-2:] for size in x.shape})
+        out = func(*args, **(kwargs or {}))
+        storages = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.results += [storage.nbytes() for storage in storages if storage._cdata != self._weight]
+        return out
+
+
+def test_large_products_have_aligned_sizes_and_no_weight_is_copied() -> None:
+    x, weight, target = _meta_inputs(64, 768, 50257)
+    with recording("sm_90"), _Operations(weight) as operations:
+        module.chunks(x, weight, target, None, 50257, None, 64, True, False, triton=True)
+    assert max(operations.results) < weight.nbytes / 4
+    large = [sizes for sizes in operations.factors if max(sizes) > 10_000]
+    assert len(large) == 2 and all(size % 16 == 0 for sizes in large for size in sizes)
+
+
 def _in_ranks(kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel: bool) -> None:
     """Compare with one rank. x is sharded by tokens and gathered, or equal on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -12,6 +12,10 @@ entry of W against 2 operations for each token of the chunk, so that 4096 tokens
 while an H100 needs 300 to be bound by arithmetic. The chunk's logits then take 8 KiB for each entry of the vocabulary,
 0.4 GB for GPT-2's, for any number of tokens. A call with one chunk has no buffer: dW is stored in its own dtype.
 
+GPT-2's vocabulary of 50257 tokens is no multiple of 16. On GPUs the rows of logits begin at multiples of 16 entries,
+and each product is one of the first 50256 tokens and a small one of the others: the operands of the large one have the
+sizes and strides for which cuBLAS takes tensor cores (its documentation, "Tensor Core Usage"), and no weight is copied.
+
 The vocabulary V may be sharded. On each of R ranks, with M tokens in chunks of m:
 
     x [M, C], equal on all    W [V / R, C], this rank's rows    target [M]    losses [M], equal on all
@@ -35,7 +39,7 @@ from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
 from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
 from tpfuse.switches import use_triton
 
-_ALIGNMENT = 16  # entries: TMA, wide loads and store masks need rows of logits at multiples of 32 bytes
+_ALIGNMENT = 16  # entries: TMA, wide loads, store masks and cuBLAS need rows of logits at multiples of 32 bytes
 
 
 def linear_cross_entropy(
@@ -123,31 +127,41 @@ def chunks(
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted sum, the losses, and dX and dW for an upstream gradient of 1, empty if not needed."""
-    width, tokens, wanted = len(weight), len(x), needs_x or needs_weight
-    padded = F.pad(weight, (0, 0, 0, -width % _ALIGNMENT)) if triton and width % _ALIGNMENT else weight
-    each = x.new_empty(tokens, dtype=_computed(x.dtype))
+    tokens, computed, wanted = len(x), _computed(x.dtype), needs_x or needs_weight
+    parts = _parts(len(weight), triton)
+    each = x.new_empty(tokens, dtype=computed)
     grad_x = x.new_empty(x.shape if needs_x else 0)
-    grad_weight = None  # of the padded rows
-    if needs_weight and not 0 < tokens <= chunk:
-        grad_weight = torch.zeros_like(padded, dtype=_computed(x.dtype), memory_format=torch.contiguous_format)
+    one_chunk = 0 < tokens <= chunk
+    grad_weight = x.new_empty(weight.shape if needs_weight else 0, dtype=x.dtype if one_chunk else computed)
+    if not one_chunk:
+        grad_weight.zero_()
     for first in range(0, tokens, chunk):
         rows = slice(first, first + chunk)
-        all_logits = _logits(x[rows], padded, triton)
-        logits = all_logits[:, :width]
+        logits = _logits(x[rows], weight, parts, triton)
         scale = None if weights is None else weights[rows]
         each[rows] = _losses_and_gradient_(logits, target[rows], scale, vocabulary, group, wanted, triton)
         if not wanted:
             continue
-        grad_logits = all_logits.to(x.dtype)
+        grad_logits = logits.to(x.dtype)
         if needs_x:
-            torch.mm(grad_logits, padded, out=grad_x[rows])
+            torch.mm(grad_logits[:, parts[0]], weight[parts[0]], out=grad_x[rows])
+            for part in parts[1:]:
+                grad_x[rows].addmm_(grad_logits[:, part], weight[part])
         if needs_weight:
-            grad_weight = _weight_gradient(grad_logits, x[rows], grad_weight)
-        del all_logits, logits, grad_logits  # before those of the next chunk are allocated
+            for part in parts:
+                _weight_gradient(grad_logits[:, part], x[rows], grad_weight[part], add=not one_chunk)
+        del logits, grad_logits  # before those of the next chunk are allocated
     total = (each if weights is None else each * weights).sum()
-    if grad_weight is None:
-        return total, each, grad_x, x.new_empty(0)
-    return total, each, grad_x, grad_weight[:width].to(x.dtype)
+    return total, each, grad_x, grad_weight.to(x.dtype)
+
+
+def _parts(width: int, triton: bool) -> list[slice]:
+    """Return the parts of the vocabulary whose products are computed apart, see the module.
+
+    The small part is first: in dX its sum is rounded before that of the large one is added.
+    """
+    large = width // _ALIGNMENT * _ALIGNMENT
+    return [slice(large, width), slice(0, large)] if triton and 0 < large < width else [slice(0, width)]
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:
@@ -155,10 +169,14 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _logits(x: Tensor, weight: Tensor, triton: bool) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, parts: list[slice], triton: bool) -> Tensor:
     """Return x Wᵀ, rounded to x's dtype; torch computes losses of half types in float32."""
-    logits = x @ weight.t()
-    return logits if triton else logits.to(_computed(x.dtype))
+    if not triton:
+        return (x @ weight.t()).to(_computed(x.dtype))
+    logits = x.new_empty(len(x), -(-len(weight) // _ALIGNMENT) * _ALIGNMENT)[:, : len(weight)]
+    for part in parts:
+        torch.mm(x, weight[part].t(), out=logits[:, part])
+    return logits
 
 
 def _losses_and_gradient_(
@@ -185,11 +203,14 @@ def _losses_and_gradient_(
     return each
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, buffer: Tensor | None) -> Tensor:
-    """Return gradᵀ x, added to the buffer if there is one."""
-    if buffer is None:
-        return grad.t() @ x
-    return buffer.addmm_(grad.t(), x) if buffer.dtype == x.dtype else buffer.add_(grad.t() @ x)
+def _weight_gradient(grad: Tensor, x: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write gradᵀ x to out, or add it."""
+    if not add:
+        torch.mm(grad.t(), x, out=out)
+    elif out.dtype == x.dtype:
+        out.addmm_(grad.t(), x)
+    else:
+        out.add_(grad.t() @ x)
 
 
 def _times(grad: Tensor, x: Tensor) -> Tensor:

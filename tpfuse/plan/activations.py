@@ -35,7 +35,6 @@ from tpfuse.plan.sizes import ModelSizes, RankShare, TrainingProgram
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element
 LOSS_CHUNK = 4096  # tokens whose logits `tpfuse.ops.linear_cross_entropy` holds at the same time
-_LOSS_ROWS = 16  # it pads the vocabulary to a multiple of this, on GPUs
 _INT64 = 8
 
 
@@ -70,9 +69,7 @@ def activations(sizes: ModelSizes, share: RankShare, program: TrainingProgram) -
     if sizes.is_gpt:
         masked = share.tp > 1  # a mask of one byte per token says which ids are in this rank's shard of the vocabulary
         first += rows * masked + between * _INT64  # positions
-        padded = program.triton and (size >= 4 or rows <= LOSS_CHUNK)
-        columns = -(-vocabulary // _LOSS_ROWS) * _LOSS_ROWS if padded else vocabulary
-        last += rows * (program.state_bytes + width * size) + columns * width * size
+        last += rows * (program.state_bytes + width * size) + vocabulary * width * size
         loss = min(rows, LOSS_CHUNK) * vocabulary * size
         loss += vocabulary * width * 4 if rows > LOSS_CHUNK else 0  # the sum of the chunks' gradients
         if sizes.dropout and program.triton:  # the numbers of rows and heads, and the keys of all sites
