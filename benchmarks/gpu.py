@@ -46,11 +46,14 @@ GROUPS = ("device", "timings", NODES, "torch.compile", "more timings")
 FAMILIES = ("sm_80", "sm_90", "sm_100")
 _TORCHRUN = "torchrun --nproc-per-node 8 -m"
 _LONG = "tpfuse train --model.preset gpt2-124m --model.n-positions 65536 --train.batch 1 --parallel.cp 8"
+_TP_BESIDE_NCCL = (
+    "python -m benchmarks.training_speed --model.preset gpt2-1558m --parallel.tp 2 --parallel.dp 4 --zero.stage 3"
+)
 # The commands that time what a limit decides, by the file and the name of the limit. A test finds the names.
 LIMITS = {
     "tpfuse/comm/collectives/fused.py: _SLOT_BYTES": f"{_TORCHRUN} benchmarks.collectives",
     "tpfuse/comm/collectives/fused.py: ONE_SHOT_BYTES": f"{_TORCHRUN} benchmarks.collectives",
-    "tpfuse/comm/collectives/fused.py: _PROGRAMS": f"{_TORCHRUN} benchmarks.collectives",
+    "kernels/launch.py: RESERVED": _TP_BESIDE_NCCL,
     "tpfuse/ops/linear/fused.py: ENGINE_BYTES": f"{_TORCHRUN} benchmarks.node",
     "tpfuse/ops/ring_attention/fused.py: ROUND_BYTES": f"{_LONG} --parallel.cp-schedule ring",
     "tpfuse/ops/ring_attention/schedule.py: GATHERED_BYTES": f"{_LONG} --parallel.cp-schedule all_gather",

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,12 @@ if INTERPRETED:
 # Multiprocessors of A100, H100 and B200, for launches that are recorded without a GPU (NVIDIA's whitepapers).
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 FAMILIES = tuple(_MULTIPROCESSORS)
+
+# The multiprocessors that NCCL's kernels get beside ours. A program of a product takes nearly all shared memory of its
+# multiprocessor: where NCCL holds that, the program begins when NCCL has ended. A product would take twice as long, and
+# ranks could wait in a circle: NCCL on rank A for NCCL on C, which finds no multiprocessor beside a product that waits
+# for D, whose last programs wait for NCCL on D, and so on to the rank whose product waits for A's. Not measured yet.
+RESERVED = 16
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,34 @@ def family(device: torch.device) -> str:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs a persistent kernel starts; 3 when interpreted, so that each of them loops."""
-    return _gpu(device)[1]
+    """Return how many programs a persistent kernel starts; 3 when interpreted, so that each of them loops.
+
+    On a GPU there are `RESERVED` fewer while a `Reservation` holds, but at least half of them.
+    """
+    name, count = _gpu(device)
+    return count if name == "interpreted" or not Reservation.held else max(count - RESERVED, count // 2)
+
+
+class Reservation:
+    """Leaves multiprocessors to NCCL's kernels, which run beside ours, from now until `end`.
+
+    All ranks of a group must make and end theirs between the same two openings of channels, where ranks compare how
+    many programs they start. Therefore none ends when an object is collected as garbage.
+    """
+
+    held: ClassVar[int] = 0  # how many there are in this process
+
+    def __init__(self) -> None:
+        self._ended = False
+        Reservation.held += 1
+        forget_plans()
+
+    def end(self) -> None:
+        """Let products use these multiprocessors again; do nothing at a second call."""
+        if not self._ended:
+            self._ended = True
+            Reservation.held -= 1
+            forget_plans()
 
 
 _gpus: dict[torch.device, tuple[str, int]] = {}  # family and multiprocessors of the devices that CUDA was asked about
@@ -226,7 +258,7 @@ def _layout(x: Tensor) -> tuple[object, ...]:
 
 
 def forget_plans() -> None:
-    """Make `planned` call its plans again after the table of configurations has changed."""
+    """Make `planned` call its plans again after configurations or the number of multiprocessors have changed."""
     for plans in _plans:
         plans.clear()
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from tests.support.cuda_stand_in import StandIn
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tests.support.tiers import exhaustive
+from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.dispatch import connected, symmetric_memory
@@ -327,6 +328,25 @@ def _refused(kind: str) -> str:
 def test_every_rank_gets_the_reason_why_gpus_cannot_share_memory(kind: str, message: str) -> None:
     found = pool(3).run(_refused, kind)
     assert found == [found[0]] * 3 and found[0].startswith(message)
+
+
+def _programs(gpu: str) -> int:
+    memory = CudaMemory(_group(), torch.device("cpu"), 60.0, StandIn(_group(), gpu=gpu))
+    return open_channel(memory, "channel", 16, 132)[1].programs
+
+
+def test_ranks_that_share_a_gpu_start_fewer_programs() -> None:
+    assert pool(2).run(_programs, "the only one") == [32, 32]
+    assert pool(2).run(_programs, "") == [132, 132]
+
+
+@on_ranks(2)
+def test_ranks_that_leave_different_numbers_of_multiprocessors_disagree() -> None:
+    """One rank has a reducer with NCCL; otherwise its programs would be waited for in vain."""
+    memory, _ = _memory()
+    programs = 132 - 16 * memory.rank
+    with pytest.raises(Disagreement, match=f"rank {memory.rank} would start {programs} programs"):
+        open_channel(memory, "channel", 16, programs)
 
 
 def _fails(where: str) -> list[str]:

@@ -1,6 +1,8 @@
 """Device meshes, their groups, and the shards of a dimension."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import tpfuse
 from tests.support.meshes import mesh_of
+from tpfuse.comm import mesh as mesh_module
 from tpfuse.comm.errors import named
 from tpfuse.comm.layout import local_slices
 from tpfuse.comm.mesh import build_mesh, check_order, context_mesh, flat_group, group_of, rank_and_size, shard_range
+from tpfuse.kernels.launch import RESERVED
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.ranks import on_ranks, pool
 
@@ -69,6 +73,19 @@ def test_the_ranks_of_a_pipeline_are_farthest_apart() -> None:
     assert names == ("pp", "dp", "tp")
     assert groups == [[0, 2], [2, 3], [2, 3]]
     assert name == "rank 2 (pp 1, tp 0)"
+
+
+def test_sums_by_nccl_have_no_more_programs_than_products_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(mesh_module, "init_device_mesh", lambda *_, **given: made.update(given))
+    build_mesh("cuda", dp=4, tp=1)
+    assert [*made["backend_override"]] == ["dp"] and made["backend_override"]["dp"].config.max_ctas == RESERVED // 2
+    build_mesh("cuda", dp=1, tp=4)
+    assert made["backend_override"] is None
 
 
 @on_ranks(2)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from tpfuse.kernels import launch as launching
-from tpfuse.kernels.launch import family, interpreter_problem, launch, multiprocessors, recording
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import Reservation, family, interpreter_problem, launch, multiprocessors, recording
 
 
 @triton.jit
@@ -37,6 +38,31 @@ def test_recorded_launches_run_nothing_and_know_their_family() -> None:
     (seen,) = record.launches
     assert seen.grid == (3,) and seen.arguments["x_ptr"] is x and seen.arguments["BLOCK"] == 16
     assert (seen.num_warps, seen.num_stages) == (4, 1)
+
+
+def test_products_leave_multiprocessors_to_nccl_until_the_reservation_ends() -> None:
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+    with recording("sm_90") as record:
+        gemm_forward(x, x)
+        reservations = Reservation(), Reservation()
+        gemm_forward(x, x)
+        reservations[0].end()
+        reservations[0].end()
+        gemm_forward(x, x)
+        reservations[1].end()
+        gemm_forward(x, x)
+    assert [launch.grid for launch in record.launches] == [(132,), (116,), (116,), (132,)]
+
+
+def test_launches_are_planned_anew_when_multiprocessors_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    plan = launching.planned(lambda x: Reservation.held)
+    x = torch.empty(3)
+    found = [plan(x)]
+    reservation = Reservation()
+    found.append(plan(x))
+    reservation.end()
+    assert [*found, plan(x)] == [0, 1, 0]
 
 
 def test_families() -> None:

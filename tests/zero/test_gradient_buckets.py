@@ -7,8 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.meshes import mesh_of, tensor_mesh
+from tpfuse.comm.dispatch import symmetric_memory
+from tpfuse.kernels.launch import multiprocessors, recording
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
+from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero import shard
@@ -16,6 +19,7 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import Bf16Compression
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.reducer import collective
 from tpfuse.zero.reducer.collective import CollectiveReducer
 
 CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=12, dropout=0.2)
@@ -236,3 +240,27 @@ def test_each_update_requires_new_gradients() -> None:
     with pytest.raises(ValueError, match=r"step\(\) once"):
         optimizer.step(1e-3)
     assert optimizer.updates == 1 and torch.equal(model.weight, before)
+
+
+@on_ranks(2)
+def test_a_reducer_with_nccl_leaves_multiprocessors_to_it_until_it_is_closed() -> None:
+    mesh = mesh_of(2, 1)
+    with use(implementation="collective"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda *_: "nccl")
+        patch.setattr(collective, "connected", list)
+        buckets = shard(_Toy(), mesh, stage=2)
+    with recording("sm_90"):
+        assert multiprocessors(torch.device("meta")) == 116
+        assert buckets.reasons[0].endswith("products leave 16 multiprocessors to NCCL")
+        buckets.close()
+        assert multiprocessors(torch.device("meta")) == 132
+
+
+@on_ranks(2)
+def test_layers_that_communicate_before_a_reducer_with_nccl_cause_a_warning() -> None:
+    mesh = mesh_of(2, 1)
+    symmetric_memory(mesh.get_group("dp"), torch.device("cpu")).channel(lambda *_: None, "a layer's", 16)
+    with use(implementation="collective"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda *_: "nccl")
+        with pytest.warns(UserWarning, match="make the engine or optimizer before the first forward pass"):
+            shard(_Toy(), mesh, stage=2).close()

@@ -25,6 +25,7 @@ from tpfuse.comm.settings import FIRST_WAIT
 from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 
+_SHARED_PROGRAMS = 32  # so that launches of four ranks that share one H100 fit side by side
 _SMALL = 2**16  # bytes of the largest buffer that shares an allocation
 _SHARED = 2**20  # bytes of such an allocation; with torch's signal pad it fills a part of the 2 MiB that are mapped
 _ALIGNMENT = 128  # bytes; a line of the cache, so that signals of two buffers do not slow each other down
@@ -90,6 +91,8 @@ class CudaMemory(HostCoordinatedMemory):
         for text in self.exchange(next((text for text in obstacles if text), ""), "symmetric memory"):
             if text:
                 raise Unavailable(text)
+        if len({gpu for _, gpu, *_ in gpus}) < self.world:
+            self.resident_programs = _SHARED_PROGRAMS
 
     def _obstacle(self, rank: int, name: str, gpu: str, model: str, folder: str) -> str:
         """Return why this rank's GPU cannot share memory with that of `rank`; empty if it can.

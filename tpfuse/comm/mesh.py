@@ -6,6 +6,7 @@ or an export.
 """
 
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpfuse.comm.errors import set_coordinates
+from tpfuse.kernels.launch import RESERVED
 
 
 def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1, pp: int = 1) -> DeviceMesh:
@@ -32,11 +34,31 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
         raise ValueError(f"ulysses {ulysses} does not divide cp {cp}")
     context = {"ring": cp // ulysses, "ulysses": ulysses} if ulysses > 1 else {"cp": cp} if cp > 1 else {}
     sizes = {**({"pp": pp} if pp > 1 else {}), "dp": dp, **context, "tp": tp}
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(
+        device_type,
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=reducer_options("dp") if dp > 1 else None,
+    )
     wide = {name: size for name, size in sizes.items() if size > 1}
     coordinates = itertools.product(*([f"{name} {index}" for index in range(size)] for name, size in wide.items()))
     set_coordinates({} if len(wide) < 2 else {rank: ", ".join(names) for rank, names in enumerate(coordinates)})
     return mesh
+
+
+def reducer_options(*names: str, together: int = 2) -> Any:
+    """Return torch's `backend_override` for dimensions of a mesh whose groups sum gradients; None without NCCL.
+
+    Kernels of `together` groups at once then have no more programs than the multiprocessors that products leave to them
+    (`Reservation`). There are two where some gradients are summed over "dp" and others over "dp" and "tp". Each group
+    needs options of its own, because torch writes the group's name into them.
+    """
+    if "nccl" not in dist.get_backend():
+        return None
+    options = {name: dist.ProcessGroupNCCL.Options() for name in names}
+    for each in options.values():
+        each.config.max_ctas = RESERVED // together
+    return options
 
 
 def context_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -62,7 +84,10 @@ def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup
     if not wide:
         return None
     submesh = device_mesh[wide]
-    return (submesh if len(wide) == 1 else submesh._flatten("_".join(wide))).get_group()
+    if len(wide) == 1:
+        return submesh.get_group()
+    options = reducer_options("dp") if "dp" in wide else None
+    return submesh._flatten("_".join(wide), backend_override=options and options["dp"]).get_group()
 
 
 def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -> dist.ProcessGroup | None:

@@ -108,6 +108,11 @@ class SymmetricMemory(ABC):
             channel = self._channels[name, nbytes] = make(self, f"{name}, {nbytes} bytes", nbytes)
         return channel
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether `channel` has opened one."""
+        return bool(self._channels)
+
     def free(self, key: str) -> None:
         """Free the buffer after every rank has called this. Raise ValueError if there is no buffer of this name."""
         if key not in self._buffers:

@@ -34,7 +34,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.comm.mesh import check_order, flat_group, rank_and_size, shown
+from tpfuse.comm.mesh import check_order, flat_group, rank_and_size, reducer_options, shown
 from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.local_parameter import Borrowed
@@ -43,6 +43,7 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.parameter_takeover import count_write, take_context_sums, taken_gradient, writes
+from tpfuse.zero.reducer.collective import reserve
 from tpfuse.zero.unit_order import UnitOrder
 
 _LOST = (
@@ -114,6 +115,7 @@ class FullySharded(MicroBatches):
         for submesh in (shards, across):
             set_timeout(submesh.get_group())
         self._groups = [submesh.get_group() for submesh in (shards, across) if submesh.size() > 1]
+        reserve(self._groups[0])  # for good: an engine of this stage has no end
         device = torch.device(mesh.device_type)
         self._order = UnitOrder(tuple(self._groups), device, self._described, each=device.type == "cpu")
         self._across = across.get_group() if across.size() > 1 else None
@@ -432,7 +434,9 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
     wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
     data = mesh[wide] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     check_order(data)
-    both = data._unflatten(0, (replicas, data.size() // replicas), ("replicate", "shard"))
+    sizes, names = (replicas, data.size() // replicas), ("replicate", "shard")
+    options = reducer_options(*names, together=2 if replicas > 1 else 1)
+    both = data._unflatten(0, sizes, names, backend_override=options)
     return both["shard"], both["replicate"]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.collectives.collective import DONE, Handle
+from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.rank_order import rows_of
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.comm.trace import span
@@ -17,19 +18,19 @@ from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
 from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.launch import multiprocessors
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 
 # The bytes of half a slot, by device. On a GPU 128 MiB take four launches, each of which reads 32 MiB: 0.1 ms at the
 # rate of NVLink, compared with some 10 µs for a launch and its signals. Not measured yet.
 _SLOT_BYTES = {"cuda": 2**25, "cpu": 2**20}
 ONE_SHOT_BYTES = 2**16  # up to this size an all-reduce takes one shot; not measured yet
-_PROGRAMS = 32  # the programs of a launch, so that four ranks that share one H100 fit side by side; not measured yet
 _INTERPRETED_PROGRAMS = 2
 
 
 def most_programs(memory: SymmetricMemory) -> int:
-    """Return the most programs of a launch of kernels that only move and sum."""
-    return _PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
+    """Return the most programs of a launch of kernels that only move and sum, if no ranks share a device."""
+    return multiprocessors(memory.device) if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
 def open_channel(
@@ -38,12 +39,20 @@ def open_channel(
     """Open the channel `name`. Return (the slots, uint8 [parts, slot_bytes] on each rank; its endpoint). Collective.
 
     programs: the most programs of a launch; there are fewer if the memory says that ranks share a device. parts: 2, the
-    halves that kernels use in turn, unless no kernel uses the slots.
+    halves that kernels use in turn, unless no kernel uses the slots. Raise Disagreement if ranks would start different
+    numbers of programs: those of one rank would wait in vain for programs of another.
     """
     programs = min(programs, memory.resident_programs or programs)
     count = 2 * programs * memory.world
     slots = memory.buffer(f"{name}: slots", (parts, slot_bytes), torch.uint8)
-    flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
+    try:
+        flags = memory.signals(f"{name}: flags", count)
+    except Disagreement as error:
+        raise Disagreement(
+            f"{error}: rank {memory.rank} would start {programs} programs; all ranks of a group need equal GPUs, and on"
+            " all of them or on none sums of gradients by NCCL"
+        ) from error
+    state = memory.signals(f"{name}: state", 2)
     endpoint = Endpoint(
         memory.rank,
         memory.world,

@@ -4,6 +4,7 @@ There is a reduce-scatter in the backward pass and an all-gather after the updat
 memory only from the first write until they are sent.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -12,11 +13,29 @@ from torch import Tensor
 
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import DONE, Handle
+from tpfuse.comm.dispatch import connected
 from tpfuse.comm.mesh import rank_and_size
+from tpfuse.kernels.launch import Reservation
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 _CONCURRENT_REDUCTIONS = 2  # at stage 2, at most this many buckets are reduced at the same time
+
+
+def reserve(group: dist.ProcessGroup | None) -> Reservation | None:
+    """Leave multiprocessors to the sums of a group that runs them beside the backward pass: if it uses NCCL.
+
+    Warn if layers have communicated already, since their channels keep the number of programs.
+    """
+    if group is None or "nccl" not in dist.get_backend(group):
+        return None
+    if not Reservation.held and any(memory.has_channels for memory in connected()):
+        warnings.warn(
+            "layers that have communicated already leave NCCL, which will sum gradients, no multiprocessors: ranks may"
+            " wait for each other until the deadline; make the engine or optimizer before the first forward pass",
+            stacklevel=2,
+        )
+    return Reservation()
 
 
 class CollectiveReducer(GradientReducer):
@@ -31,6 +50,7 @@ class CollectiveReducer(GradientReducer):
     ) -> None:
         super().__init__(specs, 0 if group is None else stage, *rank_and_size(group))
         self._group, self._device = group, device
+        self.reservation = reserve(group)
         self._values: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._reductions: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
@@ -68,6 +88,10 @@ class CollectiveReducer(GradientReducer):
 
     def end_backward(self) -> None:
         pass
+
+    def free(self) -> None:
+        if self.reservation is not None:
+            self.reservation.end()
 
     def reduced_shard(self, index: int) -> Tensor:
         reduced = self._reductions[index]

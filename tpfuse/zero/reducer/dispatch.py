@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tpfuse.comm.dispatch import Choice, choose_implementation
 from tpfuse.comm.nodes import split_by_node, why_not_split
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.launch import RESERVED
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.collective import CollectiveReducer
 from tpfuse.zero.reducer.direct import DirectReducer
@@ -47,7 +48,10 @@ def make_reducer(
             where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
             return reducer, f"{where}, within one {within.implementation}: {within.reason}"
         reason += f"; {why_not_split(group) if within is None else within.reason}"
-    return CollectiveReducer(specs, stage, group, device), f"collective: {reason}"
+    collective = CollectiveReducer(specs, stage, group, device)
+    if collective.reservation is not None:
+        reason += f"; products leave {RESERVED} multiprocessors to NCCL"
+    return collective, f"collective: {reason}"
 
 
 def _reducer_class(choice: Choice) -> type[DirectReducer]:
