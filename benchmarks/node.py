@@ -5,7 +5,9 @@
 The shapes are the layers of Llama 3 8B and 70B at as many ranks as there are, at 512 to 16384 tokens, bf16: q, k, v and
 gate, up after an all-gather; o and down before a reduce-scatter. There is no activation and no bias, which torch's
 operators do not have. `tpfuse collective` is tpfuse's product and the library's collective; `tpfuse fused` is one
-operator for both.
+operator for both, and the names after it are the variants that a measured choice compares. Where there are GPUs, a row
+has the most memory that a call of each candidate held. The last lines tell how long the group's symmetric memory took
+to start, and how long a product takes beside an all-reduce of another group, as in backward beside a reducer.
 
 Every candidate is checked on every rank first: some columns of its result are compared with float64, and twice the
 error of the products by hand is allowed. A wrong candidate of tpfuse is not timed; a less exact peer is timed, and its
@@ -31,11 +33,13 @@ from torch import Tensor
 from benchmarks.cpu_ranks import join, leave
 from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
 from benchmarks.shapes import LayerSizes, layers, model
-from benchmarks.timing import verdict
+from benchmarks.timing import Candidate, peak_bytes, verdict
 from tpfuse.choices import Implementation
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.kernels.launch import INTERPRETED
-from tpfuse.ops.linear.all_gather_linear import all_gather_linear
-from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.dispatch import FUSED, parallel_linear
+from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.switches import use
 from tpfuse.testing.compare import check_error
 
@@ -135,14 +139,16 @@ def _symmetric(product: NodeProduct, x: Tensor, weight: Tensor, node: NodeRanks)
     return partial(torch.ops.symm_mem.fused_matmul_reduce_scatter, x, weight.T, "sum", 0, name)
 
 
-def _ours(name: Implementation, product: NodeProduct, x: Tensor, weight: Tensor, node: NodeRanks) -> Call:
-    operator = all_gather_linear if product.gathers else linear_reduce_scatter
-
-    def call() -> Tensor:
-        with use(implementation=name), torch.no_grad():
-            return operator(x, weight, None, node.group)
-
-    return call
+def _ours(name: str, product: NodeProduct, x: Tensor, weight: Tensor, node: NodeRanks) -> Call:
+    """Return the product by an implementation or, by a key of FUSED, by a variant of `fused`."""
+    implementation: Implementation = "fused" if name in FUSED else name  # type: ignore[assignment]
+    with use(implementation=implementation):
+        chosen = parallel_linear(x, node.group)
+    if isinstance(chosen, FusedLinear) and name in FUSED:
+        chosen = chosen.variant(**FUSED[name])
+    if product.gathers:
+        return lambda: chosen.all_gather(x, [weight], [None], None, False)[0][0]
+    return lambda: chosen.reduce_scatter(x, weight, None, None)
 
 
 def left_out(node: NodeRanks) -> list[str]:
@@ -159,8 +165,8 @@ def candidates(product: NodeProduct, node: NodeRanks) -> dict[str, Call]:
     """Return the candidates by name; the names of tpfuse's begin with tpfuse."""
     x, weight = _inputs(product, node)
     calls = {BY_HAND: _by_hand(product, x, weight, node)}
-    names: list[Implementation] = ["collective"]
-    names += ["fused"] if node.cuda or INTERPRETED else []
+    names = ["collective"]
+    names += ["fused", *FUSED] if node.cuda or INTERPRETED else []
     names += [] if node.cuda else ["direct"]
     calls |= {f"tpfuse {name}": _ours(name, product, x, weight, node) for name in names}
     return calls | ({SYMMETRIC: _symmetric(product, x, weight, node)} if node.cuda else {})
@@ -246,7 +252,57 @@ def measure(product: NodeProduct, node: NodeRanks) -> Row:
             times[name].append(_seconds(fit[name], node, host[name]) * 1e6)
     row: Row = {"layer": product.layer, "M": product.M, "N": product.N, "K": product.K, "ranks": node.group.size()}
     row |= {"us": {name: {k: round(v, 1) for k, v in percentiles(x).items()} for name, x in times.items()}}
+    if node.cuda:
+        peak = lambda call: peak_bytes(Candidate("", lambda _: call()), node.device)  # noqa: E731
+        row |= {"peak_bytes": {name: peak(call) for name, call in fit.items()}}
     return row | {"wrong": {name: verdict for name, verdict in verdicts.items() if verdict}}
+
+
+def start_up(node: NodeRanks) -> Row:
+    """Return the seconds from nothing to symmetric memory, and to the result of the first fused product."""
+    started = time.perf_counter()
+    symmetric_memory(node.group, node.device)
+    seconds = {"memory": time.perf_counter() - started}
+    x, weight = (torch.ones(16, 16, dtype=torch.bfloat16, device=node.device) for _ in range(2))
+    if node.cuda or INTERPRETED:
+        _ours("fused", NodeProduct("", True, 16, 16, 16), x, weight, node)().sum().item()
+        seconds["first product"] = time.perf_counter() - started
+    return {"layer": "start-up", "ranks": node.group.size(), "seconds": {k: round(v, 3) for k, v in seconds.items()}}
+
+
+def beside(node: NodeRanks) -> Row:
+    """Return the median microseconds of a product alone, and of one that begins while an all-reduce runs."""
+    size = 8192 if node.cuda else 64
+    x, weight = (torch.ones(size, size, dtype=torch.bfloat16, device=node.device) for _ in range(2))
+    summed = torch.ones(2**28 if node.cuda else 2**10, device=node.device)  # its sum takes longer than the product
+    other = dist.new_group(dist.get_process_group_ranks(node.group))
+
+    def microseconds(call: Call, busy: bool) -> float:
+        call()
+        times = []
+        for _ in range(node.rounds):
+            dist.barrier(node.group)
+            if node.cuda:
+                torch.cuda.synchronize(node.device)
+            sums = dist.all_reduce(summed, group=other, async_op=True) if busy else None
+            started = time.perf_counter()
+            if node.cuda:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+            call()
+            if node.cuda:
+                end.record()
+                end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 if node.cuda else (time.perf_counter() - started) * 1e6)
+            if sums is not None:
+                sums.wait()
+        return round(percentiles(times)["median"], 1)
+
+    calls: dict[str, Call] = {"torch": lambda: x @ weight.T, "tpfuse": lambda: gemm(x, weight)}
+    us = {
+        name: {"alone": microseconds(call, False), "beside": microseconds(call, True)} for name, call in calls.items()
+    }
+    return {"layer": "beside an all-reduce", "M": size, "N": size, "K": size, "ranks": node.group.size(), "us": us}
 
 
 def _line(product: NodeProduct, row: Row, names: list[str]) -> list[str]:
@@ -267,6 +323,7 @@ def run(scale: str, minutes: float, node: NodeRanks, keep: bool) -> int:
     first = node.group.rank() == 0
     for line in left_out(node) if first else []:
         print(line, file=sys.stderr)
+    others = [start_up(node)]  # before any other product
     lines: list[list[str]] = []
     deadline, wrong, skipped = time.monotonic() + 60 * minutes, [], 0
     for product in products(scale, node.group.size()):
@@ -282,8 +339,13 @@ def run(scale: str, minutes: float, node: NodeRanks, keep: bool) -> int:
         wrong += [f"{product}: {name}: {verdict}" for name, verdict in row["wrong"].items()]
         if first and scale != "tiny":
             write_row("node", row, keep)
+    others.append(beside(node))
     if first:
+        for row in others if scale != "tiny" else ():
+            write_row("node", row, keep)
         print(aligned(lines))
+        print("start-up, s:", *(f"{name} {seconds}" for name, seconds in others[0]["seconds"].items()))
+        print("product beside an all-reduce, us:", *(f"{name} {us}" for name, us in others[1]["us"].items()))
         print("\n".join([*wrong, *([f"no time left for {skipped} products"] if skipped else [])]) or "all are right")
     return int(any(": tpfuse" in line for line in wrong))
 

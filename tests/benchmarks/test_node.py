@@ -13,10 +13,11 @@ import torch.distributed as dist
 from benchmarks import node
 from benchmarks.node import BY_HAND, NodeProduct, NodeRanks, candidates, check, run, truth_of
 from tests.support.tiers import exhaustive
+from tpfuse.ops.linear.dispatch import FUSED
 from tpfuse.testing.ranks import pool
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = {BY_HAND, "tpfuse collective", "tpfuse fused", "tpfuse direct"}
+NAMES = {BY_HAND, "tpfuse collective", "tpfuse fused", *(f"tpfuse {name}" for name in FUSED), "tpfuse direct"}
 # The first product has more columns than are checked.
 PRODUCTS = [NodeProduct("in", True, 8, 200, 8), NodeProduct("out", False, 8, 8, 16)]
 
@@ -36,9 +37,10 @@ def test_the_command() -> None:
         [*start, "-m", "benchmarks.node", "--scale", "tiny"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    head, *lines, last = done.stdout.splitlines()
+    head, *lines, start, beside, last = done.stdout.splitlines()
     assert all(name in head for name in NAMES)
     assert len(lines) == 2 and last == "all are right"
+    assert start.startswith("start-up, s: memory 0.") and "'beside': " in beside
     assert all(float(cell) > 0 for line in lines for cell in re.findall(r"([\d.]+) \(", line))
     assert [line for line in done.stderr.splitlines() if line.startswith("left out")] == [
         "left out: torch.ops.symm_mem: there is no CUDA GPU"
