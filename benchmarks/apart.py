@@ -137,6 +137,11 @@ def finished(folder: Path) -> set[str]:
     return {row["step"] for row in read(folder) if row.get("finished")}
 
 
+def failed(row: Row) -> bool:
+    """Return whether the row reports a failure."""
+    return "error" in row or row.get("passed") is False
+
+
 def ending(error: BaseException) -> str:
     """Return the last lines of the error's traceback."""
     lines = "".join(traceback.format_exception(error)).strip().splitlines()

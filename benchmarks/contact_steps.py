@@ -9,27 +9,34 @@ import importlib
 import itertools
 import os
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import monotonic, perf_counter
 from typing import Any
 
 import torch
+import triton
 
-from benchmarks.apart import Later, Row, Rows, Step, read
+from benchmarks.apart import ALL, Later, Row, Rows, Step, failed, read
 from benchmarks.candidates import LeftOut
 from benchmarks.harness import OURS, Bench, BenchCase, Scale, kernel_provenance, measure, new_bench
-from benchmarks.timing import Ceilings
+from benchmarks.timing import Candidate, Ceilings, Timing, alternate
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
+from tpfuse.models.gpt import GPT
+from tpfuse.models.gpt_config import GPTConfig
+from tpfuse.switches import use
 from tpfuse.testing.compare import unwritten_memory_is_nan
 from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
 from tpfuse.tools import doctor, tune, verify
 from tpfuse.tools import operators as cases
+from tpfuse.tools.assembler import newer_ptxas
 from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
 from tpfuse.tools.search import Tuner
@@ -39,6 +46,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("bfloat16", "float32")
 WORLDS = (2, 4)
 ROUNDS = 200
+# The benchmarks that are timed as soon as the operators are known to be right.
+FIRST_TIMED = ("gemm", "attention")
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
 TESTS = ("tests/comm/test_cuda_ranks.py", "tests/ops/linear/test_cuda.py", "tests/zero/test_cuda.py")
 TUNED = ("gemm", "all_gather_gemm", "attention_forward")
 # The benchmarks in the order of their importance, with the seconds that a turn of each may take.
@@ -58,6 +68,7 @@ TIMED = {
 _LATE, _LONGEST = 0.2, 1_000_000
 _AHEAD = 16  # rounds that a thread may be ahead of its stream: launches would wait where the stream's queue is full
 _LOADING, _RUNNING = 240.0, 60.0  # seconds
+_COMPARED = "compared: "  # begins the lines that `main` prints
 
 
 @dataclass(frozen=True)
@@ -89,19 +100,28 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
     """Return all steps by group, in order."""
     interpret = "1" if plan.rehearse else "0"
     tests = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
-    timings, compiled, others = (
-        [
-            Step(f"{group}: {name}", partial(time_operator, plan, name, group), 300.0, seconds * factor)
-            for name, seconds in TIMED.items()
+
+    def timed(group: str, factor: int, names: Collection[str] = tuple(TIMED)) -> list[Step]:
+        return [
+            Step(f"{group}: {name}", partial(time_operator, plan, name, group), 300.0, TIMED[name] * factor)
+            for name in names
             if name in plan.operators
         ]
-        for group, factor in (("timings", 1), ("torch.compile", 2), ("more timings", 1))
-    )
+
     return {
         "device": [Step("device", partial(one_row, "device", partial(tell_device, plan)), again=True)],
         "compile": [Step("compile", partial(fill_cache, plan), patience=120.0, most=300.0, again=True)],
         "operators": [
-            Step(f"operators: {name}", partial(compare_operator, plan, name), most=90.0) for name in plan.compared
+            Step(f"operators: {name}", partial(compare_operator, plan, name, DTYPES), most=90.0)
+            for name in plan.compared
+        ],
+        "blame": [
+            Step(f"blame: {name}", partial(blame, plan, name), most=60.0, environment=changed, again=True)
+            for name, changed in suspects().items()
+        ],
+        "timings": [
+            Step("ceilings", partial(one_row, "ceilings", partial(find_ceilings, plan))),
+            *timed("timings", 1, FIRST_TIMED),
         ],
         "one process": [
             Step(f"one process: {world} ranks", partial(run_ranks, plan, world), 300.0, environment=ENVIRONMENT)
@@ -112,15 +132,25 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
             for file in TESTS
         ],
         "verify": [Step("verify", partial(one_row, "training", train), 400.0, least=30.0)],
-        "timings": [Step("ceilings", partial(one_row, "ceilings", partial(find_ceilings, plan))), *timings],
+        "sanitizers": [
+            Step("sanitizers", partial(sanitize, plan), 200.0, least=60.0),
+            Step("ConSan", partial(one_row, "ConSan", partial(sanitize_pipelines, plan)), 300.0, least=60.0),
+        ],
+        "other timings": timed("timings", 1, [name for name in TIMED if name not in FIRST_TIMED]),
         "nodes": [Step("nodes", partial(time_node, plan), 600.0, least=60.0)],
-        "torch.compile": compiled,
+        "graph": [Step("graph", partial(one_row, "a step of a GPT", partial(time_graph, plan)), 120.0)],
+        "torch.compile": timed("torch.compile", 2),
         "tune": [
             Step(f"tune: {name}", partial(tune_operator, plan, name), 900.0, least=60.0)
             for name in TUNED
             if name in plan.operators
         ],
-        "more timings": others,
+        "float16": [
+            Step(f"float16: {name}", partial(compare_operator, plan, name, ("float16",)), most=60.0)
+            for name in plan.compared
+            if name in FIRST_TIMED
+        ],
+        "more timings": timed("more timings", 1),
     }
 
 
@@ -162,11 +192,11 @@ def _fill_cache(plan: Plan, rows: Rows) -> Row:
     return {"kernels": done, "family": family, "dtypes": dtypes} | failed
 
 
-def compare_operator(plan: Plan, operator: str, rows: Rows) -> None:
+def compare_operator(plan: Plan, operator: str, dtypes: Sequence[str], rows: Rows) -> None:
     """Compare every case of an operator with its reference, as `tpfuse verify` does."""
     plan.begin()
     all_cases = cases.load(operator).cases
-    for dtype in DTYPES:
+    for dtype in dtypes:
         for case in all_cases[:1] if plan.rehearse else all_cases:
             rows.each(f"{case.name}, {dtype}", partial(_compare, plan, operator, case, dtype))
 
@@ -177,6 +207,89 @@ def _compare(plan: Plan, operator: str, case: Any, dtype: str) -> Row:
     row: Row = {"passed": comparison.passed, "tensor": comparison.tensor}
     row |= {"largest": comparison.error, "bound": comparison.bound}
     return row | ({"error": comparison.failure} if comparison.failure else {})
+
+
+def suspects() -> dict[str, dict[str, str]]:
+    """Return what a failing case is tried again with, and the variables of the process that does so."""
+    newer = newer_ptxas()
+    return {
+        "newer ptxas": {"TRITON_PTXAS_PATH": newer.path} if newer else {},
+        "no warp specialization": {"TPFUSE_WARP_SPECIALIZE": "0"},
+        "one stage": {},
+    }
+
+
+def blame(plan: Plan, suspect: str, rows: Rows) -> None:
+    """Try the first failing case of each operator again without a suspect, to tell whose fault it is."""
+    plan.begin()
+    if suspect == "newer ptxas" and newer_ptxas() is None:
+        rows.each("none", lambda: {"note": "no newer ptxas is installed: pip install 'nvidia-cuda-nvcc>=13.3'"})
+        return
+    compared = [row for row in read(plan.out) if row["step"].startswith("operators: ") and row.get("row", ALL) != ALL]
+    failing = {row["step"].partition(": ")[2]: row["row"] for row in reversed(compared) if failed(row)}
+    if not failing:
+        rows.each("none", lambda: {"note": "no case of the operators has failed"})
+    for operator, name in failing.items():
+        rows.each(f"{operator}, {name}", partial(_blame, plan, suspect, operator, name))
+
+
+def _blame(plan: Plan, suspect: str, operator: str, name: str) -> Row:
+    case_name, _, dtype = name.rpartition(", ")
+    case = next(case for case in cases.load(operator).cases if case.name == case_name)
+    plain = [replace(row, num_stages=1) for row in configurations.read_table(configurations.TABLE)]
+    with configurations.override(*plain if suspect == "one stage" else ()):
+        found = _compare(plan, operator, case, dtype)
+    told = "right" if found["passed"] else "fails too"
+    row = {"outcome": f"{told} with {suspect}", "environment": suspects()[suspect]}
+    return row | {"largest": found["largest"], "bound": found["bound"]}
+
+
+def sanitize(plan: Plan, rows: Rows) -> None:
+    """Run the smallest case of each operator under each tool of NVIDIA's compute-sanitizer."""
+    for tool in SANITIZERS:
+        rows.each(tool, partial(_sanitize, plan, tool, rows))
+
+
+def _sanitize(plan: Plan, tool: str, rows: Rows) -> Row:
+    found = compute_sanitizer()
+    if found is None and not plan.rehearse:
+        return {"note": "there is no compute-sanitizer: pip install nvidia-cuda-sanitizer-api"}
+    prefix = [] if plan.rehearse else [str(found), "--tool", tool, "--error-exitcode", "9"]
+    command = [*prefix, sys.executable, "-m", "benchmarks.contact_steps", *plan.compared]
+    done: list[str] = []
+    reports: list[str] = []
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(_COMPARED):
+            rows.alive()
+            done.append(line.removeprefix(_COMPARED).strip())
+        else:
+            reports.append(line.rstrip())
+    row: Row = {"passed": process.wait() == 0, "operators": done}
+    return row if row["passed"] else row | {"error": "\n".join(reports[-40:])}
+
+
+def compute_sanitizer() -> Path | None:
+    """Return the program of the CUDA toolkit or of the package nvidia-cuda-sanitizer-api; None without either."""
+    if found := shutil.which("compute-sanitizer"):
+        return Path(found)
+    packages = Path(torch.__file__).parents[1]
+    folders = [Path("/usr/local/cuda"), *sorted(packages.glob("nvidia/*"))]
+    return next((path for x in folders if (path := x / "bin" / "compute-sanitizer").is_file()), None)
+
+
+def sanitize_pipelines(plan: Plan) -> Row:
+    """Run the smallest cases of the products and of attention under Triton's own sanitizer of asynchronous copies.
+
+    ConSan checks that nothing reads or writes shared memory that a copy or a product in flight still uses.
+    """
+    if not triton.__version__.startswith("3.6."):
+        return {"note": f"ConSan compiles these kernels with Triton 3.6 alone, and this is {triton.__version__}"}
+    environment = os.environ | {"TRITON_INSTRUMENTATION_MODE": "consan"}
+    command = [sys.executable, "-m", "benchmarks.contact_steps", *(x for x in plan.compared if x in FIRST_TIMED)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return {"passed": not done.returncode} | ({"error": done.stderr[-2000:]} if done.returncode else {})
 
 
 def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
@@ -313,6 +426,48 @@ def _on_all_gpus(plan: Plan, *program: str) -> Row:
     return {"ranks": count, "table": done.stdout.splitlines()} | failed
 
 
+def time_graph(plan: Plan) -> Row:
+    """Return the microseconds of forward and backward of two blocks of a GPT, launched each time, and as one graph."""
+    plan.begin()
+    sizes = GPTConfig(64, 16, 32, 2, 2) if plan.rehearse else GPTConfig(n_layer=2)
+    torch.manual_seed(plan.seed)
+    model = GPT(sizes).to(plan.device, torch.float32 if plan.rehearse else torch.bfloat16)
+    tokens = torch.randint(sizes.vocab_size, (1 if plan.rehearse else 8, sizes.n_positions), device=plan.device)
+    bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=Ceilings(1.0, 1.0))
+
+    def step() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        model(tokens, tokens).mean().backward()
+
+    def gradients() -> list[torch.Tensor]:
+        return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+    candidates = [Candidate("launched each time", lambda _: step())]
+    with use(kernels="triton"):
+        if plan.rehearse:
+            times = alternate(candidates, bench.clock, bench.seconds, least=1, most=1)
+            return {"us": _medians(times), "note": "a CPU has no graphs"}
+        stream, graph = torch.cuda.Stream(plan.device), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):  # torch records the stream of each gradient's first sum
+            step()
+            step()
+            wanted = gradients()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        graph.replay()
+        far = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(gradients(), wanted, strict=True)]
+        candidates.append(Candidate("one graph", lambda _: graph.replay()))
+        times = alternate(candidates, bench.clock, bench.seconds)
+    row: Row = {"passed": max(far) < 1e-2, "largest": max(far), "us": _medians(times)}
+    return row if row["passed"] else row | {"error": "the graph's gradients differ from those of single launches"}
+
+
+def _medians(times: Mapping[str, Timing | str]) -> dict[str, float]:
+    return {name: median(x.seconds) * 1e6 for name, x in times.items() if isinstance(x, Timing)}
+
+
 def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
     """Tune the tile sizes: make a row for each row of the operator's table, and write the table. Raise Later."""
 
@@ -361,3 +516,20 @@ def _write_table(plan: Plan, operator: str) -> None:
     best = [Configuration(**row["best"]) for row in found]
     text = tune.with_rows(configurations.TABLE.read_text(encoding="utf-8"), best)
     (plan.out / f"configurations-{operator}.toml").write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """Compare the smallest case of each of the named operators, for a sanitizer. Return 1 where one is wrong."""
+    wrong = 0
+    for operator in sys.argv[1:]:
+        size = lambda case: sum(tensor.numel() for tensor in case.seeded(torch.bfloat16).values())  # noqa: E731
+        smallest = min(cases.load(operator).cases, key=size)
+        device = torch.device("cpu" if launch.INTERPRETED else "cuda")
+        comparison = verify.compare(operator, smallest, "bfloat16", device)
+        wrong += not comparison.passed
+        print(f"{_COMPARED}{operator}, {smallest.name}: {comparison.failure or comparison.error}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

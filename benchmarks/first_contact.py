@@ -7,9 +7,10 @@
 `benchmarks.gpu` takes the steps that time alone, and writes their results into benchmarks/results.
 
 The steps are in this order: the properties of the device; the compiler, on all cores; every operator beside its
-reference; several ranks in one process on streams of their own; several processes on one GPU; training steps; times
-beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as there is time; times of
-further shapes.
+reference, and the cases that fail once more with a newer ptxas, without warp specialization and with one stage; times
+of products and attention; several ranks in one process on streams of their own; several processes on one GPU; training
+steps; sanitizers; times beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as
+there is time; float16; times of further shapes. docs/first_node.md says what each outcome means.
 
 Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
 (`benchmarks.apart`). A second call with the same FOLDER continues where the first one ended. FOLDER/first_contact.json
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.apart import Row, finished, read, run_steps
+from benchmarks.apart import Row, failed, finished, read, run_steps
 from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
 from benchmarks.figures import FIGURES, figures_table
 from benchmarks.harness import OURS, Parser, table, unable
@@ -38,13 +39,18 @@ GROUPS = (
     "device",
     "compile",
     "operators",
+    "blame",
+    "timings",
     "one process",
     "processes",
     "verify",
-    "timings",
+    "sanitizers",
+    "other timings",
     "nodes",
+    "graph",
     "torch.compile",
     "tune",
+    "float16",
     "more timings",
 )
 TIMINGS = ("timings", "torch.compile", "more timings")
@@ -63,11 +69,6 @@ def measurements(rows: Sequence[Row]) -> list[Row]:
             identity = {"operator": operator, "case": row["row"], "asked": group != "more timings", "mode": ""}
             last[operator, row["row"], "", OURS] = identity | {"candidate": OURS, "error": row["error"]}
     return list(last.values())
-
-
-def failed(row: Row) -> bool:
-    """Return whether the row reports a failure."""
-    return "error" in row or row.get("passed") is False
 
 
 def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from tpfuse.kernels.configurations import TABLE, read_table
 WHAT = "tpfuse's operators beside their peers on a GPU: medians, alternately"
 UNKNOWN = "not measured yet"
 NODES = "nodes"  # the name of the steps between several GPUs
-GROUPS = ("device", "timings", NODES, "torch.compile", "more timings")
+GROUPS = ("device", "timings", "other timings", NODES, "torch.compile", "more timings")
 FAMILIES = ("sm_80", "sm_90", "sm_100")
 _TORCHRUN = "torchrun --nproc-per-node 8 -m"
 _LONG = "tpfuse train --model.preset gpt2-124m --model.n-positions 65536 --train.batch 1 --parallel.cp 8"
@@ -206,7 +206,7 @@ def _fused(layers: tuple[str, ...], peer: str, measured: GpuResults) -> list[str
     """Return the peer's time divided by that of the fused program, over the newest products of each machine's node."""
     ratios = {}
     for row in measured.node:
-        times = row["us"]
+        times = row.get("us", {})
         if row["layer"].split()[-1] in layers and f"{OURS} fused" in times and peer in times:
             ratio = times[peer]["median"] / times[f"{OURS} fused"]["median"]
             ratios[row["machine"], row["ranks"], row["layer"], row["M"]] = ratio, row["date"]

@@ -16,12 +16,13 @@ import torch
 
 from benchmarks import apart, contact_steps, first_contact
 from benchmarks.apart import Row, Rows, Step, read
-from benchmarks.contact_steps import TIMED, Plan, compare_operator, run_ranks, steps, time_operator
+from benchmarks.contact_steps import DTYPES, TIMED, Plan, compare_operator, run_ranks, steps, time_operator
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import measurements
 from benchmarks.harness import OURS
 from tests.support.tiers import exhaustive
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels import configurations
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 from tpfuse.tools import operators, rank_programs
@@ -76,7 +77,7 @@ def test_a_rehearsal_keeps_rows_and_a_document(
     monkeypatch.setattr(contact_steps, "WORLDS", (2,))
     monkeypatch.setattr(contact_steps, "PROGRAMS", {"all_gather_gemm": rank_programs.PROGRAMS["all_gather_gemm"]})
     monkeypatch.setattr(contact_steps, "TUNED", ("adamw",))
-    groups = ["device", "operators", "one process", "timings", "tune"]
+    groups = ["device", "operators", "one process", "timings", "other timings", "graph", "tune"]
     arguments = ["--out", str(tmp_path), "--rehearse", "--steps", *groups, "--operators", "adamw"]
     assert run(monkeypatch, *arguments) == 0
     printed = capsys.readouterr().out
@@ -87,7 +88,7 @@ def test_a_rehearsal_keeps_rows_and_a_document(
     assert {"machine", "python", "torch", "triton", "commit", "command", "sources", "date"} <= document["device"].keys()
     assert document["failed"] == document["left"] == [] and document["rehearsed"]
     assert list(document["steps"]) == [
-        "device", "operators: adamw", "one process: 2 ranks", "ceilings", "timings: adamw", "tune: adamw"
+        "device", "operators: adamw", "ceilings", "one process: 2 ranks", "timings: adamw", "graph", "tune: adamw"
     ]  # fmt: skip
     assert 'measured = "a rehearsal, ' in (tmp_path / "configurations-adamw.toml").read_text()
     before = read(tmp_path)
@@ -106,7 +107,7 @@ def test_a_failure_is_printed_and_gives_status_1(
     for each in (wrong, broken):
         changed = replace(description, cases=(each,))
         monkeypatch.setattr(operators, "load", lambda name, changed=changed: changed)
-        compare_operator(plan(tmp_path, "adamw"), "adamw", Rows(tmp_path, "operators: adamw", FAR))
+        compare_operator(plan(tmp_path, "adamw"), "adamw", DTYPES, Rows(tmp_path, "operators: adamw", FAR))
     rows = read(tmp_path)
     assert [row["passed"] for row in rows] == [False] * 4
     assert rows[0]["largest"] > rows[0]["bound"] > 0 and rows[2]["error"] == "KeyError: 'nothing'"
@@ -114,6 +115,35 @@ def test_a_failure_is_printed_and_gives_status_1(
     printed = capsys.readouterr().out
     assert "FAILED operators: adamw, wrong, bfloat16:\n" in printed
     assert "FAILED operators: adamw, broken, float32:\n    KeyError: 'nothing'\n" in printed
+
+
+def test_a_failing_case_is_tried_without_each_suspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong result that warp specialization or several stages cause is right without them; a row names the cause."""
+    monkeypatch.setattr(contact_steps, "newer_ptxas", lambda: None)
+    description = operators.load("adamw")
+    (case,) = description.cases[:1]
+    for cause, innocent in (
+        ("no warp specialization", lambda: os.environ.get("TPFUSE_WARP_SPECIALIZE") == "0"),
+        ("one stage", lambda: bool(configurations._overriding)),
+    ):
+        factor = lambda innocent=innocent: 1.0 if innocent() else 1.1  # noqa: E731
+        wrong = replace(case, function=lambda **inputs: case.function(**inputs) * factor())  # noqa: B023
+        monkeypatch.setattr(operators, "load", lambda name, wrong=wrong: replace(description, cases=(wrong,)))
+        here = plan(tmp_path / cause, "adamw")
+        here.out.mkdir()
+        compare_operator(here, "adamw", DTYPES[:1], Rows(here.out, "operators: adamw", FAR))
+        for step in steps(here)["blame"]:
+            with monkeypatch.context() as environment:
+                for name, value in step.environment.items():
+                    environment.setenv(name, value)
+                step.call(Rows(here.out, step.name, FAR))
+        first, none, *tried = read(here.out)
+        assert not first["passed"] and none["note"].startswith("no newer ptxas is installed")
+        assert {row["step"]: row["outcome"] for row in tried} == {
+            f"blame: {suspect}": f"{'right' if suspect == cause else 'fails too'} with {suspect}"
+            for suspect in ("no warp specialization", "one stage")
+        }
+        assert {row["row"] for row in tried} == {f"adamw, {case.name}, bfloat16"}
 
 
 def test_a_wrong_program_of_ranks_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
