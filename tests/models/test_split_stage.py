@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import GraphExecGroup
 
@@ -22,6 +23,7 @@ from tpfuse.models import gpt_block
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
+from tpfuse.parallel.pipeline.runner import backward_weights
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
@@ -57,11 +59,13 @@ class _Run:
 
     def parts(self, weights_together: AbstractContextManager[object]) -> list[Tensor]:
         """Return all gradients, those of the weights from later passes within the context manager."""
+        edge = get_gradient_edge(self.out)
         _, groups = stage_backward_input([self.out], [self.grad], [self.x], iter(self.weights))
         self.passes.append(self._calls[self._recomputed])
         assert self.x.grad is not None and all(weight.grad is None for weight in self.weights)
         with weights_together:
-            stage_backward_weight(iter(self.weights), groups)
+            backward_weights(self.weights, groups)
+        del edge
         return self._gradients()
 
     def _gradients(self) -> list[Tensor]:

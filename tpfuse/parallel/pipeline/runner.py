@@ -10,7 +10,7 @@ there, without a copy.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Any, Protocol, cast
@@ -51,14 +51,45 @@ class _Flight:
 
     # the input, a leaf; None on the first stage
     x: Tensor | None
-    # where the backward pass begins; None after its first part
-    output: Tensor | GradientEdge | None
+    # where the backward pass begins
+    output: Tensor | GradientEdge
     # the messages that are released at the end
     taken: list[tuple[int, Message]]
     # the gradient of the output; None on the last stage
     gradient: Tensor | None = None
     # what torch keeps between the two parts of a split backward pass
     groups: Any = None
+
+
+def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) -> None:
+    """Add to the gradients of weights what the groups give, which torch's `stage_backward_input` has returned.
+
+    The caller has held the edge of the output since before that call: torch 2.11 forgets the node of an
+    autograd.Function that nothing else holds. The function is ours because torch's `stage_backward_weight` gives wrong
+    gradients in versions before 2.13. 2.11 adds up the gradients of a node's outputs; 2.11 and 2.12 count a node twice
+    if one of the same group is computed from it.
+    """
+    weight_of = {get_gradient_edge(weight).node: weight for weight in weights}
+    for group in groups:
+        # the nodes that the weights share with the input, and the gradients of their outputs
+        nodes, gradients, accumulators = list(group.pop("intermediates")), group.pop("grads"), list(group["params"])
+        known = [
+            (GradientEdge(node, index), gradient)
+            for node, outputs in zip(nodes, gradients, strict=True)
+            for index, gradient in enumerate(outputs)
+            if gradient is not None
+        ]
+        if not known:
+            continue
+        with ExitStack() as hooks:
+            for node, outputs in zip(nodes, gradients, strict=True) if len(nodes) > 1 else ():
+                # The gradients are complete: what arrives from other nodes of the group is part of them.
+                hooks.callback(node.register_prehook(lambda _, outputs=outputs: outputs).remove)
+            edges, starts = zip(*known, strict=True)
+            found = torch.autograd.grad(edges, [GradientEdge(node, 0) for node in accumulators], starts)
+        for node, gradient in zip(accumulators, found, strict=True):
+            weight = weight_of[node]
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 class Runner:
@@ -213,7 +244,6 @@ class Runner:
             self._backward_weight(action, flight)
         else:
             gradients = None if flight.gradient is None else (flight.gradient,)
-            assert flight.output is not None
             torch.autograd.backward(flight.output, gradients)
             if flight.x is not None:
                 assert flight.x.grad is not None
@@ -247,18 +277,17 @@ class Runner:
         assert isinstance(flight.output, Tensor)
         gradients = None if flight.gradient is None else [flight.gradient]
         weights = self._weights(action.stage)
+        edge = get_gradient_edge(flight.output)
         (gradient,), flight.groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
         assert gradient is not None
         self._give(action, gradient)
-        flight.x.grad = flight.output = None  # what the second part needs is in `groups`
+        flight.x.grad, flight.output = None, edge
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
         """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""
-        from torch.distributed.pipelining._backward import stage_backward_weight
-
         weights = self._weights(action.stage)
-        with GraphExecGroup():  # torch takes a pass for each layer: activations are recomputed once for all of them
-            stage_backward_weight(iter(weights), flight.groups)  # type: ignore[arg-type]
+        with GraphExecGroup():  # each layer has a pass of its own: activations are recomputed once for all of them
+            backward_weights(weights, flight.groups)
         for weight in weights:
             if weight.grad is not None:
                 for hook in tuple((weight._post_accumulate_grad_hooks or {}).values()):
