@@ -5,7 +5,7 @@ query that sees no key is computed as if it saw all, and its result is replaced:
 On CPUs the documents of self-attention are computed one by one, so that no scores between them are held.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,12 +38,12 @@ class AttentionCall:
     @property
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors, which are positional arguments of an operator of torch.library."""
-        return list(vars(self).values())[:4]
+        return [getattr(self, name) for name in _NAMES[:4]]
 
     @property
     def scalars(self) -> dict[str, Any]:
         """Return the other options, by name."""
-        return dict(list(vars(self).items())[4:])
+        return {name: getattr(self, name) for name in _NAMES[4:]}
 
     def is_plain(self, q: Tensor, k: Tensor) -> bool:
         """Return whether scaled_dot_product_attention can express the call: with no mask, or with a square causal one.
@@ -59,6 +59,9 @@ class AttentionCall:
     def sees_all(self, k: Tensor) -> bool:
         """Return whether every query sees every key."""
         return not self.causal or self.q_offset >= self.k_offset + k.shape[2] - 1
+
+
+_NAMES = [field.name for field in fields(AttentionCall)]  # torch.compile of torch 2.11 refuses vars() of an instance
 
 
 def flash_obstacle(q: Tensor) -> str:
