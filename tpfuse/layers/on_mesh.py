@@ -39,8 +39,11 @@ class OnMesh:
 
     def shapes_in_state(self, name: str, parameter: Tensor) -> list[torch.Size]:
         """Return the shapes that a parameter may have in state dicts: its own, and that with its parts in one."""
-        parts = getattr(self, "parts", 1) > 1
-        return [parameter.shape, *([parameter.flatten(0, 1).shape] if parts and parameter.ndim > 1 else [])]
+        shapes = [parameter.shape]
+        if getattr(self, "parts", 1) > 1 and parameter.ndim > 1:
+            parts, rows, *rest = parameter.shape
+            shapes.append(torch.Size([parts * rows, *rest]))
+        return shapes
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load tensors that are whole on every rank as well as DTensors."""
