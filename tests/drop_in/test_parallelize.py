@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of, tensor_mesh
-from tests.support.tiers import exhaustive
+from tests.support.tiers import UNEVEN_SEQUENCES, exhaustive
 from tpfuse.comm.layout import gather_whole
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import (
@@ -157,14 +157,15 @@ def _hook(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(3, 4)])
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=UNEVEN_SEQUENCES)])
 @on_ranks("world")
-def test_a_plan_of_ones_own_mixes_with_torchs_styles() -> None:
-    for plan in (PLAN, MIXED):
-        model = _plain()
-        expected = _evaluate(model)
-        parallelize(model, tensor_mesh(), plan)
-        _check_equal(_evaluate(model), expected)
-        assert len(replacements(model)) == 2 + (len(plan) - 2) * (2 if plan is PLAN else 1)
+def test_a_plan_of_ones_own_mixes_with_torchs_styles(mixed: bool) -> None:
+    plan = MIXED if mixed else PLAN
+    model = _plain()
+    expected = _evaluate(model)
+    parallelize(model, tensor_mesh(), plan)
+    _check_equal(_evaluate(model), expected)
+    assert len(replacements(model)) == 2 + (len(plan) - 2) * (1 if mixed else 2)
 
 
 class Seen:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.support.meshes import mesh_of, tensor_mesh
-from tests.support.tiers import exhaustive
+from tests.support.tiers import UNEVEN_SEQUENCES, exhaustive
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
     FusedPrepareModuleInput,
@@ -130,10 +130,12 @@ def test_each_style_does_what_torchs_style_does() -> None:
     _linears(FusedRowwiseParallel, RowwiseParallel, [None, R], [S(1)], (None, R))
     _sequence([nn.LayerNorm(24, dtype=torch.float64), OwnNorm(24)], (1,), (None, S(1)))
     _embeddings([S(1)], [S(1)])
-    _uneven()
 
 
-def _uneven() -> None:
+@UNEVEN_SEQUENCES
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
+@on_ranks("world")
+def test_sequences_that_the_ranks_do_not_divide() -> None:
     """Compare what DTensors hold of a sequence that the ranks do not divide."""
     whole = normal(1, 2, 7, 24, dtype=torch.float64)
     kinds: list[Placement | None] = [R, S(1)]
@@ -206,7 +208,7 @@ def _embeddings(inputs: list[Placement], outputs: list[Placement]) -> None:
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    exhaustive(*((2, cases) for cases in (_colwise, _rowwise, _norms, _all_embeddings, _uneven)), (4, _uneven)),
+    exhaustive(*((2, cases) for cases in (_colwise, _rowwise, _norms, _all_embeddings))),
 )
 def test_each_style_does_what_torchs_style_does_for_all_layouts(world: int, cases: Callable[[], None]) -> None:
     pool(world).run(cases)
@@ -324,9 +326,15 @@ _ALTERNATING = tuple(index % 2 == 0 for index in range(len(PARTS)))
 _OTHERS = tuple(not fused for fused in _ALTERNATING)
 
 
-@pytest.mark.parametrize(("world", "tokens"), [(2, [12, 7]), *exhaustive((1, [7]), (3, [12, 7]), (4, [8, 7]))])
+@pytest.mark.parametrize(("world", "tokens"), [(2, [12]), *exhaustive((1, [7]), (3, [12]), (4, [8]))])
 def test_fused_styles_and_torchs_mix_in_one_plan(world: int, tokens: list[int]) -> None:
     pool(world).run(_mixed, [OURS, _ALTERNATING, _OTHERS], tokens)
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(3, 4)])
+@pytest.mark.parametrize("choices", [[OURS], pytest.param([_ALTERNATING, _OTHERS], marks=UNEVEN_SEQUENCES)])
+def test_mixed_plans_of_sequences_that_the_ranks_do_not_divide(world: int, choices: list[tuple[bool, ...]]) -> None:
+    pool(world).run(_mixed, choices, [7])
 
 
 def _prepared_inputs() -> None:

@@ -1,10 +1,11 @@
-"""The two tiers of the tests: `make test` runs the tests that no marker defers, `make test-all` runs all tests.
+"""Which tests run: `make test` runs the tests that no marker defers, `make test-all` runs all tests.
 
     @pytest.mark.parametrize("world", [2, *exhaustive(1, 3, 4)])
     @pytest.mark.parametrize(*pairwise(dtype=[F32, BF16, F16], rows=[63, 1, 100]))
 
 A parameter stays unmarked if the test needs it to find a fault that no other test of the first tier finds.
-pyproject.toml lists the markers that defer a test. This module imports pytest.
+pyproject.toml lists the markers that defer a test. A test that needs more than the oldest torch of pyproject.toml says
+so by `needs_torch`. This module imports pytest.
 """
 
 import itertools
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 _Cells = tuple[tuple[int, int], ...]  # pairs of an axis and the index of a value
 
@@ -19,6 +21,16 @@ _Cells = tuple[tuple[int, int], ...]  # pairs of an axis and the index of a valu
 def exhaustive(*rows: Any) -> list[Any]:
     """Return the rows as parameters of the second tier. A row that is a tuple has one value per parameter name."""
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.exhaustive) for row in rows]
+
+
+def needs_torch(major: int, minor: int, reason: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if torch is older. reason: what an older torch cannot do."""
+    older = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (major, minor)
+    return pytest.mark.skipif(older, reason=f"needs torch {major}.{minor}: {reason}")
+
+
+STAGE_3_ABANDONS = needs_torch(2, 13, "in older ones stage 3 cannot abandon a step")
+UNEVEN_SEQUENCES = needs_torch(2, 13, "older styles of torch refuse sequences that the ranks do not divide")
 
 
 def pairwise(first: int = 1, **axes: Sequence[Any]) -> tuple[list[str], list[Any]]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.meshes import mesh_of
-from tests.support.tiers import exhaustive
+from tests.support.tiers import STAGE_3_ABANDONS, exhaustive
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import normal
@@ -54,8 +54,11 @@ def _step(model: nn.Module, optimizer: ZeroOptimizer, rank: int, *how: object) -
         ),
     ],
 )
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=STAGE_3_ABANDONS)])
 @on_ranks(2)
-def test_a_unit_that_one_rank_runs_otherwise_is_named(how: tuple[object, ...], named: str, replicas: int) -> None:
+def test_a_unit_that_one_rank_runs_otherwise_is_named(
+    how: tuple[object, ...], named: str, replicas: int, goes_on: bool
+) -> None:
     """how: what rank 1 runs in the second step: the blocks in order, and the one whose output is detached."""
     results = []
     for fails in (False, True):
@@ -68,6 +71,8 @@ def test_a_unit_that_one_rank_runs_otherwise_is_named(how: tuple[object, ...], n
             message = str(caught.value)
             assert named in message and "rank 0 runs" in message and "rank 1 runs" in message and "\n" not in message
             assert "or use stages 0 to 2" in message
+            if not goes_on:
+                return
             optimizer.engine.abandon()
             optimizer.zero_grad()
         _step(model, optimizer, rank)
