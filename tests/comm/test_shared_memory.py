@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tests.support.tiers import exhaustive
 from tpfuse.comm import rank_state, shared_memory
+from tpfuse.comm.channel import slot_size
 from tpfuse.comm.errors import Disagreement, Unavailable
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.testing.patience import patient
@@ -46,6 +47,16 @@ def test_a_name_has_one_shape_and_dtype_until_it_is_freed() -> None:
     floats.local.fill_(3.0)
     memory.reset()
     assert floats.local.tolist() == [3.0, 3.0]  # A reset sets only signals to 0.
+
+
+def test_slots_grow_in_quarters_of_a_power_of_two() -> None:
+    small = 2**16
+    assert [slot_size(nbytes) for nbytes in (0, 1, small, small + 1)] == [small, small, small, 5 * small // 4]
+    sizes = sorted({slot_size(nbytes) for nbytes in range(2**20, 2**21 + 1, 63)})
+    assert sizes == [2**18 * quarters for quarters in range(4, 9)]
+    for nbytes in (small + 2**13 + 1, 3 * 2**20, 2**30 - 1, 2**30):  # the largest is the limit of endpoints
+        size = slot_size(nbytes)
+        assert nbytes <= size < 1.25 * nbytes and size % 2**13 == 0 and slot_size(size) == size <= 2**30
 
 
 def _open() -> tuple[int, int]:

@@ -20,8 +20,13 @@ _VIEWS = 256  # the number of views that are kept, since the operations of a tra
 
 
 def slot_size(nbytes: int) -> int:
-    """Return the slot size for `nbytes` bytes, rounded up to a power of two, so that few sizes serve all shapes."""
-    return max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
+    """Return the slot size for `nbytes` bytes: 1, 1.25, 1.5 or 1.75 times a power of two, at least 64 KiB.
+
+    So few sizes serve all shapes, at most a fifth of a large slot is unused, and halves begin at multiples of 8 KiB.
+    """
+    nbytes = max(nbytes, _LEAST_SLOT)
+    step = 1 << (nbytes - 1).bit_length() - 3
+    return -(-nbytes // step) * step
 
 
 class Channel:
