@@ -1,21 +1,30 @@
 """Ranks measure together which candidate is the fastest, and all take the same decision."""
 
+import json
+import math
+import os
+import signal
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.support.tiers import exhaustive
 from tpfuse.comm import autotune as tuner
 from tpfuse.comm.autotune import Decision, add_decisions, autotune, decide, machine, read_decisions
+from tpfuse.comm.comparison import tensors
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement
+from tpfuse.comm.host import replace_file
 from tpfuse.comm.settings import set_settings, settings
+from tpfuse.switches import chosen_kernels
 from tpfuse.testing.ranks import RankError, pool
 
 CPU = torch.device("cpu")
@@ -41,7 +50,7 @@ def _decided(
     runs: list[str] = []
     candidates = {name: _sleeping(each[group.rank()], runs, name) for name, each in seconds.items()}
     with autotune(budget, known=known, file=Path(file)) as found:
-        taken = decide(group, CPU, case, candidates, "first")
+        taken = decide(group, CPU, case, candidates, "first", _nothing)
     assert found.decisions == {case: taken}
     return taken, runs
 
@@ -132,7 +141,7 @@ def _compared(case: str, times: dict[str, float], usual: str) -> str:
 
         patch.setattr(tuner, "_milliseconds", milliseconds)
         candidates = {name: partial(str, name) for name in times}
-        return decide(group, CPU, case, candidates, usual).taken
+        return decide(group, CPU, case, candidates, usual, _nothing).taken
 
 
 def test_another_candidate_must_be_faster_than_the_usual_one_by_more_than_the_margin() -> None:
@@ -149,7 +158,7 @@ def _in_two_groups(case: str, file: str) -> str:
     seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
     candidates = {name: _sleeping(time, [], name) for name, time in seconds.items()}
     with autotune(600, file=Path(f"{file} {rank}")):
-        return decide(groups[rank], CPU, case, candidates, "first").taken
+        return decide(groups[rank], CPU, case, candidates, "first", _nothing).taken
 
 
 def test_groups_of_one_job_decide_alike(tmp_path: Path) -> None:
@@ -166,7 +175,7 @@ def _disagreeing(known: bool, file: str) -> str:
     case, before = ("one case", {"one case": Decision("ab"[rank])}) if known else (f"case {rank}", {})
     candidates = {"a": _nothing, "b": _nothing}
     with autotune(600, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
-        decide(group, CPU, case, candidates, "a")
+        decide(group, CPU, case, candidates, "a", _nothing)
     return str(error.value)
 
 
@@ -204,7 +213,7 @@ def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], l
     with autotune(600, file=Path(file)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         candidates = {"a": memory.barrier, "b": b}
-        taken = decide(group, CPU, f"case {ranks} {usual} {file}", candidates, usual).taken
+        taken = decide(group, CPU, f"case {ranks} {usual} {file}", candidates, usual, _nothing).taken
     memory.barrier("the memory is of use")
     return taken, recovered, [str(warning.message) for warning in caught]
 
@@ -215,6 +224,156 @@ def test_a_candidate_that_raises_is_left_out_with_a_warning(tmp_path: Path, rank
     (taken, recovered, texts), (other, _, none) = pool(2).run(_raising, ranks, "a", file)
     assert (taken, other, recovered, none) == ("a", "a", ["reset"], [])
     assert len(texts) == 1 and "b is not taken: " in texts[0] and "b cannot be computed" in texts[0]
+
+
+X = torch.linspace(-4, 4, 63)  # what candidates compute, as far as they are right
+# What the second rank's second candidate computes (None: what the first rank does) and what is said of it. The usual
+# one computes X in the same dtype, where `usual` does not say otherwise.
+RESULTS: dict[str, tuple[Any, Any, str]] = {
+    "right": (X, None, ""),
+    "right, some not computed": ((None, [X, None]), None, ""),
+    "an ulp apart": (X.half(), X.half().nextafter(torch.tensor(9.0).half()), ""),
+    "two ulps of the largest apart": (X.half(), X.half() + 2**-7, "differs from that of first by 7.812e-03, allowed"),
+    "wrong in one element": ((X, X), (X, torch.cat([X[:-1], X[:1]])), "result 2 of 2 differs from that of first by 8"),
+    "NaN": (X, X.where(X < 3, math.nan), "differs from that of first by inf, allowed"),
+    "another dtype": (X, X.double(), "its results are float64 [63]; those of first are float32 [63]"),
+    "another shape": (X, X[:62], "its results are float32 [62]; those of first are float32 [63]"),
+    "not computed": ((X, None), (None, X), "its results are nothing, float32 [63]; those of first are float32 [63], n"),
+    "of an overflow": (X.half().where(X < 3, math.inf), X.half(), ""),
+}
+
+
+def _compared_results(what: str, file: str) -> tuple[str, list[str], list[str]]:
+    """Return the candidate that is taken, the warnings, and the names in the order of their calls."""
+    group, runs = dist.new_group(), list[str]()
+    usual, wrong, _ = RESULTS[what]
+    computed = wrong if wrong is not None and group.rank() == 1 else usual
+
+    def run(name: str, result: Any) -> Any:
+        runs.append(name)
+        return result
+
+    def exact() -> Any:
+        assert chosen_kernels() == "torch"
+        return [X.double() if isinstance(x, Tensor) else x for x in tensors(usual)]
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(tuner, "_milliseconds", lambda run, device: 2.0 - (run.args[0] == "second"))
+        candidates = {"second": partial(run, "second", computed), "first": partial(run, "first", usual)}
+        with autotune(600, file=Path(file)):
+            taken = decide(group, CPU, f"{what} {file}", candidates, "first", exact).taken
+    return taken, [str(warning.message) for warning in caught], runs
+
+
+@pytest.mark.parametrize("what", RESULTS)
+def test_a_candidate_whose_results_differ_on_one_rank_is_left_out(tmp_path: Path, what: str) -> None:
+    file, said = str(tmp_path / "decisions.json"), RESULTS[what][2]
+    (taken, texts, runs), (other, none, _) = pool(2).run(_compared_results, what, file)
+    assert taken == other == ("first" if said else "second") and not none and runs == ["first", "second"]
+    assert len(texts) == bool(said)
+    assert not said or texts[0].startswith(f"{what} {file}: second is not taken: on rank 1: {said}")
+
+
+def _without_an_exact_result(file: str) -> tuple[Decision, list[str]]:
+    def exact() -> None:
+        if group.rank() == 1:
+            raise torch.OutOfMemoryError("no memory is left")
+
+    group = dist.new_group()
+    with autotune(600, file=Path(file)), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        taken = decide(group, CPU, f"inexact {file}", {"a": _nothing, "b": _nothing}, "a", exact)
+    return taken, [str(warning.message) for warning in caught]
+
+
+def test_without_an_exact_result_the_usual_candidate_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.json"
+    (taken, texts), other = pool(2).run(_without_an_exact_result, str(file))
+    assert taken == other[0] == Decision("a") and not other[1] and not file.exists()
+    assert "a is taken, since nothing can be compared with it: on rank 1: OutOfMemoryError" in texts[0]
+
+
+def _tried(file: str, case: str, b: Callable[[], object], lost: bool = False) -> tuple[str, list[str], str, list[bool]]:
+    """Try candidate "b" for two cases.
+
+    Return the candidates that ran, the warnings, the error, and for each time that the file was written whether it had
+    a candidate that was being tried.
+
+    lost: whether the first rank's GPU is unusable after an error.
+    """
+    group, runs, writes = dist.new_group(), list[str](), list[bool]()
+
+    def write(path: Path, text: str) -> None:
+        writes.append("being tried" in text)
+        replace_file(path, text)
+
+    candidates = {"a": partial(runs.append, "a"), "b": lambda: runs.append("b") or b()}  # type: ignore[func-returns-value]
+    text = ""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(tuner, "replace_file", write)
+        patch.setattr(tuner, "_is_lost", lambda device: lost and group.rank() == 0)
+        with autotune(600, file=Path(file)):
+            try:
+                decide(group, CPU, case, candidates, "a", _nothing)
+                decide(group, CPU, f"{case} again", candidates, "a", _nothing)
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+    return "".join(runs), [str(warning.message) for warning in caught], text, writes
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _killed(file: str, case: str) -> dict[str, Any]:
+    """Try a candidate in a child that it kills; return what the child leaves in the file."""
+    child = os.fork()
+    if not child:
+        tuner._job = lambda: "another job"
+        _tried(file, case, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    return dict(json.loads(Path(file).read_text())[machine("cpu")])
+
+
+def test_a_candidate_that_killed_its_run_is_left_out_until_its_entry_is_deleted(tmp_path: Path) -> None:
+    file, case = tmp_path / "decisions.json", _case(tmp_path)
+    kept = Decision("a", {"a": 1.0})
+    add_decisions(file, machine("cpu"), {"another case": kept})
+    ranks = pool(1)
+    (left,) = ranks.run(_killed, str(file), case)
+    assert set(left) == {"another case", "being tried"}
+    assert [(trial["candidate"], trial["case"]) for trial in left["being tried"]] == [("b", case)]
+    ran, texts, error, _ = ranks.run(_tried, str(file), case, _nothing)[0]
+    assert (ran, error) == ("", "")  # nothing is left to compare
+    assert texts == [
+        f"b is not tried: a run ended while it computed {case} for the first time. To try it again, delete its entry"
+        f" in 'being tried' of {file}"
+    ]
+    assert read_decisions(file, machine("cpu")) == {"another case": kept}
+    document = json.loads(file.read_text())
+    del document[machine("cpu")]["being tried"]
+    file.write_text(json.dumps(document))
+    ran, texts, _, _ = ranks.run(_tried, str(file), f"{case} later", _nothing)[0]
+    assert "b" in ran and not texts and set(read_decisions(file, machine("cpu"))) >= {"another case", f"{case} later"}
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "said", "written"),
+    [
+        (ValueError("no"), False, "", [True, False, False] * 2),  # the trial, its end, the decision
+        (KeyboardInterrupt(), False, "KeyboardInterrupt: ", [True, False]),
+        (RuntimeError("an illegal access"), True, "has made a GPU unusable, which ends this run; the next one", [True]),
+    ],
+)
+def test_only_a_candidate_that_ends_the_run_leaves_an_entry(
+    tmp_path: Path, error: BaseException, lost: bool, said: str, written: list[bool]
+) -> None:
+    file = tmp_path / "decisions.json"
+    ran, texts, found, writes = pool(1).run(_tried, str(file), _case(tmp_path), partial(_raise, error), lost)[0]
+    assert said in found and bool(said) == bool(found) and len(texts) == 2 * (not said) and "b" in ran
+    assert writes == written and ("being tried" in file.read_text()) == lost
 
 
 def test_an_error_of_the_usual_candidate_is_raised(tmp_path: Path) -> None:

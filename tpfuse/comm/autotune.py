@@ -11,9 +11,15 @@ one is faster by more than `MARGIN`. If several groups of the job have the same 
 group that decided first. A decision holds until the group ends, inside and outside of the block. Outside nothing is
 timed, so that a capture, an evaluation or a generation does nothing that it did not do before.
 
+A candidate is timed only if its first results are those of the usual one. The bound is that of `tpfuse verify`: the
+operation is also computed in a wider dtype, which tells the error of the usual results.
+
 Group rank 0 looks for a decision among those that the block is given (`known`: so a resumed run decides as before) and
 in a file that keeps decisions for later runs. A decision in the file holds for one machine, which `machine` describes:
 that of another machine, of other versions or of another table of tile sizes is not read.
+
+A kernel that accesses memory it may not ends its process, whatever the host does. So the file also names the candidate
+that runs for the first time. If a run ends there, later runs leave that candidate out until its entry is deleted.
 """
 
 import contextlib
@@ -24,11 +30,12 @@ import json
 import math
 import os
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,11 +45,13 @@ import torch.distributed as dist
 import triton
 
 from tpfuse._version import __version__
+from tpfuse.comm.comparison import Differs, FirstResults
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.host import cache_folder, processor, replace_file
 from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
+from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.configurations import TABLE, specializes_warps
 
 MARGIN = 0.02  # the part of its time by which another candidate must be faster than the usual one: less is noise
@@ -50,8 +59,13 @@ ROUNDS = 5  # Each round times every candidate once, so that a disturbance does 
 CALLS = 10  # calls in a row that are timed on a GPU: a single call is shorter than its launch overhead
 _PERFORMANCE_RANK = 1  # a value of CUdevice_P2PAttribute
 
+_TRIED = "being tried"  # the key of a machine's entry that is no case: the candidates that run for the first time
+
 Candidates = Mapping[str, Callable[[], object]]
-"""The functions that compute the operation, by name. Every rank runs them."""
+"""The functions that compute the operation, by name. Every rank runs them. They write to none of their operands.
+
+Results are compared as the tensors in them, in order; a tuple or a list may have None for one that is not computed.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,10 @@ class Autotuning:
     decisions: dict[str, Decision] = field(default_factory=dict)
     # The seconds that timing took.
     spent: float = 0.0
+    # The memories of the groups that timed a case, in the order of their first cases.
+    memories: list[SymmetricMemory] = field(default_factory=list)
+    # The candidates that are not tried because an earlier run ended in them, as far as a warning has named them.
+    barred: set[str] = field(default_factory=set)
 
 
 _current: Autotuning | None = None  # one for the process, since backward runs in threads of autograd
@@ -100,20 +118,23 @@ def autotune(
 ) -> Iterator[Autotuning]:
     """Time the operations in a with block whose implementation is `auto`, for at most about `seconds`.
 
-    Every rank enters the block around the same operations. known: decisions to take over; file: the file that keeps
-    decisions, by default that of `default_file`. Raise ValueError for seconds below 0, RuntimeError within another
-    such block.
+    Every rank enters and leaves the block around the same operations. At its end the ranks free the memory that only
+    candidates used that lost; a rank that leaves it by an exception does not. known: decisions to take over; file: the
+    file that keeps decisions, by default that of `default_file`. Raise ValueError for seconds below 0, RuntimeError
+    within another such block, PeerTimeout if another rank does not come to the end.
     """
     global _current
     if not seconds >= 0:
         raise ValueError(f"autotune: {seconds} seconds: expected 0 or more")
     if _current is not None:
         raise RuntimeError("autotune: this process is in such a block already")
-    _current = Autotuning(seconds, dict(known or {}), default_file() if file is None else Path(file))
+    _current = tuning = Autotuning(seconds, dict(known or {}), default_file() if file is None else Path(file))
     try:
-        yield _current
+        yield tuning
     finally:
         _current = None
+    for memory in tuning.memories:
+        memory.close_unused_channels()
 
 
 def is_autotuning() -> bool:
@@ -121,12 +142,20 @@ def is_autotuning() -> bool:
     return _current is not None and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str) -> Decision:
+def decide(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    case: str,
+    candidates: Candidates,
+    usual: str,
+    exact: Callable[[], object],
+) -> Decision:
     """Return the group's decision for a case, and measure if there is none. Collective; only if `is_autotuning`.
 
-    usual: the candidate that is taken without a measurement. Raise Disagreement if ranks come with different cases,
-    PeerTimeout if one does not come, and any error that the usual candidate raises. Another candidate that raises is
-    left out, with a warning, and the group's memory is reset after it.
+    usual: the candidate that is taken without a measurement. exact: computes the operation in a wider dtype, on every
+    rank. Raise Disagreement if ranks come with different cases, PeerTimeout if one does not come, and any error that
+    the usual candidate raises. Another candidate that raises, or whose results differ on one rank, is left out, with a
+    warning; after an error the group's memory is reset. Raise RuntimeError if a candidate has made a GPU unusable.
     """
     current = _current
     assert current is not None
@@ -134,12 +163,13 @@ def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates
     _agree(group, case, decision)
     if decision is None or decision.taken not in candidates:
         started = time.monotonic()
-        decision = _stored(group, device, case, candidates, usual, current)
+        decision, barred = _stored(group, device, case, candidates, usual, current)
         stored = decision is not None
         if decision is None:
-            decision = _measured(group, device, case, candidates, usual)
+            tried = {name: run for name, run in candidates.items() if name == usual or name not in barred}
+            decision = _measured(group, device, case, tried, usual, exact, current)
         decision = _first_of_job(group, case, decision)
-        if not stored and group.rank() == 0:
+        if not stored and decision.milliseconds and group.rank() == 0:
             with suppress(OSError):  # If the folder cannot be written, the next run measures again.
                 add_decisions(current.file, machine(device.type), {case: decision})
         current.spent += time.monotonic() - started
@@ -166,36 +196,101 @@ def _agree(group: dist.ProcessGroup, case: str, known: Decision | None) -> None:
 
 def _stored(
     group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str, current: Autotuning
-) -> Decision | None:
-    """Return the decision that group rank 0 reads in the file, else the usual one if the time is over, else None."""
+) -> tuple[Decision | None, list[str]]:
+    """Return what group rank 0 reads in the file: (the decision, the candidates in which earlier runs have ended).
+
+    The decision is the usual one if there is none and the time is over, None if it must be measured. Warn once of each
+    candidate that is left out.
+    """
     entry: Any = None
     if group.rank() == 0:
-        decision = read_decisions(current.file, machine(device.type)).get(case)
+        name = machine(device.type)
+        decision = read_decisions(current.file, name).get(case)
         if decision is None or decision.taken not in candidates:
             decision = Decision(usual) if current.spent >= current.seconds else None
-        entry = None if decision is None else vars(decision)
-    entry = _exchange(group, entry, case)[0]
-    return None if entry is None else Decision(**entry)
+        barred = {trial["candidate"]: trial["case"] for trial in _trials(_document(current.file).get(name), _job())}
+        for candidate, where in barred.items():
+            if decision is None and candidate in candidates and candidate not in current.barred:
+                current.barred.add(candidate)
+                warnings.warn(
+                    f"{candidate} is not tried: a run ended while it computed {where} for the first time. To try it"
+                    f" again, delete its entry in {_TRIED!r} of {current.file}",
+                    stacklevel=2,
+                )
+        entry = None if decision is None else vars(decision), list(barred)
+    found, names = _exchange(group, entry, case)[0]
+    return None if found is None else Decision(**found), names
 
 
 def _measured(
-    group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str
+    group: dist.ProcessGroup,
+    device: torch.device,
+    case: str,
+    candidates: Candidates,
+    usual: str,
+    exact: Callable[[], object],
+    current: Autotuning,
 ) -> Decision:
-    """Time all candidates and return the decision, which is the same on every rank."""
-    working = {}
-    for name, run in candidates.items():
-        error = _failure(run, device)  # This first run also compiles the kernels.
-        failures = _exchange(group, [isinstance(error, PeerTimeout), "" if error is None else repr(error)], case)
-        failures = sorted((waited, text) for waited, text in failures if text)  # A time-out comes after its cause.
-        if not failures:
-            working[name] = run
-            continue
-        if name == usual:
-            raise RuntimeError(f"{case}: {failures[0][1]}") if error is None else error
-        with suppress(Unavailable):
-            symmetric_memory(group, device).reset()  # The candidate's waits may have been aborted.
-        if group.rank() == 0:
-            warnings.warn(f"{case}: {name} is not taken: {failures[0][1]}", stacklevel=2)
+    """Compare and time all candidates, and return the decision, which is the same on every rank.
+
+    The decision is the usual one, without times, if there is nothing else to take or nothing to compare with.
+    """
+    if len(candidates) == 1:
+        return Decision(usual)
+    memory = None
+    with suppress(Unavailable):
+        memory = symmetric_memory(group, device)
+    if memory is not None and memory not in current.memories:
+        current.memories.append(memory)
+    with contextlib.nullcontext() if memory is None else memory.trial():
+        working = _working(group, device, case, candidates, usual, exact, current, memory)
+        if not working:
+            return Decision(usual)
+        return _timed(group, device, case, {name: candidates[name] for name in working}, usual)
+
+
+def _working(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    case: str,
+    candidates: Candidates,
+    usual: str,
+    exact: Callable[[], object],
+    current: Autotuning,
+    memory: SymmetricMemory | None,
+) -> list[str]:
+    """Run each candidate once and return those whose results are right; none if nothing can be compared."""
+    first = FirstResults(usual)
+    error = _failure(partial(first.keep, candidates[usual]), device)
+    if failure := _first_failure(group, error, device, case):
+        raise RuntimeError(f"{case}: {failure.text}") if error is None else error
+    if failure := _first_failure(group, _failure(partial(first.find_bounds, exact), device), device, case):
+        _warn(group, f"{case}: {usual} is taken, since nothing can be compared with it: {failure.text}")
+        return []
+    working = [usual]
+    with _Trials(group, device, case, current) as trials:
+        for name in candidates:
+            if name == usual:
+                continue
+            trials.note(name)
+            error = _failure(partial(first.check, candidates[name]), device)
+            failure = _first_failure(group, error, device, case)
+            if failure is None:
+                working.append(name)
+                continue
+            if failure.kind == "lost":
+                raise _GpuLost(
+                    f"{case}: {name} has made a GPU unusable, which ends this run; the next one leaves it out:"
+                    f" {failure.text}"
+                )
+            if memory is not None and failure.kind != "differs":
+                memory.reset()  # The candidate's waits may have been aborted.
+            _warn(group, f"{case}: {name} is not taken: {failure.text}")
+    return working
+
+
+def _timed(group: dist.ProcessGroup, device: torch.device, case: str, working: Candidates, usual: str) -> Decision:
+    """Time the candidates and return the decision."""
     samples: dict[str, list[float]] = {name: [] for name in working}
     for _ in range(ROUNDS):
         for name, run in working.items():
@@ -204,6 +299,114 @@ def _measured(
     slowest = {name: max(times[name] for times in medians) for name in working}
     best = min(slowest, key=lambda name: slowest[name])
     return Decision(best if slowest[best] < (1 - MARGIN) * slowest[usual] else usual, slowest)
+
+
+def _warn(group: dist.ProcessGroup, text: str) -> None:
+    if group.rank() == 0:
+        warnings.warn(text, stacklevel=3)
+
+
+class _GpuLost(RuntimeError):
+    """A candidate has made a GPU unusable."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a candidate failed, on the rank where it failed first.
+
+    kind: "lost" if it has made the GPU unusable, "raised", "differs", or "waited" for a rank that did not come, which
+    follows from another failure.
+    """
+
+    kind: str
+    text: str
+
+
+_KINDS = ("lost", "raised", "differs", "waited")
+
+
+def _first_failure(
+    group: dist.ProcessGroup, error: Exception | None, device: torch.device, case: str
+) -> _Failure | None:
+    """Exchange the errors of the ranks and return the first by kind, of differences the largest; None for no error."""
+    kind = "raised"
+    if isinstance(error, Differs):
+        kind = "differs"
+    elif isinstance(error, PeerTimeout):
+        kind = "waited"
+    elif error is not None and _is_lost(device):
+        kind = "lost"
+    text = str(error) if isinstance(error, Differs) else repr(error)
+    entry = None if error is None else (_KINDS.index(kind), -getattr(error, "largest", 0.0), text)
+    entries = enumerate(_exchange(group, entry, case))
+    failures = sorted((number, size, rank, text) for rank, found in entries if found for number, size, text in [found])
+    if not failures:
+        return None
+    number, _, rank, text = failures[0]
+    return _Failure(_KINDS[number], f"on {named(dist.get_process_group_ranks(group)[rank])}: {text}")
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Return whether the device does nothing any more, as after an illegal access."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+class _Trials:
+    """The entry of the file that names the candidate that runs for the first time. Group rank 0 writes it.
+
+    It is removed at the end of the context, also after an exception, unless a GPU is unusable or a rank does not come
+    any more: the candidate may be the reason.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, case: str, current: Autotuning) -> None:
+        self._first, self._case, self._file = group.rank() == 0, case, current.file
+        self._machine, self._process = machine(device.type), f"{_job()} {dist.get_rank()}"
+
+    def note(self, candidate: str | None) -> None:
+        """Write that `candidate` is being tried, or that none is, in place of what this process wrote before."""
+        if not self._first:
+            return
+        document = _document(self._file)
+        entries = _entries(document, self._machine)
+        trials = [trial for trial in entries.pop(_TRIED, []) if trial["process"] != self._process]
+        if candidate is not None:
+            trials.append({"candidate": candidate, "case": self._case, "process": self._process})
+        if trials:
+            entries[_TRIED] = trials
+        with suppress(OSError):  # If the folder cannot be written, the next run tries the candidate again.
+            replace_file(self._file, json.dumps(document, indent=1))
+
+    def __enter__(self) -> "_Trials":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, _GpuLost | PeerTimeout):
+            self.note(None)
+
+
+@cache
+def _token() -> str:
+    return uuid.uuid4().hex
+
+
+def _job() -> str:
+    """Return an identifier of the job, the same on all of its ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    return str(store.compare_set("tpfuse job", "", _token()).decode())
+
+
+def _trials(entries: Any, job: str = "") -> list[dict[str, str]]:
+    """Return what was being tried on a machine, by its entries in the file; without the trials of `job`, if given."""
+    found = entries.get(_TRIED) if isinstance(entries, dict) else None
+    trials = [trial for trial in found if isinstance(trial, dict)] if isinstance(found, list) else []
+    keys = "candidate", "case", "process"
+    trials = [trial for trial in trials if all(isinstance(trial.get(key), str) for key in keys)]
+    return [trial for trial in trials if not job or not trial["process"].startswith(job)]
 
 
 def _failure(run: Callable[[], object], device: torch.device) -> Exception | None:
@@ -314,8 +517,16 @@ def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
     again.
     """
     document = _document(file)
-    document[machine_name] = as_json(from_json(document.get(machine_name)) | dict(decisions))
+    _entries(document, machine_name).update(as_json(decisions))
     replace_file(file, json.dumps(document, indent=1))
+
+
+def _entries(document: dict[str, Any], machine_name: str) -> dict[str, Any]:
+    """Return the entries of a machine in a document, without those that nothing can be read from."""
+    found = document.get(machine_name)
+    trials = _trials(found)
+    entries = document[machine_name] = as_json(from_json(found)) | ({_TRIED: trials} if trials else {})
+    return entries
 
 
 def _document(file: Path) -> dict[str, Any]:

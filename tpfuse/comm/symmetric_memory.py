@@ -11,8 +11,8 @@ still runs, after `timeout` seconds or as soon as the peer's process has ended.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -73,6 +73,10 @@ class SymmetricMemory(ABC):
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
         self._channels: dict[tuple[str, int], Any] = {}
+        # The buffers of each channel, and the channels that were requested outside of a trial.
+        self._buffers_of: dict[tuple[str, int], list[str]] = {}
+        self._used: set[tuple[str, int]] = set()
+        self._trying = False
 
     @torch.inference_mode(False)  # The buffers are kept, also for calls that need gradients.
     def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
@@ -103,15 +107,38 @@ class SymmetricMemory(ABC):
         make: opens the channel; it is called with the memory, the name of the channel's buffers and nbytes, and must be
         the same in each call for one name. The memory keeps the channel.
         """
-        channel = self._channels.get((name, nbytes))
+        key = name, nbytes
+        if not self._trying:
+            self._used.add(key)
+        channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[name, nbytes] = make(self, f"{name}, {nbytes} bytes", nbytes)
+            before = set(self._buffers)
+            try:
+                channel = self._channels[key] = make(self, f"{name}, {nbytes} bytes", nbytes)
+            finally:  # A channel that cannot be opened may have allocated some of its buffers.
+                self._buffers_of.setdefault(key, []).extend(each for each in self._buffers if each not in before)
         return channel
 
     @property
     def has_channels(self) -> bool:
         """Whether `channel` has opened one."""
         return bool(self._channels)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Return a context in which operations are only tried: a channel that they request is not used by that."""
+        self._trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
+
+    def close_unused_channels(self) -> None:
+        """Free the buffers of the channels that were only requested in trials."""
+        for key in [key for key in self._buffers_of if key not in self._used]:
+            self._channels.pop(key, None)
+            for buffer in self._buffers_of.pop(key):
+                self.free(buffer)
 
     def free(self, key: str) -> None:
         """Free the buffer after every rank has called this. Raise ValueError if there is no buffer of this name."""

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from tpfuse.comm.comparison import error_bound
+
 
 class Expected:
     """The output and the gradients of a plain one-rank function, in float64 and in the dtype of its inputs."""
@@ -33,10 +35,7 @@ class Expected:
         `term` is the largest term of the sums that the tensor consists of, if it may be larger than every sum.
         """
         plain, exact = self.same_dtype[name], self.float64[name]
-        error = (plain.double() - exact).abs().max().item() if exact.numel() else 0.0
-        scale = max(exact.abs().max().item(), term) if exact.numel() else 0.0
-        units = 100 if plain.dtype == torch.float64 else 1
-        return 2 * error + units * torch.finfo(plain.dtype).eps * scale
+        return error_bound(plain, exact, term)
 
     def check(self, name: str, actual: Tensor | None, part: object = ..., term: float = 0.0) -> None:
         """Compare "out", or the gradient of input `name`, with `part` (an index) of the expected tensor.

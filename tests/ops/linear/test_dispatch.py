@@ -4,6 +4,7 @@ The tests cover the choice of the implementation, ranks that arrive in any order
 ranks with unequal numbers of rows.
 """
 
+import contextlib
 import itertools
 import random
 import time
@@ -24,8 +25,12 @@ from tpfuse.choices import Implementation
 from tpfuse.comm import autotune as tuner
 from tpfuse.comm.autotune import autotune
 from tpfuse.comm.dispatch import symmetric_memory
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import set_settings
+from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import configurations, reference
+from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.linear import dispatch
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.collective import CollectiveLinear
@@ -153,6 +158,55 @@ def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
 def test_fused_products_use_the_variant_that_was_fastest(tmp_path: Path, wanted: str) -> None:
     found = pool(2).run(_fused_ways, wanted, str(tmp_path / "decisions.json"))
     assert found == [([wanted], int("engines" in wanted), int("tiles" in wanted), True)] * 2
+
+
+def _held(memory: SymmetricMemory) -> tuple[int, set[str]]:
+    """Return the bytes of this rank's buffers, and the names of the channels."""
+    return sum(buffer.local.nbytes for buffer in memory._buffers.values()), {name for name, _ in memory._channels}
+
+
+def _channels(file: str, leaves: str) -> list[tuple[int, set[str]]]:
+    """Measure a product, for which copiers are timed as the fastest, after a direct one was used.
+
+    Return what the memory holds at first, within the block and after it; without the last if the block ends by an error
+    on this rank. leaves: how the second rank leaves the block.
+    """
+    group = dist.new_group()
+    memory = symmetric_memory(group, torch.device("cpu"))
+    x, weight = torch.ones(len(file), K), torch.ones(N, K)
+    with use(implementation="direct"):
+        all_gather_linear(x, weight, None, group)
+    held = [_held(memory)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(InterruptedError, PeerTimeout):
+        patch.setitem(dispatch.CANDIDATES, "cpu", ("direct", "fused with copiers", "fused with copy engines"))
+        patch.setattr(tuner, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != "fused with copiers"))
+        with autotune(600, file=Path(file)), torch.no_grad():
+            all_gather_linear(x, weight, None, group)
+            held.append(_held(memory))
+            if leaves == "by an error":
+                assert isinstance(memory, SharedMemory)
+                memory.control.timeout = 0.3
+                if group.rank() == 1:
+                    raise InterruptedError
+        held.append(_held(memory))
+        all_gather_linear(x, weight, None, group)
+        assert _held(memory) == held[-1]
+    return held
+
+
+def test_channels_that_only_losing_candidates_used_are_closed(tmp_path: Path) -> None:
+    direct, copiers, engines = "direct linear", "all_gather_linear", "all_gather_linear by engines"
+    flags = 2 * 2 * multiprocessors(torch.device("cpu"))
+    of_engines = 2 * 2**16 + 4 * (flags + 2 + 2 + 1)  # slots, flags, state, ready and stamp
+    for (before, first), (within, second), (after, last) in pool(2).run(_channels, str(tmp_path), "at the end"):
+        assert (first, second, last) == ({direct}, {direct, copiers, engines}, {direct, copiers})
+        assert within - after == of_engines and after > before
+
+
+def test_a_rank_that_leaves_the_block_by_an_error_closes_nothing(tmp_path: Path) -> None:
+    """And the other rank, which waits for it, does not hang."""
+    one, other = pool(2).run(_channels, f"{tmp_path} left", "by an error")
+    assert len(one) == len(other) == 2 and one[1] == other[1]
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])

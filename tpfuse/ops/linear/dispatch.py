@@ -20,6 +20,7 @@ from tpfuse.choices import Implementation
 from tpfuse.comm.autotune import Decision, decide, is_autotuning
 from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
 from tpfuse.comm.layout import is_traced
+from tpfuse.comm.rank_order import HALF
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear
 from tpfuse.ops.linear.fused import FusedLinear
@@ -76,9 +77,16 @@ class MeasuredLinear(ByMethod):
                 name: partial(self._run_with, name, method, *call) for name in CANDIDATES[self._device.type]
             }
             case = f"{product} {self._dtype} on {self._group.size()} ranks"
-            decision = decide(self._group, self._device, case, candidates, self._default)
+            exact = partial(self._exactly, method, *call)
+            decision = decide(self._group, self._device, case, candidates, self._default, exact)
             self.decisions[product] = decision
         return self._run_with(self._default if decision is None else decision.taken, method, *call)
+
+    def _exactly(self, method: str, *call: Any) -> Any:
+        """Compute a call by collectives in a wider dtype: float32 for half types, otherwise float64."""
+        wide = torch.float32 if self._dtype in HALF else torch.float64
+        by_collectives = _IMPLEMENTATIONS.of(Choice("collective", "exact"), self._group)
+        return getattr(by_collectives, method)(*_converted(call, wide))
 
     def _run_with(self, name: str, method: str, *call: Any) -> Any:
         """Call the candidate called `name`."""
@@ -136,6 +144,13 @@ def _warn(choice: Choice, group: dist.ProcessGroup) -> None:
     if text not in warned and group.rank() == 0:
         warnings.warn(text, stacklevel=4)
     warned.add(text)
+
+
+def _converted(operand: Any, dtype: torch.dtype) -> Any:
+    """Return an operand of a call with its tensors, also those in sequences, in another dtype."""
+    if isinstance(operand, tuple | list):
+        return [_converted(each, dtype) for each in operand]
+    return operand.to(dtype) if isinstance(operand, Tensor) else operand
 
 
 def _product(operator: str, direction: str, x: Tensor, weights: Sequence[Tensor], *details: str) -> MeasuredProduct:
