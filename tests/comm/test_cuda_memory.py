@@ -3,6 +3,7 @@
 import ctypes
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from tests.support.cuda_stand_in import StandIn
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tests.support.tiers import exhaustive
+from tpfuse.comm import stream_watchdog
 from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
@@ -141,6 +143,26 @@ def test_first_waits_may_take_longer() -> None:
     assert memory.control.timeout == memory.timeout
     memory.timeout = memory.control.timeout = 60.0
     memory.barrier()
+
+
+@on_ranks(2)
+def test_a_kernel_that_heeds_no_alarm_ends_the_process() -> None:
+    """Its operation had one deadline to end by itself and has another one after the alarm."""
+    memory, calls = _memory()
+    memory.timeout = memory.control.timeout = limit = patient(0.3)
+    ended, ends, started = threading.Event(), list[str](), time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_watchdog, "end_process", ends.append)
+        patch.setattr(stream_watchdog, "LEAST_PATIENCE", 0.0)
+        with memory.guard("torch's operator"):
+            calls.do(ended.wait)
+        wait_until(lambda: bool(ends), "the watchdog ends the process")
+        assert time.monotonic() - started > 1.6 * limit and calls.rung == 1
+        ended.set()
+        calls.synchronize()
+    assert ends[0] == f"rank {memory.rank}: torch's operator does not heed the alarm"
+    memory.timeout = memory.control.timeout = 60.0
+    memory.reset()
 
 
 @on_ranks(2)

@@ -3,8 +3,13 @@
 Each operation has an event at its beginning and one at its end. A thread checks the operations in order. The oldest
 one that has not ended is late if it began longer ago than its deadline: the work on the stream before it does not
 count. The thread then tells every rank to stop waiting, and keeps the error for the next caller of `failure`.
+
+A kernel that heeds no abort word, such as one of torch's operators, cannot be stopped. If an operation has not ended
+one more deadline later, the thread ends the process, as NCCL's watchdog does.
 """
 
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,13 +21,15 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.futex import Stopwatch
 from tpfuse.comm.watchdog import is_late, look_often, write_flight_record
 
+LEAST_PATIENCE = 10.0  # the least seconds between the alarm and the end of the process
+
 
 @dataclass
 class Pending:
     """An operation between two events.
 
     peer: the rank that it waits for, if known; patience: how many times the timeout it may take; running: the time
-    since it began.
+    since it began; stuck: the time for which it has gone on after the alarm.
     """
 
     op: str
@@ -31,6 +38,7 @@ class Pending:
     peer: int | None = None
     patience: float = 1.0
     running: Stopwatch | None = None
+    stuck: Stopwatch | None = None
 
 
 class StreamWatchdog:
@@ -55,11 +63,16 @@ class StreamWatchdog:
             self._awake.set()
 
     def look(self) -> None:
-        """Drop the operations that have ended. End all waits if the oldest one is late or a rank has left."""
+        """Drop the operations that have ended. End all waits if the oldest one is late or a rank has left.
+
+        End the process if the oldest one still goes on long after that.
+        """
         with self._lock:
             while self._pending and self._pending[0].ended.query():
                 self._pending.popleft()
-            if self._pending and not self._alarmed:
+            if self._pending and self._alarmed:
+                self._check_stuck(self._pending[0])
+            elif self._pending:
                 self._check_oldest(self._pending[0])
             if not self._pending:
                 self._awake.clear()
@@ -77,6 +90,12 @@ class StreamWatchdog:
             self._alarm()
             self._alarmed = True
 
+    def _check_stuck(self, oldest: Pending) -> None:
+        if oldest.stuck is None and oldest.begun.query():
+            oldest.stuck = Stopwatch()
+        if oldest.stuck is not None and oldest.stuck.look() > max(self._control.timeout, LEAST_PATIENCE):
+            end_process(f"rank {self._control.ranks[self._control.rank]}: {oldest.op} does not heed the alarm")
+
     def failure(self) -> PeerTimeout | Disagreement | None:
         """Return the error of an operation, once; None if there is none."""
         with self._lock:
@@ -89,3 +108,9 @@ class StreamWatchdog:
             self._pending.clear()
             self._failure, self._alarmed = None, False
             self._awake.clear()
+
+
+def end_process(reason: str) -> None:
+    """End the process at once, with the reason on the standard error: no Python code can stop a kernel."""
+    print(f"tpfuse: {reason}: its kernel cannot be stopped, so this process ends", file=sys.stderr, flush=True)
+    os._exit(1)
