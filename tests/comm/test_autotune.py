@@ -239,6 +239,7 @@ RESULTS: dict[str, tuple[Any, Any, str]] = {
     "another dtype": (X, X.double(), "its results are float64 [63]; those of first are float32 [63]"),
     "another shape": (X, X[:62], "its results are float32 [62]; those of first are float32 [63]"),
     "not computed": ((X, None), (None, X), "its results are nothing, float32 [63]; those of first are float32 [63], n"),
+    "wrong beside an overflow": (X.half().where(X < 3, math.inf), X.half() + 1, "differs from that of first by 1.00"),
     "of an overflow": (X.half().where(X < 3, math.inf), X.half(), ""),
 }
 
@@ -345,13 +346,14 @@ def test_a_candidate_that_killed_its_run_is_left_out_until_its_entry_is_deleted(
     (left,) = ranks.run(_killed, str(file), case)
     assert set(left) == {"another case", "being tried"}
     assert [(trial["candidate"], trial["case"]) for trial in left["being tried"]] == [("b", case)]
+    add_decisions(file, machine("cpu"), {"a third case": kept})  # keeps the entry
     ran, texts, error, _ = ranks.run(_tried, str(file), case, _nothing)[0]
     assert (ran, error) == ("", "")  # nothing is left to compare
     assert texts == [
         f"b is not tried: a run ended while it computed {case} for the first time. To try it again, delete its entry"
         f" in 'being tried' of {file}"
     ]
-    assert read_decisions(file, machine("cpu")) == {"another case": kept}
+    assert read_decisions(file, machine("cpu")) == {"another case": kept, "a third case": kept}
     document = json.loads(file.read_text())
     del document[machine("cpu")]["being tried"]
     file.write_text(json.dumps(document))

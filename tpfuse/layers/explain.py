@@ -13,7 +13,8 @@ from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.partial_gradients import warnings_of
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
-from tpfuse.ops.linear.dispatch import measured_products
+from tpfuse.ops.linear import torch_operators
+from tpfuse.ops.linear.dispatch import CANDIDATES, measured_products
 from tpfuse.switches import specializes_warps
 
 
@@ -22,7 +23,8 @@ class LayerPlan:
     """The implementation of one layer, and the reason for it.
 
     weight: the shape of the whole weight, () for none; shard: the shape of this rank's shard of it; operator: the
-    operator's name; implementation: "fused", "direct" or "collective" (`tpfuse.switches`), or "local" for one rank.
+    operator's name; implementation: "fused", "direct" or "collective" (`tpfuse.switches`), "torch" for torch's own
+    operators (`tpfuse.ops.linear.torch_operators`), or "local" for one rank.
     """
 
     layer: str
@@ -89,6 +91,22 @@ def _linear_plan(layer: ColumnParallelLinear | RowParallelLinear, group: dist.Pr
     return choice.implementation, choice.reason
 
 
+def _torch_lines(model: nn.Module) -> list[str]:
+    """Return a line for each of torch's operators that says whether a measurement tries it for the model's layers."""
+    lines: dict[str, None] = {}
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.group is not None:
+            weight = local_tensor(layer.weight)
+            choice = choose_implementation(weight.device, weight.dtype, layer.group)
+            of_torch = torch_operators.CANDIDATES.keys() & set(CANDIDATES.get(weight.device.type, ()))
+            if choice.state == "default" and of_torch:
+                found = torch_operators.obstacles(layer.group, weight.device, weight.dtype)
+                for name, reason in found.items():
+                    operators = ", ".join(torch_operators.CANDIDATES[name][0])
+                    lines[f"{name} ({operators}): {f'not possible: {reason}' if reason else 'measured'}"] = None
+    return list(lines)
+
+
 def summary(layer_plans: Sequence[LayerPlan]) -> str:
     """Return one line with the number of layers of each implementation, and the reasons."""
     counts = Counter((plan.implementation, plan.reason) for plan in layer_plans)
@@ -98,8 +116,9 @@ def summary(layer_plans: Sequence[LayerPlan]) -> str:
 def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     """Print, on the first rank, a line for each layer of `plans` (shapes, implementation, reason); return the plans.
 
-    After a forward pass with gradients, a warning follows for each parameter that saw a part of the activations alone,
-    and whose gradient nothing sums over the ranks (`tpfuse.layers.partial_gradients`).
+    On GPUs, where a measurement may decide (`tpfuse.autotune`), a line for each of torch's own operators says whether
+    it is tried. After a forward pass with gradients, a warning follows for each parameter that saw a part of the
+    activations alone, and whose gradient nothing sums over the ranks (`tpfuse.layers.partial_gradients`).
 
     model: a module, or a `tpfuse.Pipeline`. The first rank prints the stages of a pipeline before the layers of its own
     stages, which it prints if there are any. A line says so where TPFUSE_WARP_SPECIALIZE=0 is set. The call is
@@ -117,7 +136,8 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
             lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if not specializes_warps():
         lines.append("TPFUSE_WARP_SPECIALIZE=0: all warps of a Triton kernel have the same role")
-    lines += warnings_of(model.model if isinstance(model, ExplainedTraining) else model)
+    module = model.model if isinstance(model, ExplainedTraining) else model
+    lines += [*_torch_lines(module), *warnings_of(module)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("\n".join(lines))
     return layer_plans

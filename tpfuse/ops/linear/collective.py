@@ -60,7 +60,7 @@ class CollectiveLinear:
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         self._agree(x, "linear_reduce_scatter")
         partial, _ = product(x, weight, None, None, keep=False)
-        return _plus(collectives.reduce_scatter(partial, self._group, by=self._by), bias, residual)
+        return plus(collectives.reduce_scatter(partial, self._group, by=self._by), bias, residual)
 
     @operator("linear_reduce_scatter backward", "collective")
     def reduce_scatter_backward(
@@ -76,10 +76,11 @@ class CollectiveLinear:
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         self._agree(x, "linear_all_reduce")
         partial, _ = product(x, weight, None, None, keep=False)
-        return _plus(collectives.all_reduce(partial, self._group, by=self._by), bias, residual)
+        return plus(collectives.all_reduce(partial, self._group, by=self._by), bias, residual)
 
 
-def _plus(x: Tensor, *terms: Tensor | None) -> Tensor:
+def plus(x: Tensor, *terms: Tensor | None) -> Tensor:
+    """Add the terms that are not None to x in place and return it."""
     for term in terms:
         if term is not None:
             x = x.add_(term)

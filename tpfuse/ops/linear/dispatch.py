@@ -1,8 +1,9 @@
 """The choice of what computes the tensor-parallel products of a group: `products`.
 
 While torch.compile traces, it is operators of torch.library (`tpfuse.ops.linear.traced`), which choose when they run.
-With `auto`, each product is computed by the implementation that was measured to be the fastest for its shapes
-(`tpfuse.comm.autotune`), and by the default of `tpfuse.comm.dispatch` if nothing was measured.
+With `auto`, each product is computed by the candidate that was measured to be the fastest for its shapes
+(`tpfuse.comm.autotune`), and by the default of `tpfuse.comm.dispatch` if nothing was measured. On GPUs torch's own
+operators are candidates too (`tpfuse.ops.linear.torch_operators`).
 """
 
 import warnings
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from tpfuse.choices import Implementation
 from tpfuse.comm.autotune import Decision, decide, is_autotuning
-from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
+from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation, symmetric_memory
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.rank_order import HALF
+from tpfuse.ops.linear import torch_operators
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.parallel_linear import ByMethod, ParallelLinear
+from tpfuse.ops.linear.torch_operators import TorchLinear
 from tpfuse.ops.linear.traced import TracedLinear, define_operators
 
 FUSED = {  # candidates, and the options of `FusedLinear.variant` for each
@@ -33,7 +36,10 @@ FUSED = {  # candidates, and the options of `FusedLinear.variant` for each
     "fused with copy engines": {"engines": True, "other_tiles": False},
     "fused with copy engines, other tiles": {"engines": True, "other_tiles": True},
 }
-CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": ("direct", "collective"), "cuda": ("collective", *FUSED)}
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "cpu": ("direct", "collective"),
+    "cuda": ("collective", *FUSED, *torch_operators.CANDIDATES),
+}
 """The candidates that a measurement compares, by type of device; the first word is the implementation's name."""
 
 
@@ -74,13 +80,22 @@ class MeasuredLinear(ByMethod):
         decision = self.decisions.get(product)
         if decision is None and is_autotuning():
             candidates: dict[str, Callable[[], object]] = {
-                name: partial(self._run_with, name, method, *call) for name in CANDIDATES[self._device.type]
+                name: partial(self._run_with, name, method, *call) for name in self._names(method, *call)
             }
             case = f"{product} {self._dtype} on {self._group.size()} ranks"
             exact = partial(self._exactly, method, *call)
             decision = decide(self._group, self._device, case, candidates, self._default, exact)
             self.decisions[product] = decision
         return self._run_with(self._default if decision is None else decision.taken, method, *call)
+
+    def _names(self, method: str, *call: Any) -> list[str]:
+        """Return the names of the candidates for a call."""
+        names, of_torch = CANDIDATES[self._device.type], torch_operators.CANDIDATES
+        if not of_torch.keys() & set(names):
+            return list(names)
+        found = torch_operators.obstacles(self._group, self._device, self._dtype)
+        served = {name for name in found if not found[name] and torch_operators.serves(name, method, *call)}
+        return [name for name in names if name not in of_torch or name in served]
 
     def _exactly(self, method: str, *call: Any) -> Any:
         """Compute a call by collectives in a wider dtype: float32 for half types, otherwise float64."""
@@ -91,7 +106,10 @@ class MeasuredLinear(ByMethod):
     def _run_with(self, name: str, method: str, *call: Any) -> Any:
         """Call the candidate called `name`."""
         candidate = self._candidates.get(name)
-        if candidate is None:
+        if candidate is None and name in torch_operators.CANDIDATES:
+            memory = symmetric_memory(self._group, self._device)
+            candidate = self._candidates[name] = TorchLinear(self._group, memory, name)
+        elif candidate is None:
             wanted = cast(Implementation, name.partition(" ")[0])
             choice = choose_implementation(self._device, self._dtype, self._group, wanted)
             candidate = _IMPLEMENTATIONS.of(choice, self._group)
