@@ -27,6 +27,7 @@ SASS = """
         /*0100*/                   EXIT ;
 """
 NEXT = "/*0090*/                   HGMMA.64x64x16.F32.BF16"
+FIRST = "*/                   LDS.128 R16, [R8"
 LOAD, LAST = "LDS.128 R16, [R8", "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n.L_x_2"
 FAULTS = {
     "a wait is missing": (LAST, "NOP ;\n.L_x_2", "STG.E.128 at 00f0 accesses the accumulators of the wgmma at 0090"),
@@ -41,6 +42,7 @@ FAULTS = {
     "accumulators overlap": ("R152, R24,", "R104, R24,", "HGMMA.64x64x16.F32.BF16 at 0090 accesses the accumulators"),
     "inputs are accumulators": (f"{NEXT} R88, gdesc[UR20]", f"{NEXT} R88, R152", "at 0090 reads the accumulators"),
     "accumulators are inputs": (f"{NEXT} R88,", f"{NEXT} R8,", "at 0090 writes the inputs of the wgmma at 0080"),
+    "addresses occur twice": (f"0030{FIRST}", "0080*/ LDS.128 R24, [R8", "LDS.128 at 0080 writes the inputs"),
     "a function is called": (LOAD, "CALL.REL.NOINC `($div) [R8", "CALL.REL.NOINC at 0030 calls a function"),
 }  # fmt: skip
 SOUND = {

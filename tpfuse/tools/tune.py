@@ -33,7 +33,7 @@ from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
-from tpfuse.train.errors import UserError, refusing
+from tpfuse.train.errors import UserError
 
 
 def tune(
@@ -118,7 +118,12 @@ class TunedRow:
 
 
 def tuned_rows(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) -> list[TunedRow]:
-    """Return the rows of these operators for the tuner's device."""
+    """Return the rows of these operators for the tuner's device.
+
+    Raise UserError where TPFUSE_WARP_SPECIALIZE=0 is set.
+    """
+    if not configurations.specializes_warps():
+        raise UserError("TPFUSE_WARP_SPECIALIZE=0 is set: rows would not be measured as they are written")
     rows, family = read_table(configurations.TABLE), launch.family(tuner.device)
     family_rows = [row for row in rows if row.family == family and row.operator in operators]
     chosen = _chosen_rows(family_rows, all_trials, tuner)
@@ -187,9 +192,6 @@ def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype
         raise UserError("there is no CUDA GPU here to measure on")
     if launch.INTERPRETED:
         raise UserError("TRITON_INTERPRET=1 is set: kernels would be interpreted, not run")
-    with refusing():
-        if not configurations.specializes_warps():
-            raise ValueError("TPFUSE_WARP_SPECIALIZE=0 is set: rows would not be measured as they are written")
     out = out or configurations.TABLE
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(f"cannot write {out}: give another file with --out")

@@ -48,7 +48,7 @@ def hazards(sass: str) -> list[str]:
     """
     program = blocks(sass)
     instructions = [instruction for block in program for instruction in block.instructions]
-    products = {each.address: product for each in instructions if (product := _product(each)) is not None}
+    products = {each: product for each in instructions if (product := _product(each)) is not None}
     if not products:
         raise ValueError("the machine code has no wgmma, although the PTX has some")
     longest = max((_left(each) for each in instructions if each.name.startswith(_WAIT)), default=0)
@@ -88,12 +88,14 @@ def _left(wait: Instruction) -> int:
     return int(wait.operands.rpartition(" ")[2], 0)
 
 
-def _after(instruction: Instruction, products: dict[str, _Product], running: _Running, longest: int) -> _Running:
+def _after(
+    instruction: Instruction, products: dict[Instruction, _Product], running: _Running, longest: int
+) -> _Running:
     """Return the products that may be running after an instruction. longest: the most groups that a wait leaves."""
     if instruction.name.startswith(_WAIT) and not instruction.predicate:
         left = _left(instruction)
         return frozenset((product, ended) for product, ended in running if ended is None or ended < left)
-    product = products.get(instruction.address)
+    product = products.get(instruction)
     if product is None:
         return running
     running |= {(product, None)}
@@ -103,12 +105,12 @@ def _after(instruction: Instruction, products: dict[str, _Product], running: _Ru
 
 
 def _conflicts(
-    program: Sequence[BasicBlock], products: dict[str, _Product], entered: dict[int, _Running], longest: int
+    program: Sequence[BasicBlock], products: dict[Instruction, _Product], entered: dict[int, _Running], longest: int
 ) -> Iterator[str]:
     for number in sorted(entered):
         running = entered[number]
         for instruction in program[number].instructions:
-            product = products.get(instruction.address)
+            product = products.get(instruction)
             for other in sorted({each for each, _ in running}, key=lambda each: each.address):
                 text = _conflict(instruction, other) if product is None else _conflict_of_products(product, other)
                 if text:
