@@ -136,9 +136,9 @@ def test_first_waits_may_take_longer() -> None:
             memory.wait_signal(flags, memory.rank, 0, 0, op="wait")
     assert [call.args[0].patience for call in added.mock_calls] == [3.0, 1.0, 3.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0]
     calls.synchronize()
-    memory.timeout = memory.control.timeout = patient(0.2)
+    memory.timeout = memory.control.timeout = patient(0.6)
     if memory.rank == 1:
-        time.sleep(2 * memory.timeout)
+        time.sleep(1.5 * memory.timeout)
     memory.buffer("late", (1,), torch.int32)
     assert memory.control.timeout == memory.timeout
     memory.timeout = memory.control.timeout = 60.0

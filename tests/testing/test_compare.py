@@ -38,6 +38,15 @@ def test_the_error_beside_its_bound() -> None:
         expected.error("x", None)
 
 
+def test_infinity_is_right_only_where_the_exact_result_rounds_to_it() -> None:
+    inputs = {"x": torch.tensor([1.0, 2e38])}
+    expected = Expected(lambda x: 2 * x, inputs, torch.ones(2))
+    expected.check("out", torch.tensor([2.0, torch.inf]))
+    for wrong in ([torch.inf, torch.inf], [2.0, -torch.inf], [2.0, torch.nan], [2.0, 3e38]):
+        with pytest.raises(AssertionError, match=r"^out\["):
+            expected.check("out", torch.tensor(wrong))
+
+
 def test_shape_dtype_and_presence_are_checked() -> None:
     expected, out = _expected(torch.float32)
     with pytest.raises(AssertionError, match=r"shape \(62, 9\), expected \(63, 9\)"):
