@@ -1,5 +1,7 @@
 """A stand-in for torch.ops.symm_mem on CPU ranks: it computes by collectives and records what is called."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +18,16 @@ class StandInOperators:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+
+    def workspace(self, group: str, nbytes: int) -> Any:
+        """Return a handle as torch's for this rank's part of the group's workspace."""
+        rank, part = named_group(group).rank(), torch.empty(nbytes, dtype=torch.uint8)
+
+        def get_buffer(owner: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            assert owner == rank, "another rank's product would be overwritten"
+            return part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+
+        return SimpleNamespace(get_buffer=get_buffer)
 
     def fused_all_gather_matmul(
         self, x: Tensor, weights: list[Tensor], dim: int, group: str, *, return_A: bool = True

@@ -37,6 +37,7 @@ def _stand_in(patch: pytest.MonkeyPatch) -> StandInOperators:
     """Let the stand-in take the place of torch's operators, and CPU tensors that of a GPU's with multicast."""
     operators = StandInOperators()
     patch.setattr(torch_operators, "_operators", lambda: operators)
+    patch.setattr(torch_operators, "_workspace", operators.workspace)
     patch.setattr(torch_operators, "_missing", lambda device, names: "")
     patch.setattr(torch_operators, "_has_multicast", lambda device: True)
     patch.setitem(dispatch.CANDIDATES, "cpu", ("direct", *CANDIDATES))

@@ -9,8 +9,8 @@
 
 torchtitan's asynchronous tensor parallelism consists of the first two. Their signatures and conditions were read in
 torch 2.11 and 2.13 (torch/distributed/_symmetric_memory/__init__.py, CUDASymmetricMemoryOps.cu). Bias, activation and
-residual are added afterwards. One-shot and two-shot sum in rank order, and round half types after each term. The fused
-ones use the workspace of the group that torch keeps. None of them is measured yet.
+residual are added afterwards. One-shot and two-shot sum in rank order, and round half types after each term. All of
+them use the workspace of the group that torch keeps. None of them is measured yet.
 
 torch's kernels wait without a deadline and heed no abort word. The guard of the memory compares the ranks before them;
 if a rank does not come after that, the watchdog ends the process (`tpfuse.comm.stream_watchdog`).
@@ -104,19 +104,22 @@ def _operators() -> Any:
     return torch.ops.symm_mem
 
 
+def _workspace(group_name: str, nbytes: int) -> Any:
+    """Return the handle of the workspace that torch keeps for a group, of `nbytes` or more. It may be collective.
+
+    It has a multicast object where the links have one. Allocations of `CudaMemory` have none.
+    """
+    from torch.distributed._symmetric_memory import get_symm_mem_workspace
+
+    return get_symm_mem_workspace(group_name, nbytes)  # type: ignore[arg-type]
+
+
 def serves(name: str, method: str, *call: Any) -> bool:
     """Return whether a candidate computes a call of a method of `ParallelLinear`, by its shapes."""
     x = call[1] if method == "all_gather_backward" else call[0]
     if method not in CANDIDATES[name][1] or not x.numel():
         return False
     return method != "all_reduce" or not x.shape[:-1].numel() * len(call[1]) * x.element_size() % _ALIGNMENT
-
-
-class _Slot:
-    """The memory in which an all-reduce sums: uint8 [nbytes] on each rank."""
-
-    def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
-        self.slot = memory.buffer(f"{name}: slot", (nbytes,), torch.uint8)
 
 
 class TorchLinear(CollectiveLinear):
@@ -181,12 +184,11 @@ class TorchLinear(CollectiveLinear):
         return grad_x.view(x.shape), grad_weight, grad_bias
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """See `ParallelLinear`. The product is written to symmetric memory, where torch's operator sums it."""
+        """See `ParallelLinear`. The product is written to the group's workspace, where torch's operator sums it."""
         rows, n = flat(x), len(weight)
-        nbytes = len(rows) * n * x.element_size()
-        slot = self._memory.channel(_Slot, "all_reduce by torch", slot_size(nbytes)).slot
-        partial = slot.local[:nbytes].view(x.dtype).view(len(rows), n)
         with self._guard("linear_all_reduce", x):
+            workspace = _workspace(self._group.group_name, slot_size(len(rows) * n * x.element_size()))
+            partial = workspace.get_buffer(self._group.rank(), (len(rows), n), x.dtype)
             torch.mm(rows, weight.t(), out=partial)
             run: Callable[..., Tensor] = getattr(_operators(), CANDIDATES[self._name][0][0])
             total = run(partial, "sum", self._group.group_name)
