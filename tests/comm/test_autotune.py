@@ -18,8 +18,10 @@ from torch import Tensor
 
 from tests.support.tiers import exhaustive
 from tpfuse.comm import autotune as tuner
-from tpfuse.comm.autotune import Decision, add_decisions, autotune, decide, machine, read_decisions
+from tpfuse.comm import decisions as stored
+from tpfuse.comm.autotune import autotune, decide
 from tpfuse.comm.comparison import tensors
+from tpfuse.comm.decisions import Decision, add_decisions, machine, read_decisions
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.host import replace_file
@@ -313,7 +315,7 @@ def _tried(file: str, case: str, b: Callable[[], object], lost: bool = False) ->
     text = ""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(tuner, "replace_file", write)
+        patch.setattr(stored, "replace_file", write)
         patch.setattr(tuner, "_is_lost", lambda device: lost and group.rank() == 0)
         with autotune(600, file=Path(file)):
             try:
@@ -332,7 +334,7 @@ def _killed(file: str, case: str) -> dict[str, Any]:
     """Try a candidate in a child that it kills; return what the child leaves in the file."""
     child = os.fork()
     if not child:
-        tuner._job = lambda: "another job"
+        stored.job = lambda: "another job"
         _tried(file, case, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     return dict(json.loads(Path(file).read_text())[machine("cpu")])
@@ -405,16 +407,16 @@ def test_decisions_of_another_machine_are_not_read(tmp_path: Path) -> None:
 def test_the_machine_changes_with_versions_and_the_table_of_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner.machine.cache_clear()
+    machine.cache_clear()
     before = machine("cpu")
     assert f"torch {torch.__version__}" in before
     table = tmp_path / "configurations.toml"
     table.write_text("")
-    tuner.machine.cache_clear()
-    monkeypatch.setattr(tuner, "TABLE", table)
+    machine.cache_clear()
+    monkeypatch.setattr(stored, "TABLE", table)
     assert machine("cpu") != before
-    tuner.machine.cache_clear()
+    machine.cache_clear()
     monkeypatch.undo()
     monkeypatch.setenv("TPFUSE_WARP_SPECIALIZE", "0")
     assert machine("cpu") == f"{before}, no specialized warps"
-    tuner.machine.cache_clear()
+    machine.cache_clear()

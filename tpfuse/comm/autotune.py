@@ -15,78 +15,52 @@ A candidate is timed only if its first results are those of the usual one. The b
 operation is also computed in a wider dtype, which tells the error of the usual results.
 
 Group rank 0 looks for a decision among those that the block is given (`known`: so a resumed run decides as before) and
-in a file that keeps decisions for later runs. A decision in the file holds for one machine, which `machine` describes:
-that of another machine, of other versions or of another table of tile sizes is not read.
-
-A kernel that accesses memory it may not ends its process, whatever the host does. So the file also names the candidate
-that runs for the first time. If a run ends there, later runs leave that candidate out until its entry is deleted.
+in a file that keeps decisions for later runs (`tpfuse.comm.decisions`).
 """
 
 import contextlib
-import ctypes
-import hashlib
-import itertools
 import json
-import math
-import os
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 
-from tpfuse._version import __version__
 from tpfuse.comm.comparison import Differs, FirstResults
+from tpfuse.comm.decisions import (
+    TRIED,
+    Decision,
+    Decisions,
+    GpuLost,
+    Trials,
+    add_decisions,
+    default_file,
+    ended_in,
+    machine,
+    read_decisions,
+)
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.comm.host import cache_folder, processor, replace_file
 from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.kernels.configurations import TABLE, specializes_warps
 
 MARGIN = 0.02  # the part of its time by which another candidate must be faster than the usual one: less is noise
 ROUNDS = 5  # Each round times every candidate once, so that a disturbance does not affect one candidate alone.
 CALLS = 10  # calls in a row that are timed on a GPU: a single call is shorter than its launch overhead
-_PERFORMANCE_RANK = 1  # a value of CUdevice_P2PAttribute
-
-_TRIED = "being tried"  # the key of a machine's entry that is no case: the candidates that run for the first time
 
 Candidates = Mapping[str, Callable[[], object]]
 """The functions that compute the operation, by name. Every rank runs them. They write to none of their operands.
 
 Results are compared as the tensors in them, in order; a tuple or a list may have None for one that is not computed.
 """
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The candidate that is taken for a case."""
-
-    taken: str
-    # Milliseconds of a call of each candidate: the median of the slowest rank. Empty if no time was left for measuring.
-    milliseconds: Mapping[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """Return the candidates with their times; the one that is taken comes first."""
-        if not self.milliseconds:
-            return f"{self.taken}, not measured"
-        others = sorted((time, name) for name, time in self.milliseconds.items() if name != self.taken)
-        times = [(self.milliseconds[self.taken], self.taken), *others]
-        return ", ".join(f"{name} {time:.3g} ms" for time, name in times)
-
-
-Decisions = Mapping[str, Decision]
-"""The decision for each case."""
 
 
 @dataclass
@@ -208,13 +182,13 @@ def _stored(
         decision = read_decisions(current.file, name).get(case)
         if decision is None or decision.taken not in candidates:
             decision = Decision(usual) if current.spent >= current.seconds else None
-        barred = {trial["candidate"]: trial["case"] for trial in _trials(_document(current.file).get(name), _job())}
+        barred = ended_in(current.file, name)
         for candidate, where in barred.items():
             if decision is None and candidate in candidates and candidate not in current.barred:
                 current.barred.add(candidate)
                 warnings.warn(
                     f"{candidate} is not tried: a run ended while it computed {where} for the first time. To try it"
-                    f" again, delete its entry in {_TRIED!r} of {current.file}",
+                    f" again, delete its entry in {TRIED!r} of {current.file}",
                     stacklevel=2,
                 )
         entry = None if decision is None else vars(decision), list(barred)
@@ -268,7 +242,7 @@ def _working(
         _warn(group, f"{case}: {usual} is taken, since nothing can be compared with it: {failure.text}")
         return []
     working = [usual]
-    with _Trials(group, device, case, current) as trials:
+    with Trials(group, device, case, current.file) as trials:
         for name in candidates:
             if name == usual:
                 continue
@@ -279,7 +253,7 @@ def _working(
                 working.append(name)
                 continue
             if failure.kind == "lost":
-                raise _GpuLost(
+                raise GpuLost(
                     f"{case}: {name} has made a GPU unusable, which ends this run; the next one leaves it out:"
                     f" {failure.text}"
                 )
@@ -304,10 +278,6 @@ def _timed(group: dist.ProcessGroup, device: torch.device, case: str, working: C
 def _warn(group: dist.ProcessGroup, text: str) -> None:
     if group.rank() == 0:
         warnings.warn(text, stacklevel=3)
-
-
-class _GpuLost(RuntimeError):
-    """A candidate has made a GPU unusable."""
 
 
 @dataclass(frozen=True)
@@ -356,59 +326,6 @@ def _is_lost(device: torch.device) -> bool:
     return False
 
 
-class _Trials:
-    """The entry of the file that names the candidate that runs for the first time. Group rank 0 writes it.
-
-    It is removed at the end of the context, also after an exception, unless a GPU is unusable or a rank does not come
-    any more: the candidate may be the reason.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, case: str, current: Autotuning) -> None:
-        self._first, self._case, self._file = group.rank() == 0, case, current.file
-        self._machine, self._process = machine(device.type), f"{_job()} {dist.get_rank()}"
-
-    def note(self, candidate: str | None) -> None:
-        """Write that `candidate` is being tried, or that none is, in place of what this process wrote before."""
-        if not self._first:
-            return
-        document = _document(self._file)
-        entries = _entries(document, self._machine)
-        trials = [trial for trial in entries.pop(_TRIED, []) if trial["process"] != self._process]
-        if candidate is not None:
-            trials.append({"candidate": candidate, "case": self._case, "process": self._process})
-        if trials:
-            entries[_TRIED] = trials
-        with suppress(OSError):  # If the folder cannot be written, the next run tries the candidate again.
-            replace_file(self._file, json.dumps(document, indent=1))
-
-    def __enter__(self) -> "_Trials":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, _GpuLost | PeerTimeout):
-            self.note(None)
-
-
-@cache
-def _token() -> str:
-    return uuid.uuid4().hex
-
-
-def _job() -> str:
-    """Return an identifier of the job, the same on all of its ranks."""
-    store = dist.distributed_c10d._get_default_store()
-    return str(store.compare_set("tpfuse job", "", _token()).decode())
-
-
-def _trials(entries: Any, job: str = "") -> list[dict[str, str]]:
-    """Return what was being tried on a machine, by its entries in the file; without the trials of `job`, if given."""
-    found = entries.get(_TRIED) if isinstance(entries, dict) else None
-    trials = [trial for trial in found if isinstance(trial, dict)] if isinstance(found, list) else []
-    keys = "candidate", "case", "process"
-    trials = [trial for trial in trials if all(isinstance(trial.get(key), str) for key in keys)]
-    return [trial for trial in trials if not job or not trial["process"].startswith(job)]
-
-
 def _failure(run: Callable[[], object], device: torch.device) -> Exception | None:
     """Return the error that a candidate raises; None if it raises none."""
     try:
@@ -445,94 +362,3 @@ def _first_of_job(group: dist.ProcessGroup, case: str, decision: Decision) -> De
         store = dist.distributed_c10d._get_default_store()
         entry = json.loads(store.compare_set(f"tpfuse decision: {case}", "", json.dumps(vars(decision))))
     return Decision(**_exchange(group, entry, case)[0])
-
-
-def default_file() -> Path:
-    """Return the file that keeps decisions for later runs: `tpfuse/decisions.json` in the user's cache folder."""
-    return cache_folder() / "decisions.json"
-
-
-@cache
-def machine(device_type: str) -> str:
-    """Describe this machine for a device of type "cuda" or "cpu": devices, links between them, driver, versions."""
-    table = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:8]
-    roles = "" if specializes_warps() else ", no specialized warps"
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, tpfuse {__version__}, tiles {table}{roles}"
-    if device_type == "cuda":
-        count = torch.cuda.device_count()
-        names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
-        return f"{count} x {', '.join(names)}, links {_links(count)}, driver {driver()}, {versions}"
-    return f"{os.cpu_count()} cores of {processor()}, {versions}"
-
-
-def _links(count: int) -> str:
-    """Return the classes of links between the first `count` GPUs by the driver's ranking: "0" is the fastest."""
-    classes = set()
-    with suppress(OSError, AttributeError):
-        ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
-        for one, other in itertools.permutations(range(count), 2):
-            value = ctypes.c_int(-1)
-            ask(ctypes.byref(value), _PERFORMANCE_RANK, one, other)
-            classes.add(str(value.value))
-    return "/".join(sorted(classes)) or "none"
-
-
-def driver() -> str:
-    """Return the version of CUDA that the driver supports; "?" if it does not answer."""
-    version = ctypes.c_int(0)
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return str(version.value or "?")
-
-
-def as_json(decisions: Decisions) -> dict[str, Any]:
-    """Return the decisions in the form that `from_json` reads."""
-    return {case: {"taken": d.taken, "milliseconds": dict(d.milliseconds)} for case, d in decisions.items()}
-
-
-def from_json(cases: Any) -> dict[str, Decision]:
-    """Return the decisions in a JSON value, without entries that are not decisions."""
-    decisions = {}
-    for case, entry in cases.items() if isinstance(cases, dict) else ():
-        match entry:
-            case {"taken": str(taken), "milliseconds": dict(times)} if taken in times or not times:
-                if all(isinstance(name, str) and _is_time(time) for name, time in times.items()):
-                    decisions[case] = Decision(taken, times)
-    return decisions
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def read_decisions(file: Path, machine_name: str) -> dict[str, Decision]:
-    """Return the decisions of a machine in a file; none if the file is damaged or does not exist."""
-    return from_json(_document(file).get(machine_name))
-
-
-def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
-    """Add decisions to those in the file, in one rename. Raise OSError if the file cannot be written.
-
-    If two processes add at the same time, the later one may lose what the earlier one added, which is then measured
-    again.
-    """
-    document = _document(file)
-    _entries(document, machine_name).update(as_json(decisions))
-    replace_file(file, json.dumps(document, indent=1))
-
-
-def _entries(document: dict[str, Any], machine_name: str) -> dict[str, Any]:
-    """Return the entries of a machine in a document, without those that nothing can be read from."""
-    found = document.get(machine_name)
-    trials = _trials(found)
-    entries = document[machine_name] = as_json(from_json(found)) | ({_TRIED: trials} if trials else {})
-    return entries
-
-
-def _document(file: Path) -> dict[str, Any]:
-    """Return the file's entries by machine; none if the file is damaged or does not exist."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}

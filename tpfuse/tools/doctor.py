@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 import triton
 
-from tpfuse.comm.autotune import driver
 from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.decisions import driver
 from tpfuse.comm.dispatch import choice_for
 from tpfuse.comm.limits import core_time
 from tpfuse.comm.shared_memory import SharedMemory

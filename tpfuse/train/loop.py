@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse._version import __version__
-from tpfuse.comm.autotune import Decision, as_json, autotune, from_json, machine
+from tpfuse.comm.autotune import autotune
 from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
+from tpfuse.comm.decisions import Decision, as_json, from_json, machine
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings

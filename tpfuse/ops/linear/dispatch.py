@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.choices import Implementation
-from tpfuse.comm.autotune import Decision, decide, is_autotuning
+from tpfuse.comm.autotune import decide, is_autotuning
+from tpfuse.comm.decisions import Decision
 from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation, symmetric_memory
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.rank_order import HALF
