@@ -142,6 +142,7 @@ def test_planted_delays_of_communication_are_measured() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machine.toml"
     assert run(["plan", "--calibrate", str(file)]) == 0
