@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -133,16 +133,17 @@ def decide(
     """
     current = _current
     assert current is not None
+    asked = _Case(case, group, device, candidates, usual, exact, current)
     decision = current.known.get(case)
-    _agree(group, case, decision)
+    asked.agree(decision)
     if decision is None or decision.taken not in candidates:
         started = time.monotonic()
-        decision, barred = _stored(group, device, case, candidates, usual, current)
+        decision, barred = asked.stored()
         stored = decision is not None
         if decision is None:
             tried = {name: run for name, run in candidates.items() if name == usual or name not in barred}
-            decision = _measured(group, device, case, tried, usual, exact, current)
-        decision = _first_of_job(group, case, decision)
+            decision = replace(asked, candidates=tried).measured()
+        decision = asked.first_of_job(decision)
         if not stored and decision.milliseconds and group.rank() == 0:
             with suppress(OSError):  # If the folder cannot be written, the next run measures again.
                 add_decisions(current.file, machine(device.type), {case: decision})
@@ -151,138 +152,9 @@ def decide(
     return decision
 
 
-def _exchange(group: dist.ProcessGroup, value: Any, case: str) -> list[Any]:
-    """Exchange values as `exchange` does, with a longer deadline.
-
-    A candidate may have failed on one rank alone: then the other ranks have waited for it, and come that much later.
-    """
-    return exchange(group, value, f"measuring {case}", 3 * settings().timeout)
-
-
-def _agree(group: dist.ProcessGroup, case: str, known: Decision | None) -> None:
-    """Raise Disagreement if ranks come with different cases, or with different decisions of earlier runs."""
-    text = case if known is None else f"{case} with {known.taken}"
-    texts, ranks = _exchange(group, text, case), dist.get_process_group_ranks(group)
-    for rank, other in zip(ranks, texts, strict=True):
-        if other != texts[0]:
-            raise Disagreement(f"{named(ranks[0])} measures {texts[0]!r}, {named(rank)} {other!r}")
-
-
-def _stored(
-    group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str, current: Autotuning
-) -> tuple[Decision | None, list[str]]:
-    """Return what group rank 0 reads in the file: (the decision, the candidates in which earlier runs have ended).
-
-    The decision is the usual one if there is none and the time is over, None if it must be measured. Warn once of each
-    candidate that is left out.
-    """
-    entry: Any = None
-    if group.rank() == 0:
-        name = machine(device.type)
-        decision = read_decisions(current.file, name).get(case)
-        if decision is None or decision.taken not in candidates:
-            decision = Decision(usual) if current.spent >= current.seconds else None
-        barred = ended_in(current.file, name)
-        for candidate, where in barred.items():
-            if decision is None and candidate in candidates and candidate not in current.barred:
-                current.barred.add(candidate)
-                warnings.warn(
-                    f"{candidate} is not tried: a run ended while it computed {where} for the first time. To try it"
-                    f" again, delete its entry in {TRIED!r} of {current.file}",
-                    stacklevel=2,
-                )
-        entry = None if decision is None else vars(decision), list(barred)
-    found, names = _exchange(group, entry, case)[0]
-    return None if found is None else Decision(**found), names
-
-
-def _measured(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    case: str,
-    candidates: Candidates,
-    usual: str,
-    exact: Callable[[], object],
-    current: Autotuning,
-) -> Decision:
-    """Compare and time all candidates, and return the decision, which is the same on every rank.
-
-    The decision is the usual one, without times, if there is nothing else to take or nothing to compare with.
-    """
-    if len(candidates) == 1:
-        return Decision(usual)
-    memory = None
-    with suppress(Unavailable):
-        memory = symmetric_memory(group, device)
-    if memory is not None and memory not in current.memories:
-        current.memories.append(memory)
-    with contextlib.nullcontext() if memory is None else memory.trial():
-        working = _working(group, device, case, candidates, usual, exact, current, memory)
-        if not working:
-            return Decision(usual)
-        return _timed(group, device, case, {name: candidates[name] for name in working}, usual)
-
-
-def _working(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    case: str,
-    candidates: Candidates,
-    usual: str,
-    exact: Callable[[], object],
-    current: Autotuning,
-    memory: SymmetricMemory | None,
-) -> list[str]:
-    """Run each candidate once and return those whose results are right; none if nothing can be compared."""
-    first = FirstResults(usual)
-    error = _failure(partial(first.keep, candidates[usual]), device)
-    if failure := _first_failure(group, error, device, case):
-        raise RuntimeError(f"{case}: {failure.text}") if error is None else error
-    if failure := _first_failure(group, _failure(partial(first.find_bounds, exact), device), device, case):
-        _warn(group, f"{case}: {usual} is taken, since nothing can be compared with it: {failure.text}")
-        return []
-    working = [usual]
-    with Trials(group, device, case, current.file) as trials:
-        for name in candidates:
-            if name == usual:
-                continue
-            trials.note(name)
-            error = _failure(partial(first.check, candidates[name]), device)
-            failure = _first_failure(group, error, device, case)
-            if failure is None:
-                working.append(name)
-                continue
-            if failure.kind == "lost":
-                raise GpuLost(
-                    f"{case}: {name} has made a GPU unusable, which ends this run; the next one leaves it out:"
-                    f" {failure.text}"
-                )
-            if memory is not None and failure.kind != "differs":
-                memory.reset()  # The candidate's waits may have been aborted.
-            _warn(group, f"{case}: {name} is not taken: {failure.text}")
-    return working
-
-
-def _timed(group: dist.ProcessGroup, device: torch.device, case: str, working: Candidates, usual: str) -> Decision:
-    """Time the candidates and return the decision."""
-    samples: dict[str, list[float]] = {name: [] for name in working}
-    for _ in range(ROUNDS):
-        for name, run in working.items():
-            samples[name].append(_milliseconds(run, device))
-    medians = _exchange(group, {name: median(times) for name, times in samples.items()}, case)
-    slowest = {name: max(times[name] for times in medians) for name in working}
-    best = min(slowest, key=lambda name: slowest[name])
-    return Decision(best if slowest[best] < (1 - MARGIN) * slowest[usual] else usual, slowest)
-
-
-def _warn(group: dist.ProcessGroup, text: str) -> None:
-    if group.rank() == 0:
-        warnings.warn(text, stacklevel=3)
-
-
 @dataclass(frozen=True)
 class _Failure:
-    """How a candidate failed, on the rank where it failed first.
+    """A candidate's failure on the rank where it failed first.
 
     kind: "lost" if it has made the GPU unusable, "raised", "differs", or "waited" for a rank that did not come, which
     follows from another failure.
@@ -295,25 +167,146 @@ class _Failure:
 _KINDS = ("lost", "raised", "differs", "waited")
 
 
-def _first_failure(
-    group: dist.ProcessGroup, error: Exception | None, device: torch.device, case: str
-) -> _Failure | None:
-    """Exchange the errors of the ranks and return the first by kind, of differences the largest; None for no error."""
-    kind = "raised"
-    if isinstance(error, Differs):
-        kind = "differs"
-    elif isinstance(error, PeerTimeout):
-        kind = "waited"
-    elif error is not None and _is_lost(device):
-        kind = "lost"
-    text = str(error) if isinstance(error, Differs) else repr(error)
-    entry = None if error is None else (_KINDS.index(kind), -getattr(error, "largest", 0.0), text)
-    entries = enumerate(_exchange(group, entry, case))
-    failures = sorted((number, size, rank, text) for rank, found in entries if found for number, size, text in [found])
-    if not failures:
-        return None
-    number, _, rank, text = failures[0]
-    return _Failure(_KINDS[number], f"on {named(dist.get_process_group_ranks(group)[rank])}: {text}")
+@dataclass(frozen=True)
+class _Case:
+    """A case that a group decides, as `decide` takes it. Its methods are collective."""
+
+    name: str
+    group: dist.ProcessGroup
+    device: torch.device
+    candidates: Candidates
+    usual: str
+    exact: Callable[[], object]
+    tuning: Autotuning
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Exchange values as `exchange` does, with a longer deadline.
+
+        A candidate may have failed on one rank alone: then the other ranks have waited for it, and come that much
+        later.
+        """
+        return exchange(self.group, value, f"measuring {self.name}", 3 * settings().timeout)
+
+    def agree(self, known: Decision | None) -> None:
+        """Raise Disagreement if ranks come with different cases, or with different decisions of earlier runs."""
+        text = self.name if known is None else f"{self.name} with {known.taken}"
+        texts, ranks = self._exchange(text), dist.get_process_group_ranks(self.group)
+        for rank, other in zip(ranks, texts, strict=True):
+            if other != texts[0]:
+                raise Disagreement(f"{named(ranks[0])} measures {texts[0]!r}, {named(rank)} {other!r}")
+
+    def stored(self) -> tuple[Decision | None, list[str]]:
+        """Return what group rank 0 reads in the file: (the decision, the candidates in which earlier runs have ended).
+
+        The decision is the usual one if there is none and the time is over, None if it must be measured. Warn once of
+        each candidate that is left out.
+        """
+        entry: Any = None
+        if self.group.rank() == 0:
+            tuning, place = self.tuning, machine(self.device.type)
+            decision = read_decisions(tuning.file, place).get(self.name)
+            if decision is None or decision.taken not in self.candidates:
+                decision = Decision(self.usual) if tuning.spent >= tuning.seconds else None
+            barred = ended_in(tuning.file, place)
+            for candidate, where in barred.items():
+                if decision is None and candidate in self.candidates and candidate not in tuning.barred:
+                    tuning.barred.add(candidate)
+                    warnings.warn(
+                        f"{candidate} is not tried: a run ended while it computed {where} for the first time. To try it"
+                        f" again, delete its entry in {TRIED!r} of {tuning.file}",
+                        stacklevel=3,
+                    )
+            entry = None if decision is None else vars(decision), list(barred)
+        found, names = self._exchange(entry)[0]
+        return None if found is None else Decision(**found), names
+
+    def measured(self) -> Decision:
+        """Compare and time all candidates, and return the decision, which is the same on every rank.
+
+        The decision is the usual one, without times, if there is nothing else to take or nothing to compare with.
+        """
+        if len(self.candidates) == 1:
+            return Decision(self.usual)
+        memory = None
+        with suppress(Unavailable):
+            memory = symmetric_memory(self.group, self.device)
+        if memory is not None and memory not in self.tuning.memories:
+            self.tuning.memories.append(memory)
+        with contextlib.nullcontext() if memory is None else memory.trial():
+            working = self._working(memory)
+            return self._timed(working) if working else Decision(self.usual)
+
+    def _working(self, memory: SymmetricMemory | None) -> list[str]:
+        """Run each candidate once and return those whose results are right; none if nothing can be compared."""
+        first = FirstResults(self.usual)
+        error = _failure(partial(first.keep, self.candidates[self.usual]), self.device)
+        if failure := self._first_failure(error):
+            raise RuntimeError(f"{self.name}: {failure.text}") if error is None else error
+        if failure := self._first_failure(_failure(partial(first.find_bounds, self.exact), self.device)):
+            self._warn(f"{self.usual} is taken, since nothing can be compared with it: {failure.text}")
+            return []
+        working = [self.usual]
+        with Trials(self.group, self.device, self.name, self.tuning.file) as trials:
+            for name, run in self.candidates.items():
+                if name == self.usual:
+                    continue
+                trials.note(name)
+                failure = self._first_failure(_failure(partial(first.check, run), self.device))
+                if failure is None:
+                    working.append(name)
+                    continue
+                if failure.kind == "lost":
+                    raise GpuLost(
+                        f"{self.name}: {name} has made a GPU unusable, which ends this run; the next one leaves it out:"
+                        f" {failure.text}"
+                    )
+                if memory is not None and failure.kind != "differs":
+                    memory.reset()  # The candidate's waits may have been aborted.
+                self._warn(f"{name} is not taken: {failure.text}")
+        return working
+
+    def _timed(self, working: list[str]) -> Decision:
+        """Time these candidates and return the decision."""
+        samples: dict[str, list[float]] = {name: [] for name in working}
+        for _ in range(ROUNDS):
+            for name in working:
+                samples[name].append(_milliseconds(self.candidates[name], self.device))
+        medians = self._exchange({name: median(times) for name, times in samples.items()})
+        slowest = {name: max(times[name] for times in medians) for name in working}
+        best = min(slowest, key=lambda name: slowest[name])
+        return Decision(best if slowest[best] < (1 - MARGIN) * slowest[self.usual] else self.usual, slowest)
+
+    def _warn(self, text: str) -> None:
+        if self.group.rank() == 0:
+            warnings.warn(f"{self.name}: {text}", stacklevel=3)
+
+    def _first_failure(self, error: Exception | None) -> _Failure | None:
+        """Exchange the ranks' errors and return the first by kind, of differences the largest; None for no error."""
+        kind = "raised"
+        if isinstance(error, Differs):
+            kind = "differs"
+        elif isinstance(error, PeerTimeout):
+            kind = "waited"
+        elif error is not None and _is_lost(self.device):
+            kind = "lost"
+        text = str(error) if isinstance(error, Differs) else repr(error)
+        entry = None if error is None else (_KINDS.index(kind), -getattr(error, "largest", 0.0), text)
+        entries = enumerate(self._exchange(entry))
+        failures = sorted(
+            (number, size, rank, text) for rank, found in entries if found for number, size, text in [found]
+        )
+        if not failures:
+            return None
+        number, _, rank, text = failures[0]
+        return _Failure(_KINDS[number], f"on {named(dist.get_process_group_ranks(self.group)[rank])}: {text}")
+
+    def first_of_job(self, decision: Decision) -> Decision:
+        """Return the decision of the job's group that measured the case first, which may be this group's `decision`."""
+        entry: Any = None
+        if self.group.rank() == 0:
+            store = dist.distributed_c10d._get_default_store()
+            entry = json.loads(store.compare_set(f"tpfuse decision: {self.name}", "", json.dumps(vars(decision))))
+        return Decision(**self._exchange(entry)[0])
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -353,12 +346,3 @@ def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
     end.record(torch.cuda.current_stream(device))
     end.synchronize()
     return float(begin.elapsed_time(end)) / CALLS
-
-
-def _first_of_job(group: dist.ProcessGroup, case: str, decision: Decision) -> Decision:
-    """Return the decision of the job's group that measured the case first, which may be this group's `decision`."""
-    entry: Any = None
-    if group.rank() == 0:
-        store = dist.distributed_c10d._get_default_store()
-        entry = json.loads(store.compare_set(f"tpfuse decision: {case}", "", json.dumps(vars(decision))))
-    return Decision(**_exchange(group, entry, case)[0])
