@@ -37,7 +37,7 @@ from tpfuse.testing.compare import unwritten_memory_is_nan
 from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
 from tpfuse.tools import doctor, tune, verify
 from tpfuse.tools import operators as cases
-from tpfuse.tools.assembler import newer_ptxas
+from tpfuse.tools.assembler import newer_ptxas, packaged
 from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
 from tpfuse.tools.search import Tuner
@@ -275,9 +275,8 @@ def compute_sanitizer() -> Path | None:
     """Return the program of the CUDA toolkit or of the package nvidia-cuda-sanitizer-api; None without either."""
     if found := shutil.which("compute-sanitizer"):
         return Path(found)
-    packages = Path(torch.__file__).parents[1]
-    folders = [Path("/usr/local/cuda"), *sorted(packages.glob("nvidia/*"))]
-    return next((path for x in folders if (path := x / "bin" / "compute-sanitizer").is_file()), None)
+    places = [Path("/usr/local/cuda/bin/compute-sanitizer"), *packaged("compute-sanitizer")]
+    return next(filter(Path.is_file, places), None)
 
 
 def sanitize_pipelines(plan: Plan) -> Row:

@@ -46,11 +46,16 @@ def newer_ptxas() -> Assembler | None:
     used = ptxas()
     if used is None or _blackwell():
         return None
-    nvidia = importlib.util.find_spec("nvidia")  # the folder that NVIDIA's packages share
-    folders = (nvidia.submodule_search_locations if nvidia else None) or ()
-    found = [_at(str(path)) for folder in folders for path in Path(folder).glob("*/bin/ptxas")]
+    found = [_at(str(path)) for path in packaged("ptxas")]
     newest = max(filter(None, [used, _assembler("ptxas_blackwell"), *found]), key=_numbers)
     return None if newest.version == used.version else newest
+
+
+def packaged(program: str) -> list[Path]:
+    """Return the programs of this name that NVIDIA's packages have installed."""
+    nvidia = importlib.util.find_spec("nvidia")  # the folder that these packages share
+    folders = (nvidia.submodule_search_locations if nvidia else None) or ()
+    return [path for folder in folders for path in sorted(Path(folder).glob(f"*/bin/{program}"))]
 
 
 def _numbers(assembler: Assembler) -> list[int]:
