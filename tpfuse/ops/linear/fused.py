@@ -33,6 +33,7 @@ from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.gemm import flat, product, weight_gradient
 from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.engine_scatter import EngineScatter
+from tpfuse.ops.linear.parallel_linear import joined
 
 MOST_BYTES = 2**30  # the largest slot: kernels count its elements in 32 bits
 ENGINE_BYTES = 2**20  # on GPUs copy engines copy shards of this size or more: not measured yet
@@ -140,8 +141,7 @@ class FusedLinear:
                 ]
 
     def _input_gradient(self, rows: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        several = len(rows) > 1
-        left, weight = (torch.cat(tuple(rows), 1), torch.cat(tuple(weights))) if several else (rows[0], weights[0])
+        left, weight = joined(rows, weights)
         return self._multiply_and_scatter(left, weight.t()).view(x.shape)
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -46,6 +47,11 @@ class ParallelLinear(Protocol):
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, /) -> Tensor:
         """Return all_reduce(x Wᵀ) + bias + residual [..., N]."""
+
+
+def joined(lefts: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (left [n, N], weight [N, K]) whose product is the sum of the products of lefts and weights."""
+    return (torch.cat(tuple(lefts), 1), torch.cat(tuple(weights))) if len(lefts) > 1 else (lefts[0], weights[0])
 
 
 class ByMethod:

@@ -34,6 +34,7 @@ from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import activated, flat, weight_gradient
 from tpfuse.ops.linear.collective import CollectiveLinear, plus
+from tpfuse.ops.linear.parallel_linear import joined
 
 GATHERING = "all_gather", "all_gather_backward", "reduce_scatter", "reduce_scatter_backward"
 CANDIDATES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -160,9 +161,7 @@ class TorchLinear(CollectiveLinear):
         _, grad_weights = super().all_gather_backward(lefts, x, weights, needs, False)
         if not needs_x:
             return None, grad_weights
-        several = len(lefts) > 1
-        rows = [flat(left) for left in lefts]
-        left, weight = (torch.cat(rows, 1), torch.cat(tuple(weights))) if several else (rows[0], weights[0])
+        left, weight = joined([flat(left) for left in lefts], weights)
         with self._guard("all_gather_linear backward", x):
             return self._scatter(left, weight).view(x.shape), grad_weights
 
