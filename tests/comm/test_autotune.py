@@ -229,8 +229,8 @@ def test_a_candidate_that_raises_is_left_out_with_a_warning(tmp_path: Path, rank
 
 
 X = torch.linspace(-4, 4, 63)  # what candidates compute, as far as they are right
-# What the second rank's second candidate computes (None: what the first rank does) and what is said of it. The usual
-# one computes X in the same dtype, where `usual` does not say otherwise.
+# Each row has what the candidates compute, what the second one computes on the second rank (None: the same), and what
+# is said of it.
 RESULTS: dict[str, tuple[Any, Any, str]] = {
     "right": (X, None, ""),
     "right, some not computed": ((None, [X, None]), None, ""),

@@ -123,7 +123,7 @@ def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, peer: int | 
 
 @on_ranks(2)
 def test_first_waits_may_take_longer() -> None:
-    """Of each operation, of the messages of each peer, and for a buffer: other ranks may compile kernels."""
+    """Each operation, the messages of each peer and each buffer have one, since other ranks may compile kernels."""
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
     every: tuple[tuple[str, int | None], ...]

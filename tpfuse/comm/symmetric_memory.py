@@ -121,7 +121,7 @@ class SymmetricMemory(ABC):
 
     @property
     def has_channels(self) -> bool:
-        """Whether `channel` has opened one."""
+        """Return whether `channel` has opened one."""
         return bool(self._channels)
 
     @contextmanager
