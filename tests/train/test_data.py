@@ -265,7 +265,7 @@ def test_the_limit_of_open_files_is_raised(tmp_path: Path) -> None:
     """The usual limit is 1024 files, and a data set may have more."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     paths = write_shards(tmp_path, np.arange(240), [2 * i for i in range(1, 120)])
-    enough_for_some = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 50
+    enough_for_some = len(list(Path("/proc/self/fd").iterdir())) + 50
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (enough_for_some, limits[1]))
         assert open_token_files(paths, ByteTokenizer()).open()[238:].tolist() == [238, 239]
