@@ -172,13 +172,15 @@ def test_what_is_not_finite_is_named_by_all_ranks(layout: Layout, kind: str, lay
     assert len(set(said)) == 1 and re.fullmatch(expected, said[0]), said
 
 
-def overflowed(layout: Layout) -> list[tuple[bool, bool, float, float]]:
-    """Return (skipped, stop, loss, loss scale) of steps of which the first overflows; rank 1 wants to stop then."""
+def overflowed(layout: Layout) -> list[tuple[bool, bool, float, float, int]]:
+    """Return (skipped, stop, loss, loss scale, steps so far) of steps of which the first overflows; rank 1 wants to
+    stop then.
+    """
     trainer, windows = new_trainer(options_of(dtype="float16", **layout), FOUR)
     trainer.loss_scale, found = 2.0**34, []
     while trainer.loss_scale > 2.0**17:
         result = trainer.train_step(windows, lambda: trainer.rank == 1 and trainer.step == 0)
-        found.append((result.skipped, result.stop, result.loss, trainer.loss_scale))
+        found.append((result.skipped, result.stop, result.loss, trainer.loss_scale, trainer.step))
         if not result.skipped:
             break
     return found
@@ -192,6 +194,7 @@ def test_an_overflow_halves_the_loss_scale_of_all_ranks(schedule: str) -> None:
     assert skipped and not last[0] and all(each[0] for each in skipped)
     assert [each[3] for each in first[:-1]] == [2.0 ** (33 - step) for step in range(len(skipped))]
     assert [each[1] for each in first] == [True, *[False] * len(skipped)], "all ranks know that one has to stop"
+    assert [each[4] for each in first] == list(range(1, len(first) + 1)), "a skipped step counts"
 
 
 @pytest.mark.parametrize(
