@@ -159,7 +159,7 @@ class GPT(nn.Module):
         targets_BT: Tensor | None = None,
         *,
         loss_weight: float | None = None,
-        dropout_at: tuple[int, int] | None = None,
+        dropout_at: tuple[int, int] | Tensor | None = None,
         sequences_B: Tensor | None = None,
         cache: KeyValueCache | None = None,
         stage: Stage | None = None,
@@ -171,14 +171,14 @@ class GPT(nn.Module):
         ids_BT, targets_BT: int64, equal on all ranks; a target of -1 or -100 has no loss. loss_weight: if given,
         the losses times this weight are summed to one value [], and the logits are never held whole; each
         context-parallel rank returns the sum over its own tokens, so that the sum over the ranks is the whole.
-        dropout_at: (seed, step) if dropout is wanted. sequences_B: the numbers of these sequences in the whole batch,
-        by default 0 … B-1. cache: holds the positions before these, and afterwards also these; with it, every
-        context-parallel rank computes everything. stage: a pipeline stage of this rank, by default the whole model;
-        unless it is the first one, x_mC is the output [m, C] of the stage before it; unless it is the last one, its
-        output [m, C] is returned. starts_BT: bool, equal on all ranks, where a document begins; the tokens of a
-        document see each other alone and have positions of their own. By default each sequence is one document. Raise
-        ValueError if there are no tokens, or fewer than context-parallel ranks, if the context is too short, or if an
-        id is not in the vocabulary.
+        dropout_at: if dropout is wanted, (seed, step) or the keys (`tpfuse.ops.dropout.dropout_keys`) that follow from
+        it. sequences_B: the numbers of these sequences in the whole batch, by default 0 … B-1. cache: holds the
+        positions before these, and afterwards also these; with it, every context-parallel rank computes everything.
+        stage: a pipeline stage of this rank, by default the whole model; unless it is the first one, x_mC is the output
+        [m, C] of the stage before it; unless it is the last one, its output [m, C] is returned. starts_BT: bool, equal
+        on all ranks, where a document begins; the tokens of a document see each other alone and have positions of their
+        own. By default each sequence is one document. Raise ValueError if there are no tokens, or fewer than
+        context-parallel ranks, if the context is too short, or if an id is not in the vocabulary.
         """
         stage = stage or self.stages[0]
         if not ids_BT.numel():
@@ -227,7 +227,7 @@ class GPT(nn.Module):
 
     def _dropout_state(
         self,
-        dropout_at: tuple[int, int] | None,
+        dropout_at: tuple[int, int] | Tensor | None,
         sequences_B: Tensor,
         sharded: ShardedBatch,
         rows_m: Tensor,
@@ -249,5 +249,9 @@ class GPT(nn.Module):
             tokens = (sequences_B.unsqueeze(1) * length + torch.arange(length, device=rows_m.device)).flatten()
             tokens_m, numbers_S = tokens[positions_m], tokens[sharded.documents.cu_seqlens[:-1].long()]
         head_rows_SH = numbers_S.unsqueeze(1) * self.config.n_head + heads_H
-        keys = dropout_keys(rows_m, *dropout_at, 4 * self.config.n_layer)
+        keys: Tensor
+        if isinstance(dropout_at, Tensor):
+            keys = dropout_at
+        else:
+            keys = dropout_keys(rows_m, *dropout_at, self.config.dropout_sites)
         return DropoutState(keys, tokens_m, head_rows_SH)

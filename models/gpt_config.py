@@ -31,6 +31,11 @@ class GPTConfig:
             fitting = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
             raise ValueError(f"tp {tp} does not divide n_head {self.n_head}: it can be one of {fitting}")
 
+    @property
+    def dropout_sites(self) -> int:
+        """Return the number of sites of dropout: 0 is that of the embeddings, and block b has 4 b + 1 to 4 b + 3."""
+        return 4 * self.n_layer if self.dropout else 0
+
     def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
         """Return the costs of each block, of the embeddings, and of the last norm with the head, in a training step.
 
