@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.decoders import exact
 from tests.support.meshes import mesh_of
@@ -63,17 +64,19 @@ def ranks_of(options: TrainCommand) -> int:
     return rank_count(options.parallel)
 
 
-def new_trainer(options: TrainCommand, config: ModelConfig = CONFIG) -> tuple[Trainer, Windows]:
-    """Return a trainer on all ranks of the pool, and batches of a sequence that can be learned."""
-    parallel, mesh = options.parallel, None
-    if ranks_of(options) > 1:
+def new_trainer(
+    options: TrainCommand, config: ModelConfig = CONFIG, device: str = "cpu", mesh: DeviceMesh | None = None
+) -> tuple[Trainer, Windows]:
+    """Return a trainer on all ranks of the pool, and batches of a sequence that can be learned. mesh: that of GPUs."""
+    parallel = options.parallel
+    if ranks_of(options) > 1 and mesh is None:
         ulysses = ulysses_ranks(parallel, config.n_head // parallel.tp)
         mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp, ulysses, parallel.pp)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)
     seed, batch, order = options.train.seed, options.train.batch, options.data.order
     windows = Windows(tokens, config.n_positions, seed, "train", batch, order)
-    return Trainer(options, config, mesh, torch.device("cpu")), windows
+    return Trainer(options, config, mesh, torch.device(device)), windows
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -72,6 +72,14 @@ REFUSED = {
     "train --parallel.pp 2 --parallel.pp-schedule zero_bubble --train.compile": (
         "--parallel.pp-schedule zero_bubble splits backward passes, which --train.compile cannot"
     ),
+    "train --train.cuda-graph": "--train.cuda-graph needs a GPU, and this machine has none: leave it out",
+    "train --train.cuda-graph --data.documents mask": "is not for --data.documents mask, since the number of",
+    "train --train.cuda-graph --train.compile": "--train.cuda-graph is not for --train.compile, which may compile",
+    "train --train.cuda-graph --parallel.pp 2": "is not for --parallel.pp 2, whose messages cannot be captured",
+    "train --train.cuda-graph --parallel.cp 2": "is not for --parallel.cp 2, whose messages cannot be captured",
+    "train --train.cuda-graph --zero.stage 2": "is not for --zero.stage 2, whose gradients have other memory in each",
+    "train --train.cuda-graph --debug.fingerprint": "--train.cuda-graph is not for --debug.fingerprint, since a replay",
+    "train --train.cuda-graph --profile.nvtx": "--train.cuda-graph is not for a profile, since the host does not see",
     "train --zero.stage 4": "--zero.stage 4: expected 0, 1, 2 or 3",
     "train --parallel.replicas 2": "--parallel.replicas 2: expected 1 below stage 3",
     "train --parallel.replicas 3 --parallel.dp 4 --zero.stage 3": (

@@ -113,9 +113,10 @@ class Implementations(Generic[_T]):
         return of_group[name, memory]
 
 
-def connected() -> list[SymmetricMemory]:
-    """Return every symmetric memory that this process has."""
-    memories = (memory for by_device in _memories.values() for memory in by_device.values())
+def connected(group: dist.ProcessGroup | None = None) -> list[SymmetricMemory]:
+    """Return every symmetric memory that this process has, or that of one group."""
+    families = list(_memories.values()) if group is None else [_memories.get(group, {})]
+    memories = (memory for by_device in families for memory in by_device.values())
     return [memory for memory in memories if isinstance(memory, SymmetricMemory)]
 
 

@@ -31,8 +31,8 @@ class MicroBatch(NamedTuple):
     targets: Tensor | None = None
     # The factor of the loss.
     weight: float | None = 1.0
-    # (seed, step) of the dropout in a training step; None for none.
-    at: tuple[int, int] | None = None
+    # (seed, step) of the dropout in a training step, or its keys; None for none.
+    at: tuple[int, int] | Tensor | None = None
     # The numbers of these sequences in the whole batch.
     sequences: Tensor | None = None
     # For logits: the GPT's keys and values; the number of ids in each row before padding (None: all).

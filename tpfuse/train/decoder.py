@@ -261,6 +261,7 @@ class DecoderModel(LanguageModel):
         training = at is not None
         self.module.train(training)
         if at is not None and self._drops:
+            assert not isinstance(at, Tensor)
             first = 0 if sequences is None else int(sequences[0])
             torch.manual_seed(seed_of(*at, first, *[stage.index] * (stage.index > 0)))
         more: dict[str, Any] = {} if self._cut is None else {"stage": stage, "stage_input": x}

@@ -89,6 +89,8 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
             sizes = {"dp": parallel.data_ranks, "cp": parallel.cp, "tp": parallel.tp, "pp": parallel.pp}
             mesh = build_mesh(device.type, ulysses=ulysses, **sizes)
         loop = TrainingLoop(info, run, mesh, device, stop)
+        if loop.trainer.graph is not None:
+            stack.callback(loop.trainer.graph.release)
         loop.run_to_end()
     except RunError:
         raise

@@ -20,6 +20,7 @@ from tpfuse.train.metrics import draw_losses, read_metrics
 from tpfuse.train.options import TrainOptions
 from tpfuse.train.pipeline_options import described_layout, micro_batch_size, pipeline_costs, pipeline_stages
 from tpfuse.train.setup import PreparedRun
+from tpfuse.train.step_graph import LAUNCHED
 from tpfuse.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def _kernels(trainer: Trainer, train: TrainOptions) -> str:
     interpreted = ", interpreted" if kind == "triton" and device == "cpu" else ""
     roles = "" if specializes_warps() or kind == "torch" else " without specialized warps"
     compiled = ", steps by torch.compile" if train.compile else ""
-    return {"torch": "torch's kernels", "triton": f"Triton kernels{roles}"}[kind] + interpreted + compiled
+    replayed = f", steps replayed as a CUDA graph after {LAUNCHED} launched ones" if train.cuda_graph else ""
+    return {"torch": "torch's kernels", "triton": f"Triton kernels{roles}"}[kind] + interpreted + compiled + replayed
 
 
 def measured(device: torch.device, held_before: int) -> str:

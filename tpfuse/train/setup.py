@@ -86,7 +86,7 @@ def check_options(options: TrainCommand) -> None:
     if options.profile.nvtx:
         nvtx_package()
     profiled_steps(options.profile.steps)
-    for check in (_check_ranges, _check_schedule, _check_pipeline, _check_zero, _check_batch):
+    for check in (_check_ranges, _check_schedule, _check_pipeline, _check_zero, _check_batch, _check_graph):
         check(options)
 
 
@@ -188,6 +188,25 @@ def _check_zero(options: TrainCommand) -> None:
         compression_of(zero.compression)
 
 
+def _check_graph(options: TrainCommand) -> None:
+    """Raise UserError if a step of these options does something that a CUDA graph cannot replay."""
+    model, data, train, parallel = options.model, options.data, options.train, options.parallel
+    profile, stage = options.profile, options.zero.stage
+    obstacles = (
+        (model.from_ is not None, "--model.from", "whose code may compute on the host"),
+        (data.documents == "mask", "--data.documents mask", "since the number of documents varies"),
+        (train.compile, "--train.compile", "which may compile again in any step"),
+        (parallel.pp > 1, f"--parallel.pp {parallel.pp}", "whose messages cannot be captured"),
+        (parallel.cp > 1, f"--parallel.cp {parallel.cp}", "whose messages cannot be captured"),
+        (stage > 1, f"--zero.stage {stage}", "whose gradients have other memory in each step (stage 1 can)"),
+        (options.debug.fingerprint, "--debug.fingerprint", "since a replay's operations are not compared"),
+        (bool(profile.trace or profile.torch or profile.nvtx), "a profile", "since the host does not see a replay"),
+    )
+    for forbids, given, reason in obstacles:
+        if train.cuda_graph and forbids:
+            raise UserError(f"--train.cuda-graph is not for {given}, {reason}: leave one of them out")
+
+
 def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) -> None:
     """Raise UserError if the folder has no space for the optimizer state of this host's ranks, without padding."""
     zero, parallel = options.zero, options.parallel
@@ -205,6 +224,8 @@ def _check_kernels(options: TrainCommand) -> None:
         resolved_kernels("cuda" if device_count() else "cpu")
     with refusing():
         switches.specializes_warps()
+    if options.train.cuda_graph and not device_count():
+        raise UserError("--train.cuda-graph needs a GPU, and this machine has none: leave it out")
     if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"

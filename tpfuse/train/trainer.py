@@ -9,6 +9,7 @@ number of labels, and whether a rank was asked to stop. So all ranks see the sam
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from tpfuse.comm.dispatch import connected
 from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.ops.cross_entropy import is_ignored
+from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Interval, Timeline
 from tpfuse.train.batches import MicroBatch, Windows
@@ -35,6 +38,7 @@ from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order, pipeline_stages
 from tpfuse.train.rank_model import Drawing
 from tpfuse.train.schedule import learning_rate
+from tpfuse.train.step_graph import StepGraph
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.compression import PowerSGDCompression, compression_of
 from tpfuse.zero.engine import DATA_AXES
@@ -121,6 +125,10 @@ class Trainer:
         self.layout = self._layout()
         if options.train.compile:  # the hooks of fully_shard, around each unit, cannot be traced
             self.language_model.compile(one_graph=not isinstance(self.engine, FullySharded))
+        self.graph: StepGraph | None = None
+        if options.train.cuda_graph:
+            assert isinstance(self.engine, GradientBuckets) and isinstance(config, GPTConfig)  # `tpfuse.train.setup`
+            self.graph = StepGraph(self.engine, device, self.model_group)
         self.step = 0
         self.ahead = 0  # tokens trained on, less those of `step` steps; not 0 if a run resumes with another batch
         self.loss_scale = _FIRST_SCALE if self._scales else 1.0
@@ -221,22 +229,18 @@ class Trainer:
         tokens = self.tokens_per_step
         for memory in connected():
             memory.step = self.step
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         before = self.engine.traffic
         sent, received = before.sent, before.received
         weight = self.loss_scale / tokens
         batches = self.micro_batches(windows, self.step, weight, (options.train.seed, self.step))
         with compiler_errors(self.step) if options.train.compile else nullcontext():
-            if self.runner is None:
-                for index, batch in enumerate(batches):
-                    self.engine.start(last=index == len(batches) - 1)
-                    with span("micro_batch", f"micro-batch {index}"):
-                        with span("phase", "forward"), self._autocast():
-                            loss = self.language_model.loss(batch)
-                        with span("phase", "backward"):
-                            loss.backward()  # type: ignore[no-untyped-call]
-                    total += loss.detach() / weight
+            if self.graph is not None:
+                passes = partial(self._passes, weight=weight, reduce=False)
+                total = self.graph.run(self._with_keys(batches), passes, self.step)
+            elif self.runner is None:
+                total = self._passes(batches, weight, reduce=True)
             else:
+                total = torch.zeros((), dtype=torch.float64, device=self.device)
                 self.engine.start(last=True, backwards=len(batches))
                 for loss in self.runner.train(batches, self.engine):
                     total += loss / weight
@@ -262,6 +266,28 @@ class Trainer:
         self.step += 1
         after = self.engine.traffic
         return replace(result, sent=after.sent - sent, received=after.received - received)
+
+    def _passes(self, batches: list[MicroBatch], weight: float, *, reduce: bool) -> Tensor:
+        """Run the passes of each micro-batch, and return the sum of the losses divided by their weight, float64 [].
+
+        reduce: whether the last backward pass begins to sum the gradients over ranks.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            self.engine.start(last=reduce and index == len(batches) - 1)
+            with span("micro_batch", f"micro-batch {index}"):
+                with span("phase", "forward"), self._autocast():
+                    loss = self.language_model.loss(batch)
+                with span("phase", "backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() / weight
+        return total
+
+    def _with_keys(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches with the keys of the step's dropout, which the host makes."""
+        assert isinstance(self.config, GPTConfig)
+        keys = dropout_keys(batches[0].ids, self.options.train.seed, self.step, self.config.dropout_sites)
+        return [batch._replace(at=keys) for batch in batches]
 
     def _agree(self, total: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
         """Return the gradient's global squared norm, the global sum of the loss, the global number of labels, whether

@@ -247,6 +247,14 @@ class GradientBuckets(MicroBatches):
         for bucket in self.buckets:
             bucket.drop()
 
+    def take_all(self) -> None:
+        """Treat the gradients of all parameters as taken, after `start(last=True)`: a replayed CUDA graph wrote them.
+
+        At stage 2 buckets have other memory in each step, which a graph cannot write.
+        """
+        for bucket in self.buckets:
+            bucket.take_all()
+
     @property
     def traffic(self) -> Traffic:
         """Return the bytes that all reducers have sent and received since the buckets were made."""
