@@ -50,7 +50,12 @@ ROUNDS = 200
 # The benchmarks that are timed as soon as the operators are known to be right.
 FIRST_TIMED = ("gemm", "attention")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-TESTS = ("tests/comm/test_cuda_ranks.py", "tests/ops/linear/test_cuda.py", "tests/zero/test_cuda.py")
+TESTS = (
+    "tests/comm/test_cuda_ranks.py",
+    "tests/ops/linear/test_cuda.py",
+    "tests/zero/test_cuda.py",
+    "tests/train/test_step_graph.py",
+)
 TUNED = ("gemm", "all_gather_gemm", "attention_forward")
 # The benchmarks in the order of their importance, with the seconds that a turn of each may take.
 TIMED = {
