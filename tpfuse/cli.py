@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tpfuse._version import __version__
 from tpfuse.nearest import nearest
 from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
-from tpfuse.train.messages import fail, is_first_rank, say, show_cursor
+from tpfuse.train.messages import fail, is_first_rank, say, show_cursor, warn
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
@@ -34,7 +34,7 @@ def _train(arguments: Sequence[str]) -> int:
 
     options = parse_train(arguments)
     if is_first_rank():
-        say(f"reading  {options.out if options.resume else options.data.path or STANDARD_LIBRARY}")
+        say(f"reading  {options.out if options.resume == 'yes' else options.data.path or STANDARD_LIBRARY}")
     from tpfuse.train.checkpoint import checkpoint_folders
     from tpfuse.train.launch import RankInfo, start_ranks, torchrun_rank
     from tpfuse.train.loop import train_rank
@@ -47,15 +47,24 @@ def _train(arguments: Sequence[str]) -> int:
     options = with_layout(options, None)
     run = prepare_run(options)
     world = rank_count(options.parallel)
-    if world == 1:
+    if world == 1 and not options.restarts:
         return train_rank(RankInfo(0, 1, 0, 1, None), run)
-    try:
-        return start_ranks(train_rank, world, run, timeout=options.comm.timeout)
-    except KeyboardInterrupt:
-        show_cursor()  # the first rank's progress bar has hidden it
-        saved = checkpoint_folders(run.folder)
-        newest = f"the newest checkpoint is {saved[0]}" if saved else f"nothing was saved in {run.folder}"
-        raise RunError(f"ended at once by a second signal; {newest}") from None
+    restarts = 0
+    while True:
+        try:
+            return start_ranks(train_rank, world, run, timeout=options.comm.timeout)
+        except PeerLost as error:
+            show_cursor()  # the first rank's progress bar has hidden it
+            if restarts == options.restarts:
+                raise
+            restarts += 1
+            warn(f"{error}; restart {restarts} of {options.restarts}")
+            run = prepare_run(replace(run.options, out=run.folder, resume="yes"))
+        except KeyboardInterrupt:
+            show_cursor()
+            saved = checkpoint_folders(run.folder)
+            newest = f"the newest checkpoint is {saved[0]}" if saved else f"nothing was saved in {run.folder}"
+            raise RunError(f"ended at once by a second signal; {newest}") from None
 
 
 def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
@@ -67,6 +76,8 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
     from tpfuse.train.loop import train_rank
     from tpfuse.train.setup import check_options, prepare_run, with_layout
 
+    if options.restarts:
+        raise UserError(f"--restarts {options.restarts}: torchrun starts these ranks: give it --max-restarts instead")
     options = with_layout(options, info.world)
     check_options(options)
     outcome: list[PreparedRun | tuple[str, int]] = [("", 1)]

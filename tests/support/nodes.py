@@ -200,16 +200,20 @@ def run_on_nodes(function: Callable[..., Any], *args: Any) -> list[Any]:
     return _pool().run(function, *args)
 
 
-def torchrun_on_nodes(arguments: Sequence[str], timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
+def torchrun_on_nodes(
+    arguments: Sequence[str], timeout: float = 120.0, restarts: int = 0
+) -> list[subprocess.CompletedProcess[str]]:
     """Start a module with its arguments by torchrun on both nodes, four ranks in all; return what each node's run gave.
 
-    No process is left afterwards. Raise NotPermitted, and TimeoutExpired after `timeout` seconds (see `patience`).
+    restarts: how often torchrun starts the ranks of a node again. No process is left afterwards. Raise NotPermitted,
+    and TimeoutExpired after `timeout` seconds (see `patience`).
     """
     nodes = NetworkNodes()
 
     def start(node: int) -> subprocess.CompletedProcess[str]:
         torchrun = (
             f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {RANKS_PER_NODE}"
+            f" --max-restarts {restarts}"
             f" --master-addr {ADDRESSES[0]} --master-port {_PORT} --local-addr {ADDRESSES[node]} -m"
         )
         return subprocess.run(

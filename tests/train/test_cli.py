@@ -56,7 +56,8 @@ def test_a_run_writes_its_files(trained: Path) -> None:
     rows = read_metrics(trained / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 3, 6, 9, 12]
     names = {"step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "seconds"}
-    names |= {"sent_bytes", "received_bytes", "mean_loss", "pipeline_idle", "predicted_idle"}
+    names |= {"sent_bytes", "received_bytes", "mean_loss", "pipeline_idle", "predicted_idle", "wall_seconds", "goodput"}
+    names |= {"time"}
     assert all(set(row) == names for row in rows)
     assert all(row["sent_bytes"] == row["received_bytes"] == 0 for row in rows[1:]), "one rank"
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [0, 6, 12]
@@ -282,10 +283,35 @@ def test_a_folder_has_one_run_at_a_time(copied: Path, commands: Commands) -> Non
 
 def test_a_stopped_run_saves_and_can_be_resumed(commands: Commands, at_step: Callable[..., None]) -> None:
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    said = commands.train()
+    said = commands.train("--resume", "auto")
     assert f"stopped at step 7 of 12; continue with: python -m tpfuse train --resume --out {commands.out}" in said
     assert steps(commands.out) == [5, 7]
-    assert "trained 8 steps" in commands.resume("--train.steps", "8")
+    assert "trained 12 steps" in commands.train("--resume", "auto"), "the same command continues the run"
+
+
+def test_the_goodput_is_that_of_all_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run is killed after 16 s and resumes from step 2 at 40 s; then before a checkpoint, which drops all."""
+    now = 1000.0
+    monkeypatch.setattr("tpfuse.train.metrics.time.time", lambda: now)
+
+    def trains(start: int, *rows: tuple[int, float, float]) -> list[float]:
+        nonlocal now
+        reporter = Reporter(tmp_path, 9, start, "process")
+        for step, written, trained in rows:
+            now = written
+            reporter.add(Row(step), None, trained)
+        reporter.close()
+        return [row["goodput"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+
+    assert trains(0, (2, 1010.0, 8.0), (4, 1016.0, 12.0)) == [0.8, 0.75]
+    now = 1040.0
+    assert trains(2, (4, 1050.0, 5.0)) == [0.8, (8 + 5) / 50]
+    now = 1060.0
+    assert trains(0, (1, 1080.0, 20.0)) == [0.25]
+    lost = [line for line in capfd.readouterr().out.splitlines() if line.startswith("lost")]
+    assert lost == ["lost     steps 3 to 4 and 30 s since step 2", "lost     steps 1 to 4 and 60 s since step 0"]
 
 
 def test_a_ruined_model_does_not_replace_a_good_checkpoint(commands: Commands) -> None:

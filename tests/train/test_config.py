@@ -47,8 +47,9 @@ def test_presets_are_complete_and_can_be_built(name: str) -> None:
 
 
 def test_resuming_needs_the_folder() -> None:
-    with pytest.raises(UserError, match="--resume needs --out"):
-        parse_train(["--resume"])
+    for words in (["--resume"], ["--resume", "auto"]):
+        with pytest.raises(UserError, match="--resume needs --out"):
+            parse_train(words)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_resume_takes_the_configuration_of_the_run(tmp_path: Path) -> None:
     options = parse_train(["--model.n-layer", "2", "--train.steps", "77"])
     (tmp_path / "config.toml").write_text(tomli_w.dumps(resolved(options)))
     again = parse_train(["--resume", "--out", str(tmp_path), "--train.steps", "99"])
-    assert (again.model.n_layer, again.train.steps, again.resume) == (2, 99, True)
+    assert (again.model.n_layer, again.train.steps, again.resume) == (2, 99, "yes")
     assert (again.optim.decay_steps, again.data.order) == (77, "shuffled")
 
 

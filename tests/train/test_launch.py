@@ -7,10 +7,15 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.support.command import Command
 from tpfuse import cli
@@ -166,6 +171,38 @@ def test_a_killed_rank_ends_the_run(endless: Start) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "more"),
+    [(TRAIN, "--restarts 2 --parallel.tp 2"), (TORCHRUN.replace(" -m tpfuse", " --max-restarts 2 -m tpfuse"), "")],
+    ids=["tpfuse", "torchrun"],
+)
+def test_a_run_starts_again_when_a_rank_is_killed(start: Start, tmp_path: Path, program: str, more: str) -> None:
+    """Rank 1 is killed before the first checkpoint and after it; the losses are those of an undisturbed run."""
+    options = "--train.steps 150 --train.log-every 1 --train.eval-every 0 --train.save-every 40"
+    whole = start(f"{options} {more}", out="whole", program=program.replace(" --max-restarts 2", ""))
+    command = start(f"{options} {more} --resume auto", program=program)
+    for step in (3, 100):
+        command.wait_for(f"step {step}/")
+        command.send(signal.SIGKILL, [_second_rank(command)])
+    out, err = command.end()
+    whole.end()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 150
+    assert re.search(r"^lost     steps (?P<saved>8|12)1 to \d+ and \d+ s since step (?P=saved)0$", out, re.M), out
+    assert re.search(r"^trained 150 steps, \d+ s; goodput \d+% of \d+ s since the first start$", out, re.M), out
+    if program == TRAIN:
+        warnings = [line for line in err.splitlines() if "restart" in line]
+        assert [line[-14:] for line in warnings] == ["restart 1 of 2", "restart 2 of 2"] and "SIGKILL" in err
+
+
+def _second_rank(command: Command) -> int:
+    """Return the process of rank 1, which tpfuse or torchrun has started."""
+    of_torchrun = [
+        pid for pid in command.processes() if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
+    return (of_torchrun or command.ranks()[1:])[0]
+
+
+@pytest.mark.processes
 def test_a_rank_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
     command = endless(f"--parallel.tp 2 --comm.timeout {patient(3.0):.1f}")
     command.send(signal.SIGSTOP, command.ranks()[1:])
@@ -306,6 +343,28 @@ def test_the_most_informative_error_of_a_rank_is_reported() -> None:
     assert reason(PeerLost("0 waits"), PeerLost("1 waits"), None) == "0 waits; rank 2 (process 7) did not answer"
     assert reason(PeerLost("0 waits", (1,)), PeerLost("1 came too late")) == "0 waits"
     assert reason(PeerLost("0 waits", (1,)), None, killed=1).startswith("rank 1 (process 7) was killed by SIGKILL")
+
+
+def test_ranks_meet_in_a_store_that_has_keys_of_dead_ranks() -> None:
+    """As torchrun keeps its store when it starts ranks again. Rank 2 does not come at last, and the others name it."""
+    store = HashStore()
+
+    def meet(rank: int, seconds: float) -> Any:
+        return launch._meet(store, launch.RankInfo(rank, 3, rank, 3, None), timedelta(seconds=seconds))
+
+    with ThreadPoolExecutor(3) as threads:
+        for start in range(3):
+            ranks = [threads.submit(meet, rank, 30.0) for rank in (0, 1)]
+            sleep(0.1)  # ranks 0 and 1 find the token of the dead rank 2
+            ranks.append(threads.submit(meet, 2, 30.0))
+            for rank, own in enumerate([rank.result() for rank in ranks]):
+                assert not own.check([str(rank)]), "a key of the ranks before"
+                own.set(str(rank), str(start))
+                assert own.get("0") == str(start).encode()
+        for rank in [threads.submit(meet, rank, 0.3) for rank in (0, 1)]:
+            with pytest.raises(PeerLost, match=r"waited 0.3 s for rank 2 to start") as raised:
+                rank.result()
+            assert raised.value.missing == (2,)
 
 
 @pytest.mark.parametrize(("rank", "missing", "speaks"), [(0, (), True), (1, (), False), (1, (0,), True)])

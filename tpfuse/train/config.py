@@ -177,7 +177,7 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
     for key, value in table.items():
         name = key.replace("-", "_")
         where = f"{source}: {prefix}{key}"
-        if name not in names or (not prefix and name in ("config", "resume")):
+        if name not in names or (not prefix and name in ("config", "resume", "restarts")):
             raise UserError(f"{where} is not known{nearest(name, list(names))}")
         name = names[name]
         current = getattr(options, name)
@@ -202,11 +202,13 @@ def load_preset(name: str) -> dict[str, Any]:
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
     """Return the options of `tpfuse train`. Raise UserError."""
     sources: list[tuple[str, dict[str, Any]]] = []
-    out = flag_value(arguments, "--out")
-    if "--resume" in arguments:
-        if out is None:
-            raise UserError("--resume needs --out RUN, the folder of the run to continue")
-        saved = Path(out) / "config.toml"
+    arguments = _with_value(arguments, "--resume", "yes")
+    out, resume = flag_value(arguments, "--out"), flag_value(arguments, "--resume")
+    if resume in ("yes", "auto") and out is None:
+        raise UserError("--resume needs --out RUN, the folder of the run to continue")
+    saved = Path(out or "") / "config.toml"
+    resumes = resume == "yes" or (resume == "auto" and saved.is_file())
+    if resumes:
         if not saved.is_file():
             raise UserError(f"there is no run to resume in {out}: {saved} is missing")
         table = read_toml(saved)
@@ -231,7 +233,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         _check_alone(decoder, arguments, sources)
         source = f"--model.from {decoder}"
     folder = decoder or weights
-    if isinstance(folder, str) and "--resume" not in arguments:  # a run's config.toml has these values too
+    if isinstance(folder, str) and not resumes:  # a run's config.toml has these values too
         from tpfuse.train.initial_weights import decoder_options, inherited_options  # this imports torch
 
         inherited = (decoder_options if decoder else inherited_options)(Path(folder))
@@ -246,13 +248,22 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
     options = overlaid(options, inherited, source)
     for index, (file, table) in enumerate(sources):
-        own = index == 0 and "--resume" in arguments  # the run's own file
+        own = index == 0 and resumes  # the run's own file
         if own:
             options = replace(options, data=replace(options.data, order=BEFORE.data.order))
         options = overlaid(options, table, file)
         if own:
             options = _with_end(options)
-    return parse_command(TrainCommand, arguments, "train", options)
+    options = parse_command(TrainCommand, arguments, "train", options)
+    return replace(options, resume="yes") if resumes else options
+
+
+def _with_value(arguments: Sequence[str], flag: str, value: str) -> list[str]:
+    """Return the command line with `value` after `flag` where the flag stands alone."""
+    words: list[str] = []
+    for word, following in zip(arguments, [*arguments[1:], "-"], strict=False):
+        words += [word, value] if word == flag and following.startswith("-") else [word]
+    return words
 
 
 def renewed(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,7 +328,7 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
     What belongs to one start of the run is left out: its folder, and what is profiled.
     """
     document = asdict(options)
-    for name in ("out", "resume", "config", "profile"):
+    for name in ("out", "resume", "restarts", "config", "profile"):
         del document[name]
     if options.model.from_ is not None:
         document["model"] = {"from_": options.model.from_, "n_positions": options.model.n_positions}

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from time import sleep
+from time import monotonic, sleep
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from tpfuse.train.errors import PeerLost, RunError, UserError
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 10.0  # seconds that the other ranks get to end after one has failed
 _POLL = 0.1  # seconds between two checks of the ranks
+_MEETING_POLL = 0.02  # seconds between two looks of a rank that waits for the others to start
 _USUAL_CAUSES = {
     signal.SIGKILL: ": by a person, or by the system because memory ran out",
     signal.SIGBUS: ": a file that it reads may have become shorter, or /dev/shm may be full",
@@ -76,8 +78,7 @@ def join(info: RankInfo, device: torch.device, timeout: float) -> None:
     """
     limit = timedelta(seconds=timeout)
     try:
-        store = _store(info, limit)
-        _wait_for_all(store, info, limit)
+        store = _meet(_store(info, limit), info, limit)
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         if info.store is not None and device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -100,17 +101,36 @@ def _store(info: RankInfo, limit: timedelta) -> Any:
     return dist.FileStore(info.store)  # type: ignore[attr-defined]
 
 
-def _wait_for_all(store: Any, info: RankInfo, limit: timedelta) -> None:
-    keys = [f"tpfuse/rank {rank} is here" for rank in range(info.world)]
-    store.set(keys[info.rank], "")
-    try:
-        store.wait(keys, limit)
-    except RuntimeError as error:  # a FileStore has no error class of its own for a timeout
-        missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        raise PeerLost(
-            f"rank {info.rank} waited {limit.total_seconds():g} s for {ranks} to start (--comm.timeout)", missing
-        ) from error
+def _meet(store: Any, info: RankInfo, limit: timedelta) -> Any:
+    """Wait until all ranks have started, and return a store that only they use.
+
+    torchrun keeps one store when it starts the ranks again (`_bootstrap_store_info` in torch's dynamic_rendezvous.py),
+    so what a rank finds there may come from a rank that has died. Each rank therefore writes a token of its own. Rank 0
+    invites the tokens that it finds, and again when one changes; the ranks have met when all of one invitation answer.
+    Raise PeerLost, which names the ranks that have not started.
+    """
+    token, deadline = uuid4().hex, monotonic() + limit.total_seconds()
+    tokens = [f"tpfuse/rank {rank} is here" for rank in range(info.world)]
+    store.set(tokens[info.rank], token)
+    meeting, invited, answers = "", [""], list[str]()
+    while monotonic() < deadline:
+        if info.rank == 0 and store.check(tokens):
+            found = [store.get(name).decode() for name in tokens]
+            if found != invited:
+                store.set("tpfuse/invitation", " ".join([uuid4().hex, *found]))
+        if store.check(["tpfuse/invitation"]):
+            latest, *invited = store.get("tpfuse/invitation").decode().split()
+            if token in invited and latest != meeting:
+                meeting, answers = latest, [f"tpfuse/{latest}/{rank}" for rank in range(info.world)]
+                store.set(answers[info.rank], "")
+        if answers and store.check(answers):
+            return dist.PrefixStore(meeting, store)
+        sleep(_MEETING_POLL)
+    missing = [rank for rank, name in enumerate(answers or tokens) if not store.check([name])] or [0]
+    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    raise PeerLost(
+        f"rank {info.rank} waited {limit.total_seconds():g} s for {ranks} to start (--comm.timeout)", tuple(missing)
+    )
 
 
 @dataclass
@@ -199,7 +219,8 @@ class _Parent:
         if self.signals > 1:
             raise KeyboardInterrupt
         if (error := _reason(self.ranks, killed, silent, timeout)) is not None:
-            raise error
+            # A run that was asked to stop is not started again.
+            raise RunError(str(error)) if self.signals and isinstance(error, PeerLost) else error
         return next((code for code in codes if code and code > 0), 0)  # a rank with such a status has printed its error
 
     def end(self) -> None:
@@ -221,7 +242,7 @@ def _reason(
     """
     if killed is not None:
         number = signal.Signals(-killed.process.exitcode)
-        return RunError(f"{killed} was killed by {number.name}{_USUAL_CAUSES.get(number, '')}")
+        return PeerLost(f"{killed} was killed by {number.name}{_USUAL_CAUSES.get(number, '')}", (killed.number,))
     errors = [rank.error for rank in ranks if rank.error is not None]
     for error in errors:
         if not isinstance(error, PeerLost):
@@ -233,9 +254,9 @@ def _reason(
             return error
     unheard = ", ".join(str(rank) for rank in silent if rank.number not in reporting)
     if lost:
-        return RunError(f"{lost[0]}; {unheard} did not answer" if unheard else str(lost[0]))
+        return PeerLost(f"{lost[0]}; {unheard} did not answer" if unheard else str(lost[0]))
     if unheard and not any(rank.process.exitcode > 0 for rank in ranks):
-        return RunError(f"{unheard} did not end within {timeout:g} s after the others (--comm.timeout)")
+        return PeerLost(f"{unheard} did not end within {timeout:g} s after the others (--comm.timeout)")
     return None
 
 
@@ -244,7 +265,8 @@ def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeo
 
     The status is 0 if all ranks return 0, else that of the first rank, in rank order, with another one. timeout: the
     seconds that ranks get to end after the first one has ended. Raise the error that gives the reason: a RunError or
-    UserError of a rank, a RunError if a rank was killed, and KeyboardInterrupt if a second signal has ended all ranks.
+    UserError of a rank, PeerLost if a rank was killed or does not answer, and KeyboardInterrupt if a second signal has
+    ended all ranks.
     """
     store = os.memfd_create("tpfuse-store")
     parent = _Parent()

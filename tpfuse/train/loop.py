@@ -165,6 +165,7 @@ class TrainingLoop:
             self._on_all_ranks(lambda: load_weights(weights, run.config, shards))
             self.trainer.optimizer.publish()
         self.peak = 0.0  # FLOP/s, once the run is introduced
+        self.trained = 0.0  # seconds of this start's steps
         self.val_loss: float | None = None
         self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
         # After a failed save: the step that saves again, and the steps from it to the next one if it fails too.
@@ -266,7 +267,8 @@ class TrainingLoop:
                     f" {program()} train --resume --out {self.run.folder}"
                 )
         else:
-            conclude(self, seconds, ["loss.png", *([picture] if picture else [])])
+            goodput = None if reporter is None else reporter.goodput(self.trained)
+            conclude(self, seconds, goodput, ["loss.png", *([picture] if picture else [])])
         if self.saved_step != self.trainer.step:
             newest = "there is none" if self.saved_step is None else f"the newest is of step {self.saved_step}"
             raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")
@@ -285,8 +287,10 @@ class TrainingLoop:
                 reporter.add(Row(0, val_loss=self.val_loss, memory_bytes=memory, seconds=seconds), None)
             mark = perf_counter()
         while trainer.step < options.steps:
+            step_began = perf_counter()
             with self.profile.step(trainer.step + 1):
                 result = self._first_step() if trainer.step == begun else trainer.train_step(self.windows, self.stop)
+            self.trained += perf_counter() - step_began
             step = trainer.step
             if step == begun + 1 and self.first:
                 say(measured(self.device, self.held_before))
@@ -302,7 +306,7 @@ class TrainingLoop:
                     self._evaluate()
                 if reporter is not None:
                     row = self._row(results, recent[-1], evaluated, perf_counter() - started)
-                    reporter.add(row, _seconds_a_step(recent) * (options.steps - step))
+                    reporter.add(row, _seconds_a_step(recent) * (options.steps - step), self.trained)
                 results.clear()
                 mark, mark_step = perf_counter(), step
             save_due = bool(options.save_every) and step % options.save_every == 0

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ class Row:
     pipeline_idle: list[float] | None = None
     # That share as predicted for the GPU, or from operation counts if the GPU is not known.
     predicted_idle: list[float] | None = None
+    # Since the first start of the run, the pauses between its starts included.
+    wall_seconds: float = 0.0
+    # The share of wall_seconds that passed in training steps whose updates the run still has.
+    goodput: float = 0.0
+    # When the row was written, in seconds since 1970.
+    time: float = 0.0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -67,12 +73,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(Unreadable):
             rows.append(parsed_json(line, {"step": int}))
     return rows
-
-
-def forget_after(path: Path, step: int) -> None:
-    """Drop the rows after `step`, which a resumed run is about to write again."""
-    rows = [row for row in read_metrics(path) if row["step"] <= step]
-    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def described(row: Row, steps: int, holder: str, width: int | None = None) -> str:
@@ -142,13 +142,23 @@ class Reporter:
     """Write rows to the run folder and show them. Only the first rank has a reporter.
 
     On a terminal, one progress line shows the latest row, in as many columns as the terminal has, and each evaluation
-    adds a permanent line above it. Elsewhere each row is a line. holder: a word for whose memory the rows count.
+    adds a permanent line above it. Elsewhere each row is a line. start: the step after which the run continues; rows of
+    later steps, which it trains again, are dropped. holder: a word for whose memory the rows count.
     """
 
     def __init__(self, folder: Path, steps: int, start: int, holder: str) -> None:
         self.path = folder / "metrics.jsonl"
         self.steps, self.holder = steps, holder
-        forget_after(self.path, start)
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["step"] <= start] if start else []
+        replace_file(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        now = time.time()
+        # Rows of earlier versions have no times.
+        self._began = min((row["time"] - row["wall_seconds"] for row in rows if "wall_seconds" in row), default=now)
+        self._trained = next((row["goodput"] * row["wall_seconds"] for row in kept[::-1] if "goodput" in row), 0.0)
+        if rows and rows[-1]["step"] > start:
+            since = next((row["time"] for row in kept[::-1] if "time" in row), self._began)
+            say(f"lost     steps {start + 1} to {rows[-1]['step']} and {now - since:.0f} s since step {start}")
         # The file is unbuffered: a row that a full disk refuses is lost, and not written when the file is closed.
         self._file = self.path.open("ab", buffering=0)
         self._failed = False
@@ -161,13 +171,22 @@ class Reporter:
             self._task = self._progress.add_task("", total=steps, completed=start)
             self._progress.start()
 
-    def add(self, row: Row, left: float | None) -> None:
-        """Record a row. left: the seconds that the run will still take, or None if unknown."""
-        values = asdict(row)
+    def goodput(self, trained: float) -> tuple[float, float]:
+        """Return (the seconds since the run's first start, the share of them in steps whose updates it still has).
+
+        trained: the seconds of the steps of this start.
+        """
+        wall = max(time.time() - self._began, 1e-9)
+        return wall, min(1.0, (self._trained + trained) / wall)
+
+    def add(self, row: Row, left: float | None, trained: float = 0.0) -> None:
+        """Record a row. left: the seconds that the run will still take; None if unknown. trained: as for `goodput`."""
+        wall, share = self.goodput(trained)
+        values = asdict(replace(row, wall_seconds=wall, goodput=share, time=time.time()))
         try:
             # The row is written at once, and on a line of its own even if the last one is incomplete.
             self._file.write((("\n" if self._failed else "") + json.dumps(values) + "\n").encode())
-            del values["step"]
+            del values["step"], values["time"]
             self._tensorboard.add(row.step, _scalars(values))
             self._failed = False
         except OSError as error:

@@ -281,8 +281,12 @@ class TrainCommand:
     init_from: Keeps[OptionalPath] = None
     """Folder of another run, or of a Hugging Face GPT-2, whose weights, shape and tokenizer step 0 starts from. A
     smaller --model.n-positions cuts the position table. Default: random weights."""
-    resume: Keeps[bool] = False
-    """Continue from the newest good checkpoint in --out, with the options of that run, which flags override."""
+    resume: Keeps[Literal["no", "yes", "auto"]] = "no"
+    """Continue from the newest good checkpoint in --out, with the options of that run, which flags override: yes,
+    which --resume alone means too, or auto, which starts the run if --out has none."""
+    restarts: Keeps[int] = 0
+    """How often the run starts its ranks again and resumes after one of them was killed or no longer answers. Under
+    torchrun: its --max-restarts, with --resume auto."""
     config: Keeps[OptionalPath] = None
     """TOML file of options, such as n_layer in a table [model], or the config.toml of a run."""
 

@@ -114,12 +114,17 @@ def measured(device: torch.device, held_before: int) -> str:
     return line + (whole if device.type == "cpu" else "")
 
 
-def conclude(loop: "TrainingLoop", seconds: float, pictures: Sequence[str]) -> None:
-    """Print losses, a sample and the files, and draw the losses. Collective, since all ranks generate the sample."""
+def conclude(
+    loop: "TrainingLoop", seconds: float, goodput: tuple[float, float] | None, pictures: Sequence[str]
+) -> None:
+    """Print losses, a sample and the files, and draw the losses. Collective, since all ranks generate the sample.
+
+    goodput: as `Reporter.goodput` returns it, on the first rank.
+    """
     run, trainer, tokens = loop.run, loop.trainer, loop.windows.tokens
     start = torch.from_numpy(tokens.sources[0][:1].astype(np.int64)).to(trainer.device)
     ids = trainer.generate(start.unsqueeze(0), min(_SAMPLE_TOKENS, 4 * run.config.n_positions))
-    if not loop.first:
+    if goodput is None:
         return
     val_tokens, unigram = loop.val_windows.tokens, None
     if min(map(len, val_tokens.sources)) > 0:
@@ -133,7 +138,8 @@ def conclude(loop: "TrainingLoop", seconds: float, pictures: Sequence[str]) -> N
         first = next((f"{row['val_loss']:.4f} -> " for row in rows if row.get("val_loss") is not None), "")
         say(f"validation loss {first}{loop.val_loss:.4f} nats per token")
         say(f"a unigram model, which knows only how often each token occurs, has a loss of {unigram:.4f}")
-    say(f"trained {trainer.step} steps, {seconds:.0f} s")
+    wall, share = goodput
+    say(f"trained {trainer.step} steps, {seconds:.0f} s; goodput {share:.0%} of {wall:.0f} s since the first start")
     newest = "no checkpoint" if loop.saved_step is None else f"step-{loop.saved_step}/"
     data = ["data/"] if (run.folder / "data").is_dir() else []
     files = ["metrics.jsonl", *pictures, "tensorboard/", "config.toml", "tokenizer.json", *data, newest]

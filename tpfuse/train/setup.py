@@ -99,7 +99,7 @@ def _check_ranges(options: TrainCommand) -> None:
         "train.log-every": (train.log_every, 1), "comm.timeout": (options.comm.timeout, 1),
         "optim.clip": (optim.clip, 0), "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0),
         "optim.min-lr": (optim.min_lr, 0), "parallel.measure-seconds": (parallel.measure_seconds, 0),
-        "parallel.cp-ulysses": (parallel.cp_ulysses, 1),
+        "parallel.cp-ulysses": (parallel.cp_ulysses, 1), "restarts": (options.restarts, 0),
         "parallel.pp-stages-per-rank": (parallel.pp_stages_per_rank, 1),
     }  # fmt: skip
     check_at_least(at_least)
@@ -358,21 +358,24 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
         check_compiler()
     ranks = local_ranks or rank_count(options.parallel)
     folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    if not options.resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists: add --resume to continue its run, or choose another --out")
+    resumes = options.resume == "yes"
+    if not resumes and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        is_run = (folder / "config.toml").is_file()
+        way = "add --resume to continue its run, or choose" if is_run else "it holds no run: choose"
+        raise UserError(f"{folder} exists: {way} another --out")
     for path in (folder, options.data.path, options.data.val_path, options.init_from, options.model.from_):
         try:
             str(path).encode()
         except UnicodeEncodeError:
             raise UserError(f"{str(path)!r}: the name is not UTF-8: rename it") from None
-    run = folder if options.resume else None
+    run = folder if resumes else None
     config = model_config(options, 1, run)  # checks that need no text come first: reading a large text takes long
-    if options.resume:
+    if resumes:
         _lock(folder)
-    source = None if options.resume else find_source(options, config)
+    source = None if resumes else find_source(options, config)
     staging = _staging(folder)
     try:
-        data = read_data(options.data, staging, kept_tokens(folder, options.data) if options.resume else (None, None))
+        data = read_data(options.data, staging, kept_tokens(folder, options.data) if resumes else (None, None))
         weights = None if source is None else source.weights_for(data.train.tokenizer)
         _check_lengths(options, data)
         if options.model.from_ is None:
@@ -386,13 +389,13 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
             _lock(folder)
         data = store(folder / "data", data, staging)
     except OSError as error:
-        if not options.resume:
+        if not resumes:
             shutil.rmtree(folder / "data", ignore_errors=True)  # so that the next run may use the folder
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    checkpoint = _resume_point(folder, options, config, data) if options.resume else None
-    if options.resume and checkpoint is None:
+    checkpoint = _resume_point(folder, options, config, data) if resumes else None
+    if resumes and checkpoint is None:
         source = find_source(options, config)
         weights = None if source is None else source.weights_for(data.train.tokenizer)
     given = next((files for files in data.train.files if files.paths[0].parent != folder / "data"), None)
