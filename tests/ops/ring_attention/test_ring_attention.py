@@ -399,22 +399,27 @@ def _holds_one_block() -> None:
 
 
 def _by_operators_of_gpus(backend: str, name: Implementation, kernels: Kernels, dtype: torch.dtype) -> None:
-    """Check blocks that a GPU's operators compute; those of a call that needs a mask are computed without them.
+    """Check blocks that a GPU's operators compute; those of a call with documents are computed without them.
 
-    With kernels triton the results of blocks are merged by the kernel.
+    With kernels triton the results of blocks are merged by the kernel. A contiguous rank has 130 tokens. Windows end
+    one token before a block does, between blocks, inside two blocks, and inside each rank's own.
     """
-    world, on_cpu = dist.get_world_size(), torch_blocks.chosen_operator
+    rank, world, on_cpu = dist.get_rank(), dist.get_world_size(), torch_blocks.chosen_operator
 
     def chosen(q: Tensor, call: RingCall) -> torch_blocks.AttentionOperator | None:
-        operator = torch_blocks.gpu_operator_of(q, call)
-        return on_cpu(q, call) if operator is None else operator
+        return on_cpu(q, call) if call.cu_seqlens is not None else torch_blocks.gpu_operator(q)[0]
 
-    causal, whole = _Sequence(259), _Sequence(258, causal=False)
-    cases = [(_Way("ring"), causal)]
+    length = 130 * world
+    causal, whole = _Sequence(length - 1), _Sequence(length - 2, causal=False)
+    contiguous = _Way("ring", "contiguous")
+    cases = [(_Way("ring"), replace(causal, window=80))]
     if kernels == "auto":
+        cases += [(_Way("ring"), causal), (_Way("ring", "striped"), causal), (_Way("ring"), whole)]
         cases += [(_Way("ulysses", ulysses=world), causal), (_Way("all_gather", "contiguous"), causal)]
-        cases += [(_Way("ring", "striped"), causal), (_Way("ring"), whole)]
-        cases += [(_Way("ring"), _Sequence(256, window=80)), (_Way("ring"), _Sequence(258, documents=(0, 9)))]
+        cases += [(contiguous, _Sequence(length, window=window)) for window in (30, 131, length // 2 + 20, length - 1)]
+        cases += [(_Way("ring"), replace(whole, window=100)), (_Way("ring", "striped"), replace(causal, window=150))]
+        cases += [(_Way("ring"), _Sequence(length, window=length // 2 - 7)), (_Way("ring"), replace(causal, length=9))]
+        cases += [(_Way("ring"), replace(causal, documents=(0, 9)))]
     with (
         attention_of_gpus(SDPBackend.__members__[backend]) as calls,
         mock.patch.object(torch_blocks, "chosen_operator", chosen),
@@ -425,7 +430,13 @@ def _by_operators_of_gpus(backend: str, name: Implementation, kernels: Kernels, 
             sequence = replace(mask, dtype=dtype, **_heads(way, grouped=i % 3 == 0))
             truth = _truth(sequence, 10)
             _check(way, sequence, _run(way, sequence, truth.inputs), truth)
-            assert set(calls) == ({"forward", "backward"} if mask in (causal, whole) else set()), (way, mask)
+            forward, backward = ([c._replace(backward=False) for c in calls if c.backward == b] for b in (False, True))
+            assert sorted(map(str, forward)) == sorted(map(str, backward)), (way, mask)  # the same rectangles alike
+            assert bool(forward) == (mask.documents is None), (way, mask)
+            plain = [call for call in forward if call.window == (None, None)]
+            assert not mask.window or len(plain) < len(forward) or rank < world - 1, (way, mask)
+            large = [call for call in plain if min(call.rows, call.keys) >= 64]  # cuDNN cannot attend to one key
+            assert [call for call in forward if call.operator == "cudnn"] == (large if "CUDNN" in backend else [])
 
 
 def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
@@ -460,13 +471,15 @@ def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str
 
 CUDNN, TRITON = SDPBackend.CUDNN_ATTENTION, "blocks by Triton kernels"
 HALF = "cuDNN and flash attention take half types alone"
+FLASH, REST = SDPBackend.FLASH_ATTENTION, "with documents or dropout"
+EDGES = "with flash attention at the edges of windows"
 
 
 @pytest.mark.parametrize(
     ("dtype", "size", "backend", "kernels", "expected"),
     [
-        (BF16, 128, CUDNN, "auto", "blocks by cuDNN attention"),
-        (torch.float16, 64, SDPBackend.FLASH_ATTENTION, "torch", "blocks by flash attention"),
+        (BF16, 128, CUDNN, "auto", f"blocks by cuDNN attention, {EDGES}; by Triton kernels {REST}"),
+        (torch.float16, 64, FLASH, "torch", f"blocks by flash attention; by the definition {REST}"),
         (BF16, 64, SDPBackend.MATH, "auto", f"{TRITON} (scaled_dot_product_attention takes MATH here)"),
         (BF16, 64, CUDNN, "triton", f"{TRITON} (chosen)"),
         (BF16, 136, CUDNN, "auto", f"{TRITON} (cuDNN has gradients only for heads of at most 128 in multiples of 8)"),
@@ -483,10 +496,11 @@ def test_a_gpu_takes_the_operator_that_torch_takes(
         assert explained_blocks(q) == expected
         assert by_kernels(q, call) == expected.startswith(TRITON)
         documents = torch.tensor([0, 256], dtype=torch.int32)
-        masked = {"window": 128, "runs": SequenceLayout(256, 2, "contiguous").runs}
-        short = {"rank": 0, "causal": False, "runs": SequenceLayout(127, 2, "contiguous").runs}  # rank 1 has 63 keys
-        for changes in ({"dropout_p": 0.1}, {"cu_seqlens": documents}, masked, short):
+        for changes in ({"dropout_p": 0.1}, {"cu_seqlens": documents}):
             assert by_kernels(q, replace(call, **changes)) == (kernels != "torch"), changes  # type: ignore[arg-type]
+        assert by_kernels(q, replace(call, window=128)) == by_kernels(q, call)
+        with mock.patch("torch.backends.cuda.is_flash_attention_available", return_value=False):
+            assert by_kernels(q, call) == (kernels != "torch")
         with mock.patch.dict(os.environ, TORCH_CUDNN_SDPA_AVOID_RECOMPILE="1"):
             assert by_kernels(q, call) == (kernels != "torch")
         torch.use_deterministic_algorithms(True)
@@ -554,7 +568,7 @@ FIRST: list[Row] = [
     (_promised, 2, ()),
     (_holds_one_block, 4, ()),
     (_by_operators_of_gpus, 2, ("CUDNN_ATTENTION", "direct", "triton", torch.float16)),
-    (_by_operators_of_gpus, 2, ("FLASH_ATTENTION", "collective", "auto", BF16)),
+    (_by_operators_of_gpus, 2, ("CUDNN_ATTENTION", "collective", "auto", BF16)),
 ]
 MORE: list[Row] = [
     *((_products, world, ("direct", stride)) for world, stride in ((1, 5), (4, 5), (8, 11))),
@@ -570,6 +584,8 @@ MORE: list[Row] = [
     (_packed, 4, ("collective",)),
     (_some_gradients, 3, ("collective",)),
     (_in_two_groups, 3, ("collective", 3, F64, 20)),
+    (_by_operators_of_gpus, 2, ("FLASH_ATTENTION", "collective", "auto", BF16)),
+    (_by_operators_of_gpus, 4, ("CUDNN_ATTENTION", "collective", "auto", BF16)),
     (_fused, 2, (BF16, False, (1, 2, 4))),
     (_fused, 3, (F32, True, (1, 3))),
     (_fused, 4, (BF16, False, (0, 5))),

@@ -72,10 +72,13 @@ class RingCall:
     def _documents(self) -> tuple[int, ...] | None:
         return None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
 
-    def rectangles(self, source: int, rank: int | None = None) -> tuple[Rectangle, ...]:
-        """Return the rectangles of the keys of `source` that a rank's queries see; default: this rank's queries."""
+    def rectangles(self, source: int, rank: int | None = None, *, bands: bool = False) -> tuple[Rectangle, ...]:
+        """Return the rectangles of the keys of `source` that a rank's queries see; default: this rank's queries.
+
+        bands: as in `tpfuse.ops.ring_attention.rectangles.visible_rectangles`.
+        """
         rank = self.rank if rank is None else rank
-        return visible_rectangles(self.runs, rank, source, self.causal, self.window, self._documents)
+        return visible_rectangles(self.runs, rank, source, self.causal, self.window, self._documents, bands)
 
     def visible_keys(self, source: int, rank: int) -> tuple[int, int]:
         """Return the smallest range [first, stop) with all keys of `source` that queries of `rank` see."""

@@ -6,9 +6,10 @@ gradients, so that the results of rectangles can be merged in float32 and their 
 
 On CPUs half types are computed in float32: nothing is rounded between blocks. On GPUs the operator is that of cuDNN or
 flash attention, which take half types alone: each block's result and gradients are rounded once, before they are added
-in float32, as in other rings of flash attention (TransformerEngine, torch's context parallelism). There the operators
-have no masks, and none has our dropout: `chosen_operator` says when attention is computed by its definition, tile by
-tile, or by the kernels of `tpfuse.ops.ring_attention.triton_blocks`.
+in float32, as in other rings of flash attention (TransformerEngine, torch's context parallelism). cuDNN's has no
+windows: what the edge of a window cuts is computed by flash attention, and all else by cuDNN. No operator has our
+dropout, and documents are known on the device alone: `chosen_operator` says when attention is computed by its
+definition, tile by tile, or by the kernels of `tpfuse.ops.ring_attention.triton_blocks`.
 """
 
 import os
@@ -34,43 +35,61 @@ _Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class AttentionOperator(NamedTuple):
-    """An operator of torch that attends to one rectangle. mask: what is added to the scores, or None; on GPUs None.
+    """An operator of torch that attends to one rectangle; on GPUs all rectangles with a mask are bands.
 
-    forward takes (q, k, v, causal, scale, mask) and returns (out, lse [B, H, rows], the natural logarithm); backward
-    takes (grad_out, q, k, v, out, lse, causal, scale, mask), with out and lse of all keys, and returns (dq, dk, dv).
+    forward takes (q, k, v, rectangle, scale), with the rectangle's rows and keys, and returns (out, lse [B, H, rows],
+    the natural logarithm); backward takes (grad_out, q, k, v, out, lse, rectangle, scale), with out and lse of all
+    keys, and returns (dq, dk, dv).
     """
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Tensor | None], _Gradients]
+    forward: Callable[[Tensor, Tensor, Tensor, Rectangle, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rectangle, float], _Gradients]
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _cpu(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scale: float) -> tuple[Tensor, Tensor]:
+    mask, causal = _added(q, rectangle), rectangle.causal
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    return out, lse
+    return out, lse if mask is None else lse.masked_fill_((mask == _NO_ROWS).all(1), _NO_ROWS)
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    mask: Tensor | None,
-) -> _Gradients:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rectangle: Rectangle, scale: float
+) -> _Gradients:
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        grad, q, k, v, out, lse, 0.0, rectangle.causal, attn_mask=_added(q, rectangle), scale=scale
     )
     return dq, dk, dv
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, _: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_rest = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+def _added(q: Tensor, rectangle: Rectangle) -> Tensor | None:
+    """Return what to add to the scores of a rectangle with a mask, [rows, keys]; None for another rectangle."""
+    mask = None if rectangle.visible is None else rectangle.mask()
+    return None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, _NO_ROWS)
+
+
+def _suits_cudnn(rectangle: Rectangle) -> bool:
+    """Return whether cuDNN computes a rectangle: it has no windows, and cannot attend to one key."""
+    rows, keys = rectangle.stop_row - rectangle.first_row, rectangle.stop_key - rectangle.first_key
+    return rectangle.visible is None and min(rows, keys) >= LEAST
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scale: float) -> tuple[Tensor, Tensor]:
+    if not _suits_cudnn(rectangle):
+        return _flash(q, k, v, rectangle, scale)
+    out, lse, *_rest = _aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, rectangle.causal, scale=scale
+    )
     return out, lse.squeeze(-1)
 
 
 def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    _: Tensor | None,
-) -> _Gradients:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rectangle: Rectangle, scale: float
+) -> _Gradients:
+    if not _suits_cudnn(rectangle):
+        return _flash_backward(grad, q, k, v, out, lse, rectangle, scale)
     # cuDNN before 9.26 takes the log-sum-exp for contiguous, whatever its strides are (NVIDIA/cudnn-frontend #304).
-    lse = lse.contiguous().unsqueeze(-1)
+    lse, causal = lse.contiguous().unsqueeze(-1), rectangle.causal
     seed = q.new_empty((), dtype=torch.int64)  # of dropout: not read
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
@@ -78,53 +97,49 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, _: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_rest = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
+def _flash(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scale: float) -> tuple[Tensor, Tensor]:
+    left, right = rectangle.window
+    out, lse, *_rest = _aten._flash_attention_forward(
+        *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, rectangle.causal, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    _: Tensor | None,
-) -> _Gradients:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rectangle: Rectangle, scale: float
+) -> _Gradients:
+    left, right = rectangle.window
     lse = lse.contiguous()  # the kernel has no strides for it
     state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # of dropout: not read
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, unused, scale=scale
-    )
-    return dq, dk, dv
+    dq, dk, dv = _aten._flash_attention_backward(
+        *(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse, None, None, q.shape[2], k.shape[2], 0.0,
+        rectangle.causal, state, unused, scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 CPU = AttentionOperator("flash attention for CPUs", _cpu, _cpu_backward)
 GPU = {
-    SDPBackend.CUDNN_ATTENTION: AttentionOperator("cuDNN attention", _cudnn, _cudnn_backward),
+    SDPBackend.CUDNN_ATTENTION: AttentionOperator(
+        "cuDNN attention, with flash attention at the edges of windows", _cudnn, _cudnn_backward
+    ),
     SDPBackend.FLASH_ATTENTION: AttentionOperator("flash attention", _flash, _flash_backward),
 }
 
 
 def chosen_operator(q: Tensor, call: RingCall) -> AttentionOperator | None:
-    """Return the operator that computes every rectangle of the call; None if there is none."""
+    """Return the operator that computes every rectangle of the call; None if there is none.
+
+    On GPUs there is none for documents: rectangles are cut on the host, which does not know their lengths. Flash
+    attention takes lengths on the device, but without a bound for them it starts as many programs for each document as
+    for a whole rank, and its diagonals end at the last key of a document, which striped tokens and windows need not.
+    """
     if call.dropout_p or q.device.type not in ("cpu", "cuda"):
         return None
-    return CPU if q.is_cpu else gpu_operator_of(q, call)
-
-
-def gpu_operator_of(q: Tensor, call: RingCall) -> AttentionOperator | None:
-    """Return the operator that computes every rectangle of the call on a GPU; None if there is none.
-
-    There is none if a rectangle has a mask, nor for documents: their rectangles are cut on the host, which does not
-    know their lengths.
-    """
-    return gpu_operator(q)[0] if call.cu_seqlens is None and _are_plain(call) else None
-
-
-def _are_plain(call: RingCall) -> bool:
-    """Return whether no rectangle has a mask or fewer than LEAST rows or keys (cuDNN cannot attend to one key)."""
-    rectangles = (each for source in range(call.runs.world) for each in call.rectangles(source))
-    return all(
-        each.visible is None and min(each.stop_row - each.first_row, each.stop_key - each.first_key) >= LEAST
-        for each in rectangles
-    )
+    if q.is_cpu:
+        return CPU
+    return gpu_operator(q)[0] if call.cu_seqlens is None else None
 
 
 def gpu_operator(q: Tensor) -> tuple[AttentionOperator | None, str]:
@@ -136,6 +151,8 @@ def gpu_operator(q: Tensor) -> tuple[AttentionOperator | None, str]:
     obstacle = flash_obstacle(q)
     if "TORCH_CUDNN_SDPA_AVOID_RECOMPILE" in os.environ:  # cuDNN's backward pass then takes other strides of lse
         obstacle = obstacle or "TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set"
+    if not torch.backends.cuda.is_flash_attention_available():
+        obstacle = obstacle or "torch is built without flash attention"
     if obstacle:
         return None, obstacle
     backend = SDPBackend(torch._fused_sdp_choice(q, q, q))
@@ -156,7 +173,7 @@ class BlockForward:
     def add(self, source: int, k: Tensor, v: Tensor) -> None:
         """Attend to the keys and values [B, Hk, n, D] of rank `source`."""
         k, v = _keys(k, self._operator), _keys(v, self._operator)
-        for rectangle in self._call.rectangles(source):
+        for rectangle in self._call.rectangles(source, bands=_is_of_gpu(self._operator)):
             out, lse = _attend(self._operator, self._q, k, v, rectangle, source, self._call)
             if self._out is None and out.shape == self._q.shape:
                 self._out, self._lse = out, lse
@@ -199,7 +216,7 @@ class BlockBackward:
         """
         k, v = _keys(k, self._operator), _keys(v, self._operator)
         written: tuple[int, int] | None = None
-        for rectangle in self._call.rectangles(source):
+        for rectangle in self._call.rectangles(source, bands=_is_of_gpu(self._operator)):
             gradients = self._of_rectangle(rectangle, source, k, v)
             for part, gradient in zip(parts, gradients, strict=True):
                 now = _accumulate(part, gradient, rectangle.first_key, rectangle.stop_key, written)
@@ -207,7 +224,7 @@ class BlockBackward:
 
     def gradients(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (dk, dv) in k's dtype, where these queries alone contribute to them."""
-        rectangles = self._call.rectangles(source)
+        rectangles = self._call.rectangles(source, bands=_is_of_gpu(self._operator))
         if len(rectangles) == 1 and rectangles[0].keys == slice(0, k.shape[2]):
             k, v = _keys(k, self._operator), _keys(v, self._operator)
             dk, dv = self._of_rectangle(rectangles[0], source, k, v)
@@ -229,8 +246,7 @@ class BlockBackward:
         if self._operator is None:
             dq, dk, dv = _define_backward(grad, q, k, v, out, lse, _tiles(q, rectangle, source, call), call.scale)
         else:
-            _, additive = _masks(q, rectangle)
-            dq, dk, dv = self._operator.backward(grad, q, k, v, out, lse, rectangle.causal, call.scale, additive)
+            dq, dk, dv = self._operator.backward(grad, q, k, v, out, lse, rectangle, call.scale)
         if self._dq is None and dq.shape == self._q.shape:
             self._dq = dq
         else:
@@ -308,18 +324,7 @@ def _attend(
     if operator is None:
         parts = [_define(q, k, v, tile, call.scale) for tile in _tiles(q, rectangle, source, call)]
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-    mask, additive = _masks(q, rectangle)
-    out, lse = operator.forward(q, k, v, rectangle.causal, call.scale, additive)
-    return out, lse if mask is None else lse.masked_fill_(~mask.any(1), _NO_ROWS)
-
-
-def _masks(q: Tensor, rectangle: Rectangle) -> tuple[Tensor | None, Tensor | None]:
-    """Return a rectangle's mask [rows, keys] bool and the tensor to add to its scores, or None for both."""
-    if rectangle.visible is None:
-        return None, None
-    mask = rectangle.mask()
-    assert mask is not None
-    return mask, torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, _NO_ROWS)
+    return operator.forward(q, k, v, rectangle, call.scale)
 
 
 @dataclass(frozen=True)

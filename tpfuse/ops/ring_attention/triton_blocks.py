@@ -101,11 +101,9 @@ def by_kernels(q: Tensor, call: RingCall) -> bool:
 
 
 def explained_blocks(q: Tensor) -> str:
-    """Return what computes blocks for queries like q [B, H, n, D] on a GPU, and why.
-
-    Calls with a window, documents or dropout have no operator of torch.
-    """
+    """Return what computes blocks for queries like q [B, H, n, D] on a GPU, and why."""
     operator, obstacle = gpu_operator(q)
-    if use_triton(q) and (chosen_kernels() == "triton" or operator is None):
-        return f"blocks by Triton kernels ({'chosen' if operator else obstacle})"
-    return f"blocks by {operator.name}" if operator else f"blocks by the definition ({obstacle})"
+    ours = "Triton kernels" if use_triton(q) else "the definition"
+    if operator is None or (use_triton(q) and chosen_kernels() == "triton"):
+        return f"blocks by {ours} ({'chosen' if operator else obstacle})"
+    return f"blocks by {operator.name}; by {ours} with documents or dropout"
