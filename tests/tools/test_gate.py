@@ -242,12 +242,18 @@ def test_an_exception_needs_tensor_cores_nevertheless(monkeypatch: pytest.Monkey
 
 
 def test_a_compiler_that_dies_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job is taken when a core is free for it: by then another process may have stored its result."""
+
     def dies(job: Job) -> Any:
         os._exit(3)
 
     monkeypatch.setattr(compilation, "compiled", dies)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     source = SimpleNamespace(name="some_kernel", constants={}, fn=SimpleNamespace(params=[], arg_names=[]))
-    jobs = [Job("some", "sm_90", "bfloat16", source, 4, stages) for stages in (1, 2, 3)]
-    results_by_index = dict(compile_jobs(jobs))
+    waiting = [Job("some", "sm_90", "bfloat16", source, 4, stages) for stages in (3, 2, 1)]
+    results_by_index: dict[int, Compilation] = {}
+    for index, result in compile_jobs(waiting.pop() for _ in range(3)):
+        results_by_index[index] = result
+        assert len(waiting) == 2 - index
     assert [results_by_index[index].num_stages for index in range(3)] == [1, 2, 3]
     assert {result.error for result in results_by_index.values()} == {"the compiler ended with exit status 3"}

@@ -80,6 +80,21 @@ def test_a_second_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not [path for path in kept.iterdir() if path.name.startswith(".")], "a write has left its file"
 
 
+def test_processes_that_compile_at_the_same_time_share_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Job]
+) -> None:
+    jobs, kept = [replace(_job(tmp_path), num_warps=n) for n in (1, 2, 4, 8)], tmp_path / "kept"
+    others: list[list[Compilation]] = []
+
+    def meanwhile(result: Compilation) -> None:
+        if not others:
+            others.append(_run(monkeypatch, kept, *jobs))
+
+    monkeypatch.setattr(compilation, "record", lambda *asked: Recorded(jobs, [], []))
+    assert compile_here([], [], [], on_done=meanwhile, kept_results=kept).compilations == others[0]
+    assert len(compiled) == len(jobs)
+
+
 @pytest.mark.parametrize(
     "change",
     [

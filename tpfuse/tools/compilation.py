@@ -15,11 +15,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -109,43 +112,44 @@ def _printed(output: IO[bytes]) -> str:
     return output.read().decode(errors="replace")
 
 
-def _warm_up(families: set[str]) -> None:
+@cache
+def _warm_up(family: str) -> None:
     """Make Triton compute what it computes once in a process, above all its own hash, so that workers inherit it."""
     triton_key()
-    for family in families:
-        make_backend(target(family)).hash()
+    make_backend(target(family)).hash()
 
 
 def compile_jobs(
-    jobs: Sequence[Job], keep: Path | None = None, *, examined: bool = True
+    jobs: Iterable[Job], keep: Path | None = None, *, examined: bool = True
 ) -> Iterator[tuple[int, Compilation]]:
     """Compile the jobs on all cores, and yield (index, result) of each job when it is done.
 
-    keep: a folder to which the compiler's output is written. examined: whether the results contain the resources that
-    a kernel uses, for which ptxas may run a second time.
+    A job is taken from `jobs` when a core is free for it. keep: a folder to which the compiler's output is written.
+    examined: whether the results contain the resources that a kernel uses, for which ptxas may run a second time.
     """
-    _warm_up({job.family for job in jobs})
     context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be pickled
-    waiting = list(enumerate(jobs))[::-1]
-    running: dict[Any, tuple[int, BaseProcess]] = {}
-    while waiting or running:
-        while waiting and len(running) < len(os.sched_getaffinity(0)):
-            index, job = waiting.pop()
+    waiting = enumerate(jobs)
+    running: dict[Any, tuple[int, Job, BaseProcess]] = {}
+    while True:
+        for index, job in islice(waiting, len(os.sched_getaffinity(0)) - len(running)):
+            _warm_up(job.family)
             receiver, sender = context.Pipe(duplex=False)
             stem = None if keep is None else keep / f"{job.operator}-{index}-{job.family}-{job.source.name}"
             worker = context.Process(target=_work, args=(job, sender, stem, examined))
             worker.start()
             sender.close()
-            running[receiver] = index, worker
+            running[receiver] = index, job, worker
+        if not running:
+            return
         for done in wait(list(running)):
-            index, process = running.pop(done)
+            index, job, process = running.pop(done)
             result_end: Any = done
             try:
                 result: Compilation = result_end.recv()
             except EOFError:
                 process.join()
                 reason = f"the compiler ended with exit status {process.exitcode}"
-                result = Compilation(**_identity(jobs[index]), error=reason)
+                result = Compilation(**_identity(job), error=reason)
             process.join()
             yield index, result
 
@@ -160,25 +164,41 @@ def compile_here(
 ) -> CompilationReport:
     """Record launches in this process and compile them in its children. This process must not interpret kernels.
 
-    kept_results: a folder of results. A result is read from it if nothing has changed, and otherwise written to it. The
-    folder is not used together with `keep`, which needs the compiler's output.
+    kept_results: a folder of results. A result is read from it if nothing has changed, and otherwise written to it.
+    Processes that compile with one folder at the same time share the work. The folder is not used together with `keep`,
+    which needs the compiler's output.
     """
     recorded = record(operators, families, dtypes)
     unique: dict[tuple[object, ...], Job] = {}
     for job in recorded.jobs:
         unique.setdefault(job.key, job)  # some operators launch the same kernels
+    jobs = list(unique.values())
     kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
+    if kept is not None:
+        random.shuffle(jobs)  # each process has an order of its own: two seldom compile a job at the same time
+    started: list[tuple[Job, str]] = []  # with the name of the result to be stored
     finished: dict[tuple[object, ...], Compilation] = {}
-    for key, job in unique.items():
-        if kept is not None and (result := kept.read(digest(job))) is not None:
-            finished[key] = replace(result, operator=job.operator, dtype=job.dtype)
-            on_done(finished[key])
-    jobs = [job for key, job in unique.items() if key not in finished]
-    for index, result in compile_jobs(jobs, keep):
-        finished[jobs[index].key] = result
+
+    def finish(job: Job, result: Compilation) -> None:
+        finished[job.key] = replace(result, operator=job.operator, dtype=job.dtype)
+        on_done(finished[job.key])
+
+    def missing() -> Iterator[Job]:
+        """Yield the jobs of which no process has stored a result when their turn comes."""
+        for job in jobs:
+            name = "" if kept is None else digest(job)
+            result = None if kept is None else kept.read(name)
+            if result is None:
+                started.append((job, name))
+                yield job
+            else:
+                finish(job, result)
+
+    for index, result in compile_jobs(missing(), keep):
+        job, name = started[index]
         if kept is not None:
-            kept.write(digest(jobs[index]), result)
-        on_done(result)
+            kept.write(name, result)
+        finish(job, result)
     results = [replace(finished[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
     return CompilationReport(triton.__version__, results + _refused(recorded), recorded.rows)
 
