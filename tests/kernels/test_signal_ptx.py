@@ -170,6 +170,15 @@ SIGNALS = {
     "sharded_adamw_kernel": (2, 2, 1, 3),
     "send_message_kernel": (1, 1, 1, 2),
 }
+# How many of these waits are for one word; the others are for a block of words.
+ONE_WORD = {
+    "all_gather_gemm_forward_kernel": 1,
+    "ring_attention_forward_kernel": 1,
+    "ring_attention_forward_kernel RING=True": 1,
+    "ring_attention_dq_kernel": 2,
+    "ring_attention_dq_kernel RING=True": 2,
+    "send_message_kernel": 1,
+}
 LOADS_OWN_BY_TMA = {  # operands that no peer writes
     "all_gather_gemm_forward_kernel", "all_gather_gemm_forward_kernel COPIERS=0",
     "gemm_reduce_scatter_forward_kernel", "gemm_reduce_scatter_forward_kernel out_ptr=None",
@@ -221,6 +230,18 @@ def test_every_kernel_is_here_and_signals(programs: list[Program]) -> None:
         if traced(name):  # the compiler copies the first turn of some loops that wait
             expected = (expected[0], max(expected[1], counts[1]), expected[2], max(expected[3], counts[3]))
         assert counts == expected, name
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+def test_waits_for_one_word_and_the_abort_word_only_read(programs: list[Program]) -> None:
+    """Triton turns an addition of 0 to one word into a load. One to a block of words stays an atomic operation."""
+    for _, name, ptx, _ in programs:
+        atomics = [parts for kind, parts in instructions(ptx) if kind == ATOMIC]
+        assert all("ld" in parts for parts in atomics if "relaxed" in parts), name
+        loads = sum({"ld", "acquire"} <= parts for parts in atomics)
+        expected = ONE_WORD.get(variant(name), 0)
+        assert loads == expected or (traced(name) and loads > expected > 0), name
 
 
 @pytest.mark.compile
