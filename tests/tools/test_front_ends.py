@@ -20,13 +20,12 @@ from tpfuse.tools.gate import violations
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST, INSTALLED, NEWEST = "3.6.0", triton.__version__, "3.9.0"
 EVERY = tuple(dict.fromkeys((OLDEST, "3.7.1", INSTALLED, NEWEST)))
-# Versions, the features that occur together (`front_end.TOGETHER`; 1: every branch), families and dtype. sm_100 has no
-# constants of its own except sizes. The front end accepts float16 wherever it accepts bfloat16.
+# Versions, how many features occur together (`front_end.representatives`), families and dtypes. sm_100 has no constants
+# of its own except sizes. The front end accepts float16 wherever it accepts bfloat16.
 KERNELS = [
-    ((OLDEST, NEWEST), "1 sm_90 bfloat16"),
-    *exhaustive((EVERY, "2 sm_90 bfloat16"), (EVERY, "2 sm_80 bfloat16"), (EVERY, "2 sm_80 sm_90 float32")),
+    ((OLDEST, NEWEST), 1, "sm_90", "bfloat16"),
+    *exhaustive((EVERY, 2, "sm_80 sm_90", "bfloat16 float32")),
 ]
-COMMAND = "from tpfuse.tools import compilation, front_end; front_end.TOGETHER = {}; compilation.main()"
 
 
 def _folder(version: str) -> Path | None:
@@ -34,13 +33,13 @@ def _folder(version: str) -> Path | None:
     return None if version == triton.__version__ else ROOT / "build" / f"triton-{version}"
 
 
-def _start(version: str, together: str, *flags: str) -> subprocess.Popen[str]:
+def _start(version: str, *flags: str) -> subprocess.Popen[str]:
     """Start a Python process that does not interpret kernels, with this version of Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folder = _folder(version)
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", COMMAND.format(together), "--front-end", "--json", *flags]
+    command = [sys.executable, "-m", "tpfuse.tools.compilation", "--json", *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 
@@ -54,13 +53,12 @@ def _report(version: str, process: subprocess.Popen[str]) -> CompilationReport:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("versions", "kernels"), KERNELS)
-def test_every_kernel_passes(versions: tuple[str, ...], kernels: str) -> None:
+@pytest.mark.parametrize(("versions", "together", "families", "dtypes"), KERNELS)
+def test_every_kernel_passes(versions: tuple[str, ...], together: int, families: str, dtypes: str) -> None:
     """All versions run at the same time."""
     missing = [version for version in versions if (folder := _folder(version)) and not folder.is_dir()]
-    together, *families, dtype = kernels.split()
-    flags = ("--families", *families, "--dtypes", dtype)
-    started = {version: _start(version, together, *flags) for version in versions if version not in missing}
+    flags = ("--front-end", str(together), "--families", *families.split(), "--dtypes", *dtypes.split())
+    started = {version: _start(version, *flags) for version in versions if version not in missing}
     for version, process in started.items():
         report = _report(version, process)
         assert report.triton == version

@@ -224,11 +224,16 @@ def warm_cache(
     return CompilationReport(triton.__version__, results, recorded.rows)
 
 
-def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> CompilationReport:
-    """Record launches, and run the compiler's front end on representatives of them, in this process."""
+def front_end_here(
+    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str], together: int
+) -> CompilationReport:
+    """Record launches, and run the compiler's front end on representatives of them, in this process.
+
+    together: as for `front_end.representatives`.
+    """
     recorded = record(operators, families, dtypes)
     results = _refused(recorded)
-    for job in front_end.representatives(recorded.jobs):
+    for job in front_end.representatives(recorded.jobs, together):
         try:
             front_end.lower(job)
             results.append(Compilation(**_identity(job)))
@@ -277,7 +282,14 @@ def _arguments() -> argparse.Namespace:
         "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="compile for inputs of these dtypes"
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write TTIR, TTGIR, PTX and SASS to this folder")
-    parser.add_argument("--front-end", action="store_true", help="run only the front end, and show what it refuses")
+    parser.add_argument(
+        "--front-end",
+        nargs="?",
+        type=int,
+        choices=(1, 2),
+        const=2,
+        help="run only the front end, and show what it refuses; with 1, on fewer launches, which have every branch",
+    )
     parser.add_argument(
         "--warm", action="store_true", help="only fill Triton's cache of this machine, and show what does not compile"
     )
@@ -308,7 +320,7 @@ def main() -> int:
     if options.warm:
         report = warm_cache(*asked, lambda result: print(result.operator, result.error, flush=True))
     elif options.front_end:
-        report = front_end_here(*asked)
+        report = front_end_here(*asked, options.front_end)
         if not document:
             print(f"Triton {report.triton}: {len(report.compilations)} launches taken through its front end")
     else:

@@ -21,8 +21,6 @@ from triton.compiler import make_backend
 
 from tpfuse.tools.recorded import Job, target
 
-TOGETHER = 2  # an error depends on one feature or on two: a constant that selects a branch, and a type or None in it
-
 
 def lower(job: Job) -> Any:
     """Return the TTIR of a kernel. Raise the exceptions that the front end raises."""
@@ -54,14 +52,15 @@ def features(job: Job) -> list[tuple[str, object]]:
     return [*parts, ("integers that are 1", tuple(ones)), ("types", tuple(sorted(types)))]
 
 
-def representatives(jobs: Sequence[Job]) -> list[Job]:
-    """Return jobs that together have, for each kernel, every pair of features that occurs in one of all jobs.
+def representatives(jobs: Sequence[Job], together: int = 2) -> list[Job]:
+    """Return jobs that have, for each kernel, every combination of features that occurs in one of all jobs.
 
-    The jobs are chosen greedily: the job that adds the most pairs is chosen first. With `TOGETHER` 1, each feature
-    occurs, and so every branch.
+    together: the number of features in a combination. With 1, each feature occurs, and so every branch. An error may
+    depend on two: on a constant that selects a branch, and on a type or None in it. The jobs are chosen greedily: the
+    job that adds the most combinations is chosen first.
     """
     pairs = {
-        index: {(job.source.name, *pair) for pair in itertools.combinations(features(job), TOGETHER)}
+        index: {(job.source.name, *pair) for pair in itertools.combinations(features(job), together)}
         for index, job in enumerate(jobs)
     }
     chosen = []

@@ -124,7 +124,7 @@ def _meet(store: Any, info: RankInfo, limit: timedelta) -> Any:
                 meeting, answers = latest, [f"tpfuse/{latest}/{rank}" for rank in range(info.world)]
                 store.set(answers[info.rank], "")
         if answers and store.check(answers):
-            return dist.PrefixStore(meeting, store)
+            return dist.PrefixStore(meeting, store)  # type: ignore[attr-defined]
         sleep(_MEETING_POLL)
     missing = [rank for rank, name in enumerate(answers or tokens) if not store.check([name])] or [0]
     ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
