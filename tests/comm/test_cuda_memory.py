@@ -269,6 +269,38 @@ def test_the_second_of_two_streams_waits_for_the_first() -> None:
     memory.barrier()
 
 
+@on_ranks(2)
+def test_work_beside_a_stream_waits_for_it_and_is_joined() -> None:
+    """It does not run on the stream, which goes on without it, and where ranks share a GPU it does not run at all."""
+    memory, calls = _memory()
+    done, go_on = list[str](), threading.Event()
+
+    def work() -> None:
+        with memory.guard("beside"):
+            calls.do(lambda: done.append("begun"))
+            calls.do(go_on.wait)
+            calls.do(lambda: done.append("work"))
+
+    calls.do(lambda: time.sleep(0.1))
+    calls.do(lambda: done.append("before"))
+    end = memory.beside(work)
+    calls.do(lambda: done.append("meanwhile"))
+    calls.do(go_on.set)
+    memory.join(end)
+    calls.do(lambda: done.append("joined"))
+    calls.synchronize()
+    memory.check()
+    assert end is not None and done[0] == "before"
+    done.remove("begun")  # before, during or after what runs meanwhile
+    assert done == ["before", "meanwhile", "work", "joined"]
+    calls.capture = True
+    assert memory.beside(work) is None
+    calls.capture = False
+    shared = CudaMemory(_group(), torch.device("cpu"), 60.0, StandIn(_group(), gpu="the only one"))
+    assert shared.beside(work) is None
+    memory.barrier()
+
+
 def _signal_each_other(memory: CudaMemory, flags: SymmetricBuffer, epoch: int) -> None:
     with memory.guard("operation"):
         memory.signal(flags, 1 - memory.rank, 0, epoch)

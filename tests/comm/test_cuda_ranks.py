@@ -156,6 +156,31 @@ def test_the_second_of_two_streams_waits_for_the_first(ranks: RankPool) -> None:
     ranks.run(_two_streams)
 
 
+def _beside() -> None:
+    memory = _memory()
+    memory.has_second_stream = True  # also if the ranks share a GPU
+    x, y = torch.zeros(2, 2**24, device=memory.device)
+    seen = torch.zeros(20, device=memory.device)
+
+    def work() -> None:
+        with memory.guard("beside"):
+            y.copy_(x)
+
+    for turn in range(20):
+        x += 1  # before the work begins
+        end = memory.beside(work)
+        memory.join(end)
+        seen[turn] = y[-1]  # after its end
+    torch.cuda.synchronize()
+    memory.check()
+    assert seen.tolist() == [float(turn + 1) for turn in range(20)]
+    memory.barrier()
+
+
+def test_work_beside_a_stream_waits_for_it_and_is_joined(ranks: RankPool) -> None:
+    ranks.run(_beside)
+
+
 def _collectives() -> None:
     memory = _memory()
     collectives = FusedCollectives(memory)

@@ -199,6 +199,15 @@ class StandIn(CudaCalls):
         self.waits += 1
         self.do(event.passed.wait)
 
+    @contextlib.contextmanager
+    def second_stream(self) -> Iterator[None]:
+        first = self.current
+        self.use("second")
+        try:
+            yield
+        finally:
+            self.current = first
+
     def alarm(self, word: Tensor) -> Callable[[], None]:
         def ring() -> None:
             self.rung += 1

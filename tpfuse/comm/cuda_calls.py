@@ -8,6 +8,7 @@ addresses of the allocations, `offset` is the number of bytes between the beginn
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -171,6 +172,10 @@ class CudaCalls:
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(event)
 
+    def second_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the current stream is the second one of this process and GPU."""
+        return torch.cuda.stream(_second_stream(self.device))
+
     def alarm(self, word: Tensor) -> Callable[[], None]:
         """Return a function that begins to set a word [1] to 1 while a kernel that polls it fills the device.
 
@@ -195,6 +200,13 @@ class CudaCalls:
         with contextlib.suppress(OSError, AttributeError):
             mode = ctypes.c_int(_THREAD_LOCAL)
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream of the lowest priority, 0, which the default stream has too."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def urgent_stream(device: torch.device) -> torch.cuda.Stream:

@@ -12,7 +12,9 @@ they were begun. While a graph is captured nothing is recorded or checked, since
 replay.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -91,7 +93,8 @@ class CudaMemory(HostCoordinatedMemory):
         for text in self.exchange(next((text for text in obstacles if text), ""), "symmetric memory"):
             if text:
                 raise Unavailable(text)
-        if len({gpu for _, gpu, *_ in gpus}) < self.world:
+        self.has_second_stream = len({gpu for _, gpu, *_ in gpus}) == self.world
+        if not self.has_second_stream:
             self.resident_programs = _SHARED_PROGRAMS
 
     def _obstacle(self, rank: int, name: str, gpu: str, model: str, folder: str) -> str:
@@ -196,6 +199,18 @@ class CudaMemory(HostCoordinatedMemory):
             raise RuntimeError(f"{op}: the host cannot wait in a barrier while a graph is captured")
         self._calls.synchronize()
         super().barrier(op)
+
+    def beside(self, work: Callable[[], None]) -> object | None:
+        if not self.has_second_stream or self._calls.capturing():
+            return None
+        here = self._calls.record()
+        with self._calls.second_stream():
+            self._calls.wait_for(here)
+            work()
+            return self._calls.record()
+
+    def join(self, end: object) -> None:
+        self._calls.wait_for(cast(Event, end))
 
     def _watch(self, op: str, kernel: bool, peer: int | None) -> None:
         """Record the beginning of an operation, a kernel or copies with signals, which the stream watchdog watches."""

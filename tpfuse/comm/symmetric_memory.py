@@ -65,6 +65,8 @@ class SymmetricMemory(ABC):
     backend: str
     # The most programs of a launch that waits, if ranks share a device; None: no limit.
     resident_programs: int | None = None
+    # Whether `beside` runs work on a second stream.
+    has_second_stream = False
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.device, self.timeout = rank, world, device, timeout
@@ -192,6 +194,19 @@ class SymmetricMemory(ABC):
         with those of other ranks, which need not do the same, and a time-out names the peer. Raise RuntimeError if
         another thread is inside a guard of this memory.
         """
+
+    def beside(self, work: Callable[[], None]) -> object | None:
+        """Run `work` on a second stream, after everything that is on the current one; return its end, for `join`.
+
+        Return None, and do not call `work`, if there is no second stream: on CPUs, where ranks share a GPU, and while a
+        graph is captured. The second streams of all memories of a process are one, so that works run one after another.
+        Memory that `work` uses must be kept until the current stream has joined.
+        """
+        return None
+
+    def join(self, end: object) -> None:
+        """Make what follows on the current stream wait for the end of a work that ran beside it."""
+        raise NotImplementedError
 
     def check(self) -> None:  # noqa: B027 - most backends have nothing left to raise
         """Raise the errors that are still pending. Call it at the end of each step.

@@ -143,6 +143,27 @@ class ExploredRun:
         parent.held = GRID
         self.scheduler.dispatch(parent)
 
+    def beside(self, work: Callable[[], None], before: int | None) -> int:
+        """Run the current rank's work on a chain of its own, which is returned.
+
+        The work knows what the rank's stream knows, and what the work on the chain `before` knew. The stream does not
+        know the work until it joins the chain.
+        """
+        task, chain = self.scheduler.current, self.memory.clocks.new_chain()
+        stream = task.stream
+        for known in [stream] if before is None else [stream, before]:
+            self.memory.clocks.fork(known, chain)
+        task.stream = task.chain = chain
+        try:
+            work()
+        finally:
+            task.stream = task.chain = stream
+        return chain
+
+    def join(self, chain: int) -> None:
+        """Let the current rank's stream know what the work on a chain knew."""
+        self.memory.clocks.join(self.scheduler.current.stream, [chain])
+
     def _unbegun(self) -> str:
         waiting = [f"{left} of rank {rank}" for rank, left in self._programs_left.items() if left]
         if not waiting:

@@ -1,7 +1,8 @@
 """Symmetric memory of ranks that run one at a time in one process, in which every access and every wait is checked."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ class SimulatedMemory(SymmetricMemory):
     everything that all ranks have done before. A wait ends by itself only under `explore(..., timeouts=True)` and only
     if no rank can continue: then every rank's abort word is set, kernels return, and `wait_signal`, `barrier` and
     `guard` raise PeerTimeout, until all ranks call `reset`.
+
+    A program may set `has_second_stream`. Work that runs `beside` is done at once, but nothing orders its accesses
+    before those that follow on the rank's stream, until the stream has joined its end.
     """
 
     backend = "simulated"
@@ -36,6 +40,7 @@ class SimulatedMemory(SymmetricMemory):
         self._run, self._shared = shared.run, shared
         self._made: dict[str, int] = {}
         self._regions: dict[str, list[Region]] = {}
+        self._last_beside: int | None = None
 
     @property
     def abort(self) -> Tensor:
@@ -99,6 +104,15 @@ class SimulatedMemory(SymmetricMemory):
         self._check_abort(op)
         yield
         self._check_abort(op)
+
+    def beside(self, work: Callable[[], None]) -> object | None:
+        if not self.has_second_stream:
+            return None
+        self._last_beside = self._run.beside(work, self._last_beside)
+        return self._last_beside
+
+    def join(self, end: object) -> None:
+        self._run.join(cast(int, end))
 
     def _check_abort(self, op: str) -> None:
         if self._run.aborted(self.rank):
