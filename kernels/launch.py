@@ -62,10 +62,11 @@ if INTERPRETED:
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 FAMILIES = tuple(_MULTIPROCESSORS)
 
-# The multiprocessors that NCCL's kernels get beside ours. A program of a product takes nearly all shared memory of its
-# multiprocessor: where NCCL holds that, the program begins when NCCL has ended. A product would take twice as long, and
-# ranks could wait in a circle: NCCL on rank A for NCCL on C, which finds no multiprocessor beside a product that waits
-# for D, whose last programs wait for NCCL on D, and so on to the rank whose product waits for A's. Not measured yet.
+# The multiprocessors that NCCL's kernels, or sums of gradients by our own, get beside products. A program of a product
+# takes nearly all shared memory of its multiprocessor: where NCCL holds that, the program begins when NCCL has ended. A
+# product would take twice as long, and ranks could wait in a circle: NCCL on rank A for NCCL on C, which finds no
+# multiprocessor beside a product that waits for D, whose last programs wait for NCCL on D, and so on to the rank whose
+# product waits for A's. Not measured yet.
 RESERVED = 16
 
 
@@ -173,31 +174,32 @@ def family(device: torch.device) -> str:
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs a persistent kernel starts; 3 when interpreted, so that each of them loops.
 
-    On a GPU there are `RESERVED` fewer while a `Reservation` holds, but at least half of them.
+    On a GPU there are `RESERVED` fewer for each owner of a `Reservation`, but at least half of them.
     """
     name, count = _gpu(device)
-    return count if name == "interpreted" or not Reservation.held else max(count - RESERVED, count // 2)
+    return count if name == "interpreted" else max(count - RESERVED * len(set(Reservation.held)), count // 2)
 
 
 class Reservation:
-    """Leaves multiprocessors to NCCL's kernels, which run beside ours, from now until `end`.
+    """Leaves multiprocessors to an owner's kernels, which run beside products, from now until `end`.
 
-    All ranks of a group must make and end theirs between the same two openings of channels, where ranks compare how
-    many programs they start. Therefore none ends when an object is collected as garbage.
+    owner: "NCCL", or a name of kernels of ours that wait for peers meanwhile; together they have at most `RESERVED`
+    programs at once. All ranks of a group must make and end theirs between the same two openings of channels, where
+    ranks compare how many programs they start. Therefore none ends when an object is collected as garbage.
     """
 
-    held: ClassVar[int] = 0  # how many there are in this process
+    held: ClassVar[list[str]] = []  # the owners of those of this process
 
-    def __init__(self) -> None:
-        self._ended = False
-        Reservation.held += 1
+    def __init__(self, owner: str = "NCCL") -> None:
+        self.owner, self._ended = owner, False
+        Reservation.held.append(owner)
         forget_plans()
 
     def end(self) -> None:
         """Let products use these multiprocessors again; do nothing at a second call."""
         if not self._ended:
             self._ended = True
-            Reservation.held -= 1
+            Reservation.held.remove(self.owner)
             forget_plans()
 
 
