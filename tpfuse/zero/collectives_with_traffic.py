@@ -4,6 +4,14 @@ Each belongs to a unit, and ranks compare the units first (`tpfuse.zero.unit_ord
 
 Between CPU ranks they call `tpfuse.comm.collectives`, which sum in rank order, have a deadline, and name a rank that is
 lost. On CUDA they call NCCL and return its work objects, because `fully_shard` orders the streams itself.
+
+NCCL gathers without multiprocessors, by copy engines, if a group has the zero-CTA policy and all ranks have registered
+the output as a symmetric window; before NCCL 2.29 the input too (enqueue.cc, ncclCeAvailable). torch has two ways
+there, and neither is taken. `set_symm_mem_for_comm` excludes other collectives than its own, and chooses NCCL as the
+process's symmetric memory, whose CUDA backend `CudaMemory` needs. `ProcessGroupNCCL.register_mem_pool` with symm=True
+registers each segment that torch's allocator adds later: a collective call without a deadline, which ranks whose
+allocators differ would not all make. Besides, NCCL 2.28, which torch 2.11 brings, signals to other GPUs by stream
+operations (ce_coll.cc, ncclPrepUCSync), which CUDA drivers from 13.1 on do not support (NVIDIA/nccl issue 2052).
 """
 
 from collections.abc import Callable, Iterable
