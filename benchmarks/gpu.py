@@ -59,7 +59,8 @@ LIMITS = {
     "tpfuse/ops/ring_attention/schedule.py: GATHERED_BYTES": f"{_LONG} --parallel.cp-schedule all_gather",
 }
 # The options of `tpfuse train` whose speed is a figure: one model on each GPU, the same while a trace is recorded, and
-# one model that eight GPUs share, as tensor-parallel ranks and as stages of a pipeline.
+# one model that eight GPUs share, as tensor-parallel ranks, as stages of a pipeline and by ZeRO.
+_BUCKETS = "--model.preset gpt2-1558m --parallel.dp 8 --zero.stage 2 --parallel.impl"
 _STAGES = "--model.preset gpt2-1558m --parallel.pp 8 --parallel.impl"
 TRAINED = (
     "--model.preset gpt2-124m",
@@ -68,6 +69,8 @@ TRAINED = (
     "--model.preset gpt2-1558m --parallel.tp 8 --parallel.impl fused",
     f"{_STAGES} collective",
     f"{_STAGES} fused",
+    f"{_BUCKETS} collective",
+    f"{_BUCKETS} fused",
 )
 
 

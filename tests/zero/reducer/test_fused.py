@@ -8,11 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.cuda_stand_in import StandIn
 from tests.support.tiers import exhaustive, pairwise
 from tpfuse.choices import Implementation
-from tpfuse.explore import PCT, SimulatedMemory, explore
+from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.errors import Disagreement
+from tpfuse.explore import PCT, Sequential, SimulatedMemory, explore
 from tpfuse.explore.mutants import surviving
 from tpfuse.explore.planting import Fault, replace
+from tpfuse.kernels.launch import RESERVED, Reservation
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -26,6 +30,12 @@ from tpfuse.zero.reducer.fused import FusedReducer
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Explored reducers are never closed."""
+    monkeypatch.setattr(Reservation, "held", [])
 
 
 def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> list[Tensor]:
@@ -67,11 +77,69 @@ def test_equals_direct(world: int, stage: int, dtype: torch.dtype, sums: bool) -
             torch.testing.assert_close(a, b, rtol=2 * tolerance, atol=2 * tolerance)
 
 
-def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[SimulatedMemory], None]]:
+BESIDE = {
+    Fault("a buffer is written too early", replace(FusedReducer._sum_part, "self.memory.join(end)", by="None")): 2,
+    Fault("an older sum's end", replace(FusedReducer._sum_part, "self._ends[index]", by="self._ends[index - 1]")): 2,
+    Fault("the backward pass ends", replace(FusedReducer.end_backward, "self.memory.join(end)", by="None")): 1,
+    Fault(
+        "sums are summed again",
+        replace(FusedReducer._must_sum_first, "self._ends[index] is not None", by="False"),
+    ): 1,
+}  # faults, and the stage that shows them
+
+
+def _on_gpus() -> None:
+    """Check the programs of sums beside the backward pass, and that products leave multiprocessors to them."""
+    group, launched = dist.group.WORLD, list[int]()
+    assert group is not None
+    memory = CudaMemory(group, CPU, 60.0, StandIn(group))
+    specs = [BucketSpec(64, torch.float32, torch.float32)]
+
+    def step(reducer: FusedReducer) -> None:
+        reducer.start_reduce(0)
+        reducer.end_backward()
+        reducer.reduced_shard(0)
+        reducer.begin()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_module, "most_programs", lambda memory: 132)
+        patch.setattr(fused_module, "shard_sum", lambda *given: launched.append(given[-1].programs))
+        patch.setattr(fused_module, "connected", lambda: [memory])
+        first = FusedReducer(specs, 1, memory, "first")
+        step(first)
+        memory.channel(lambda *_: None, "layers'", 16)  # it leaves multiprocessors to sums
+        step(first)
+        second = FusedReducer(specs, 1, memory, "second")
+        assert launched == [RESERVED, 132] and Reservation.held == ["sums beside the backward pass"] * 2
+        second.free()
+        first.free()
+        third = FusedReducer(specs, 1, memory, "third")
+        assert third.reservation is None and not Reservation.held
+        third.free()
+        patch.setattr(fused_module, "connected", lambda: [memory] * memory.rank)
+        with pytest.raises(Disagreement, match="fourth: channel, sums beside the backward pass: slots"):
+            FusedReducer(specs, 1, memory, "fourth")
+    assert not Reservation.held
+
+
+def test_sums_beside_the_backward_pass_have_multiprocessors_of_their_own() -> None:
+    pool(2).run(_on_gpus)
+
+
+def test_each_event_of_the_second_stream_is_needed() -> None:
+    for stage in (1, 2):
+        mutants = [fault.mutant() for fault, shown in BESIDE.items() if shown == stage]
+        program = program_of(stage, False, True)
+        assert not surviving(program, [fused_module], 2, mutants=mutants, schedules=[Sequential()], resident=2)
+
+
+def program_of(
+    stage: int, sums: bool, beside: bool = False
+) -> Callable[[ModuleType], Callable[[SimulatedMemory], None]]:
     def of(module: ModuleType) -> Callable[[SimulatedMemory], None]:
         def program(memory: SimulatedMemory) -> None:
             """Check values before each step. AdamW without moments changes them by lr against the gradient's sign."""
-            world = memory.world
+            world, memory.has_second_stream = memory.world, beside
             specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1, 1)]
             reducer = module.FusedReducer(specs, stage, memory, "reducer")
             moments = [[torch.zeros(len(reducer.shard(i))) for _ in range(2)] for i in range(4)]
@@ -84,17 +152,20 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
                     reducer.gradient_buffer(index).copy_(ramps[index] * (memory.rank + 1))
                     reducer.start_reduce(index)
                 reducer.end_backward()
-                if sums or step == 2:
+                shards = [reducer.shard(index) for index in range(4)]
+                whole = [ramp * (world * (world + 1) // 2) for ramp in ramps]
+                expected = [x[shard.start : shard.stop] for x, shard in zip(whole, shards, strict=True)]
+                if sums or (step == 2 and not beside):
                     for index in range(4):
-                        shard = reducer.shard(index)
-                        expected = ramps[index][shard.start : shard.stop] * (world * (world + 1) // 2)
-                        assert torch.equal(reducer.reduced_shard(index), expected)
+                        assert torch.equal(reducer.reduced_shard(index), expected[index])
                 if step == 2:
                     continue  # no update; the gradients are written again nevertheless
                 # With a factor, torch's AdamW gets a copy of the gradients, because it is declared to write them.
                 rates = Rates(0.1, 0.0, 0.0, 1e-8, 0.0, torch.tensor(1.0), 0.5)
                 store = MemoryStore(CPU)
                 reducer.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
+                for index in range(4):
+                    assert torch.equal(moments[index][0], expected[index] * 0.5)
                 value -= 0.1
 
         return program
@@ -102,20 +173,26 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
     return of
 
 
-CASES = [(0, True), (1, True), (1, False), (2, True)]
+CASES = [(0, True, False), (1, True, False), (1, False, False), (2, True, False)]
+ALSO = [(0, True, True), (1, True, True), (1, False, True), (2, True, True), (2, False, True)]
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "sums"), [(2, 1, False), (2, 2, True), *exhaustive((2, 0, True), (2, 1, True), (3, 2, True))]
+    ("world", "stage", "sums", "beside"),
+    [
+        (2, 1, False, False),
+        (2, 2, True, False),
+        *exhaustive((2, 0, True, False), (2, 1, True, False), (3, 2, True, False), (3, 2, True, True)),
+    ],
 )
-def test_no_alarm(stage: int, sums: bool, world: int) -> None:
-    explore(program_of(stage, sums)(fused_module), world, resident=2)
+def test_no_alarm(stage: int, sums: bool, beside: bool, world: int) -> None:
+    explore(program_of(stage, sums, beside)(fused_module), world, resident=2)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("stage", "sums"), CASES)
-def test_no_alarm_in_ten_seeds(stage: int, sums: bool) -> None:
-    explore(program_of(stage, sums)(fused_module), 2, resident=2, schedules=map(PCT, range(10)))
+@pytest.mark.parametrize(("stage", "sums", "beside"), CASES + ALSO)
+def test_no_alarm_in_ten_seeds(stage: int, sums: bool, beside: bool) -> None:
+    explore(program_of(stage, sums, beside)(fused_module), 2, resident=2, schedules=map(PCT, range(10)))
 
 
 FAULTS = {

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.traffic import Traffic
+from tpfuse.kernels.launch import Reservation
 from tpfuse.zero.reducer.inter_node import MatrixSpan
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
@@ -60,6 +61,7 @@ class GradientReducer(ABC):
     """
 
     across: dist.ProcessGroup | None = None  # the ranks with which this rank sums between nodes, if it does so apart
+    reservation: Reservation | None = None  # of multiprocessors for its sums, until `free`
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, shard_index: int, world: int) -> None:
         self.specs, self.stage, self.shard_index, self.world = tuple(specs), stage, shard_index, world
@@ -139,5 +141,7 @@ class GradientReducer(ABC):
         begun: whether this rank's last `begin` was for this step. Raise PeerTimeout if a rank does not call it.
         """
 
-    def free(self) -> None:  # noqa: B027 - most reducers have nothing to free
+    def free(self) -> None:
         """Free symmetric memory. Collective; the reducer and its tensors must not be used afterwards."""
+        if self.reservation is not None:
+            self.reservation.end()

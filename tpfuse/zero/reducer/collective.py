@@ -89,10 +89,6 @@ class CollectiveReducer(GradientReducer):
     def end_backward(self) -> None:
         pass
 
-    def free(self) -> None:
-        if self.reservation is not None:
-            self.reservation.end()
-
     def reduced_shard(self, index: int) -> Tensor:
         reduced = self._reductions[index]
         assert reduced is not None

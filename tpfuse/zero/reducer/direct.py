@@ -111,6 +111,7 @@ class DirectReducer(GradientReducer):
         ]
 
     def free(self) -> None:
+        super().free()
         for what in (["parameters"] if self.stage else []) + ["gradients", "flags"]:
             self.memory.free(f"{self._name}: {what}")
 
@@ -264,7 +265,7 @@ class DirectReducer(GradientReducer):
                     update.apply(sums[index], self.values(index))
             return
         for index, update in enumerate(updates):
-            if self._must_sum_first(update):
+            if self._must_sum_first(index, update):
                 self.reduced_shard(index)
         step = self._counters.backwards_done
         with self.memory.guard("update"):
@@ -274,7 +275,7 @@ class DirectReducer(GradientReducer):
             self._set_counter("steps_done", step)
             self._wait_for_peers("steps_done", step, "update")
 
-    def _must_sum_first(self, update: ShardUpdate) -> bool:
+    def _must_sum_first(self, index: int, update: ShardUpdate) -> bool:
         return self._inter_node is not None
 
     def _update_shard(self, index: int, update: ShardUpdate) -> None:

@@ -32,6 +32,19 @@ def make_reducer(
 
     compression: the compression of gradients that are sent between nodes; nothing is compressed within a node.
     """
+    reducer, reason = _made(specs, stage, group, device, compression)
+    if reducer.reservation is not None:
+        reason += f"; products leave {RESERVED} multiprocessors to {reducer.reservation.owner}"
+    return reducer, reason
+
+
+def _made(
+    specs: Sequence[BucketSpec],
+    stage: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    compression: Compression | None,
+) -> tuple[GradientReducer, str]:
     if group is None or group.size() == 1:
         return CollectiveReducer(specs, stage, None, device), "one rank"
     choice = choose_implementation(device, specs[0].sent, group)
@@ -48,10 +61,7 @@ def make_reducer(
             where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
             return reducer, f"{where}, within one {within.implementation}: {within.reason}"
         reason += f"; {why_not_split(group) if within is None else within.reason}"
-    collective = CollectiveReducer(specs, stage, group, device)
-    if collective.reservation is not None:
-        reason += f"; products leave {RESERVED} multiprocessors to NCCL"
-    return collective, f"collective: {reason}"
+    return CollectiveReducer(specs, stage, group, device), f"collective: {reason}"
 
 
 def _reducer_class(choice: Choice) -> type[DirectReducer]:

@@ -5,17 +5,38 @@ writes the new parameters to all ranks; if the sums were not requested before, i
 kernels have their own rounds of signals. The counters of `DirectReducer` order the copies: whole sums at stage 0, data
 that crosses nodes, and the parameters of a state that is in the host's memory.
 
-A gradient buffer of stage 2 is written again after the sum of the next bucket, which is earlier on the stream. Every
-rank begins that sum after it has read this buffer, and the sum ends after every rank has begun it.
+A gradient buffer of stage 2 is written again after the sum of the next bucket, which is earlier on the stream or has
+been joined. Every rank begins that sum after it has read this buffer, and the sum ends after every rank has begun it.
+
+Where each rank has a GPU of its own, the sum of a bucket begins beside the backward pass on the memory's second stream,
+as soon as the bucket is complete. It starts `RESERVED` programs, while a launch on the computing stream may start one
+for each multiprocessor. Events order the two streams: a sum waits for the gradients of its bucket; the computing stream
+waits for a sum before it writes to the buffers that the sum has read, and for all of them when the backward pass ends.
+
+No ranks wait in a circle. The programs of a sum wait for peers, and so do those of products, which may need nearly a
+whole multiprocessor each. A `Reservation` keeps them apart: both grids fit on the GPU together, wherever the programs
+of either are, and the sums of all reducers are on one stream. So neither waits for the other's place. All other kernels
+end by themselves. A sum therefore waits only for the same sum on other ranks, which waits for what those ranks
+computed before it. Every rank begins the sums in one order, so that the first sum that has not ended can end, unless
+its rank waits for a later one. It never does: before the end of the backward pass it waits for earlier sums alone.
+
+Sums begin later, on the computing stream, if layers have opened channels. Those that were opened before the reducer
+would leave no multiprocessors. If layers use the reducer's own memory, its operations would wait for each other, and
+ranks whose gradients arrive in other orders would run them in other orders.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tpfuse.comm.collectives.fused import most_programs, open_channel
+from tpfuse.comm.dispatch import connected
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.launch import RESERVED, Reservation
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.zero.reducer.base import BucketSpec
@@ -24,6 +45,7 @@ from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 _SLOT_BYTES = 16  # bytes; only signals pass through the channel
+_OWNER = "sums beside the backward pass"  # of the reservation
 
 
 class FusedReducer(DirectReducer):
@@ -40,30 +62,65 @@ class FusedReducer(DirectReducer):
         """Make the reducer as `DirectReducer` does, and a channel for the kernels' signals. Collective."""
         super().__init__(specs, stage, memory, name, inter_node)
         self._address_tensors: dict[int, Tensor] = {}
-        _, self._endpoint = open_channel(memory, f"{name}: channel", _SLOT_BYTES, most_programs(memory))
+        overlaps = memory.has_second_stream and (
+            _OWNER in Reservation.held or not any(other.has_channels for other in connected())
+        )
+        channel = f"{name}: channel{f', {_OWNER}' * overlaps}"  # ranks compare it
+        _, self._endpoint = open_channel(memory, channel, _SLOT_BYTES, most_programs(memory))
+        self._beside = replace(self._endpoint, programs=min(RESERVED, self._endpoint.programs))
+        if overlaps:
+            self.reservation = Reservation(_OWNER)
+        self._squares = torch.zeros(len(self.specs), self._endpoint.programs, device=memory.device)
+        # The ends of the sums that have begun beside the backward pass.
+        self._ends: list[object | None] = [None] * len(self.specs)
+
+    def begin(self) -> None:
+        super().begin()
+        self._ends = [None] * len(self.specs)
 
     def start_reduce(self, index: int) -> None:
         self._counters.buckets_written += 1
+        if self.reservation is not None and not self.memory.has_channels:
+            gradients = self._rank_gradients(index)
+            self._addresses(gradients)  # makes a tensor, which belongs to the computing stream
+            self._ends[index] = self.memory.beside(partial(self._sum_shard, index, gradients, self._beside))
+
+    def end_backward(self) -> None:
+        for end in self._ends:
+            if end is not None:
+                self.memory.join(end)
+        super().end_backward()
 
     def _wait_until_read(self, index: int) -> None:
         """Do nothing: the next bucket's sum is already on the stream and ends after all ranks have read this one."""
 
     def _sum_part(self, index: int) -> Tensor:
-        node_shard, gradients = self._node_shard(index), self._rank_gradients(index)
-        own = gradients[self.memory.rank]
-        out = self._separate_sums.get(index, own[node_shard])
-        squares = torch.empty(self._endpoint.programs, dtype=torch.float32, device=own.device)
-        with self.memory.guard(f"sum of bucket {index}", kernel=True):
-            shard_sum(own, self._addresses(gradients), out, squares, node_shard.start, self._endpoint)
-        self._squared_norms[index] = squares.double().sum()
-        self.traffic.exchange((self.memory.world - 1) * own[node_shard].nbytes)
-        return out
+        gradients, end = self._rank_gradients(index), self._ends[index]
+        if end is None:
+            self._sum_shard(index, gradients, self._endpoint)
+        else:
+            self.memory.join(end)
+        part = gradients[self.memory.rank][self._node_shard(index)]
+        self._squared_norms[index] = self._squares[index].double().sum()
+        self.traffic.exchange((self.memory.world - 1) * part.nbytes)
+        return self._separate_sums.get(index, part)
 
-    def _must_sum_first(self, update: ShardUpdate) -> bool:
+    def _sum_shard(self, index: int, gradients: Sequence[Tensor], endpoint: Endpoint) -> None:
+        """Launch the sum of this rank's part of the bucket on the current stream, where it allocates nothing."""
+        node_shard, own = self._node_shard(index), gradients[self.memory.rank]
+        out, squares = self._separate_sums.get(index, own[node_shard]), self._squares[index]
+        with self.memory.guard(f"sum of bucket {index}", kernel=True):
+            shard_sum(own, self._addresses(gradients), out, squares, node_shard.start, endpoint)
+
+    def _must_sum_first(self, index: int, update: ShardUpdate) -> bool:
+        return self._ends[index] is not None or self._needs_copies(update)
+
+    def _needs_copies(self, update: ShardUpdate) -> bool:
+        """Return whether copies between ranks follow the update, which `sharded_adamw` then does not do."""
         return self._inter_node is not None or update.staging is not None
 
     def _update_shard(self, index: int, update: ShardUpdate) -> None:
-        if self._must_sum_first(update):
+        if self._needs_copies(update):
             super()._update_shard(index, update)
             return
         shard, sums, values = self.shard(index), self._reduced_shards[index], self._values[index]
