@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tpfuse.comm.mesh import build_mesh, check_order, context_mesh, flat_group, 
 from tpfuse.kernels.launch import RESERVED
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.zero.fully_sharded import data_mesh
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 63, 100, 1000])
@@ -86,6 +88,31 @@ def test_sums_by_nccl_have_no_more_programs_than_products_leave(monkeypatch: pyt
     assert [*made["backend_override"]] == ["dp"] and made["backend_override"]["dp"].config.max_ctas == RESERVED // 2
     build_mesh("cuda", dp=1, tp=4)
     assert made["backend_override"] is None
+
+
+def _most_programs() -> list[list[int]]:
+    """Return `max_ctas` of the groups of data-parallel ranks that are made from a mesh, as NCCL would have them."""
+    mesh, made, options = mesh_of(2, 2), list[list[int]](), lambda: SimpleNamespace(config=SimpleNamespace())
+
+    def make(self: DeviceMesh, *_: Any, backend_override: Any) -> Any:
+        groups = backend_override.values() if isinstance(backend_override, dict) else [backend_override]
+        made.append([each.config.max_ctas for each in groups])
+        return mock.MagicMock()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda *_: "nccl")
+        patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+        patch.setattr(DeviceMesh, "_unflatten", make)
+        patch.setattr(DeviceMesh, "_flatten", make)
+        data_mesh(mesh, 1)
+        data_mesh(mesh, 2)
+        flat_group(mesh, "dp", "tp")
+    return made
+
+
+def test_groups_of_a_mesh_have_no_more_programs_than_products_leave() -> None:
+    half = RESERVED // 2
+    assert pool(4).run(_most_programs) == [[[RESERVED] * 2, [half] * 2, [half]]] * 4
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks
-from tpfuse.zero import shard
+from tpfuse.zero import fully_sharded, shard
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import Bf16Compression
 from tpfuse.zero.flat_adamw import FlatAdamW
@@ -254,6 +254,11 @@ def test_a_reducer_with_nccl_leaves_multiprocessors_to_it_until_it_is_closed() -
         assert buckets.reasons[0].endswith("products leave 16 multiprocessors to NCCL")
         buckets.close()
         assert multiprocessors(torch.device("meta")) == 132
+    with pytest.MonkeyPatch.context() as patch:
+        reserved: list[dist.ProcessGroup] = []
+        patch.setattr(fully_sharded, "reserve", reserved.append)
+        shard(_Toy(), mesh, stage=3)  # it never ends
+    assert [group.size() for group in reserved] == [2]
 
 
 @on_ranks(2)
