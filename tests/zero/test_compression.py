@@ -1,5 +1,7 @@
 """Compressed sums between nodes: exact where they can be, sent completely over time otherwise, with bytes counted."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import exhaustive
+from tpfuse.comm.collectives import collective
 from tpfuse.comm.traffic import Traffic
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
@@ -43,11 +46,34 @@ def _wide(rank: int, size: int) -> torch.Tensor:
     return _drawn(rank, 0, size, torch.float32) * 2.0 ** ((torch.arange(size) * 7 + rank * 13) % 41 - 20)
 
 
+@contextlib.contextmanager
+def _counted() -> Iterator[Traffic]:
+    """Count the bytes that torch.distributed gets to send to other ranks, and has received from them afterwards."""
+    found, world = Traffic(), dist.get_world_size()
+    gather, exchange = collective._all_gather, dist.all_to_all_single
+
+    def count_gathered(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+        found.add((world - 1) * x.nbytes, out.nbytes - x.nbytes)
+        return gather(out, x, **options)
+
+    def count_exchanged(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+        found.add(x.nbytes - x.nbytes // world, out.nbytes - out.nbytes // world)
+        return exchange(out, x, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective, "_all_gather", count_gathered)
+        patch.setattr(dist, "all_to_all_single", count_exchanged)
+        yield found
+
+
 def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple[int, int]]:
     group, traffic = dist.group.WORLD, (Traffic(), Traffic())
     x = _wide(dist.get_rank(), size)
-    shard = Bf16Compression().reduce_scatter(x.clone(), 0, (), group, traffic[0])
-    Bf16Compression().all_reduce(x, 0, (), group, traffic[1])
+    with _counted() as half:
+        shard = Bf16Compression().reduce_scatter(x.clone(), 0, (), group, traffic[0])
+    with _counted() as both:
+        Bf16Compression().all_reduce(x, 0, (), group, traffic[1])
+    assert traffic == (half, both)
     return x, shard, *((each.sent, each.received) for each in traffic)
 
 
@@ -65,7 +91,9 @@ def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
 
 def _whole_numbers(rank: int) -> tuple[torch.Tensor, tuple[int, int]]:
     x, traffic = _whole(dist.get_rank(), 0), Traffic()
-    PowerSGDCompression(rank).all_reduce(x, 0, MATRICES, dist.group.WORLD, traffic)
+    with _counted() as found:
+        PowerSGDCompression(rank).all_reduce(x, 0, MATRICES, dist.group.WORLD, traffic)
+    assert traffic == found
     return x, (traffic.sent, traffic.received)
 
 
