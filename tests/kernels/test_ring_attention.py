@@ -418,6 +418,10 @@ def test_bad_input_of_backward_is_named() -> None:
     ):
         with naming(message), pytest.raises(ValueError, match=f"ring_attention_backward: {message}"):
             ring_attention_backward(**good | changes)
+    ring = Ring(length=12)
+    q, grad_out, *sums = queries_of(ring, 1)
+    with pytest.raises(ValueError, match=r"ring_attention_dkdv: grad_out is torch.float16"):
+        ring_attention_dkdv(ring.block(1), q, grad_out.half(), *sums, ring.layout.runs, 1, 0, ring.visible_ranges(0)[1])
 
 
 def test_rows_that_ranks_may_take_agree_on_who_copies_what() -> None:
