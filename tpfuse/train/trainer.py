@@ -198,7 +198,9 @@ class Trainer:
     def exchanged_by(self) -> str:
         """Return in words what exchanges gradients and parameters between data-parallel ranks, and why."""
         if isinstance(self.engine, FullySharded):
-            return "fully_shard"
+            # `tpfuse.zero.collectives_with_traffic` says more.
+            by_nccl = "; NCCL gathers on multiprocessors, since ranks have no memory registered with it together"
+            return f"fully_shard{by_nccl * (self.device.type == 'cuda')}"
         return ", ".join(dict.fromkeys(self.engine.reasons))
 
     @property
