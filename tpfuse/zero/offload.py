@@ -190,7 +190,7 @@ def _file_system(folder: Path) -> str:
     """Return the type of the folder's file system as Linux names it, or "" if it is unknown."""
     device = folder.stat().st_dev
     device_number = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             mount, _, source = line.partition(" - ")
             if mount.split()[2] == device_number:
