@@ -197,7 +197,7 @@ def test_no_alarm_in_ten_seeds(stage: int, sums: bool, beside: bool) -> None:
 
 FAULTS = {
     "the start of the whole bucket": (
-        replace(FusedReducer._sum_part, "node_shard.start", by="0", call="shard_sum"),
+        replace(FusedReducer._sum_shard, "node_shard.start", by="0", call="shard_sum"),
         (2, True),
     ),
     "another shard is written": (
