@@ -170,7 +170,7 @@ SIGNALS = {
     "sharded_adamw_kernel": (2, 2, 1, 3),
     "send_message_kernel": (1, 1, 1, 2),
 }
-# How many of these waits are for one word; the others are for a block of words.
+# These are the numbers of waits for one word; a kernel's other waits are for a block of words.
 ONE_WORD = {
     "all_gather_gemm_forward_kernel": 1,
     "ring_attention_forward_kernel": 1,

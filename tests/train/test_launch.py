@@ -346,7 +346,7 @@ def test_the_most_informative_error_of_a_rank_is_reported() -> None:
 
 
 def test_ranks_meet_in_a_store_that_has_keys_of_dead_ranks() -> None:
-    """As torchrun keeps its store when it starts ranks again. Rank 2 does not come at last, and the others name it."""
+    """torchrun keeps its store when it starts ranks again. At last rank 2 does not come, and the others name it."""
     store = HashStore()
 
     def meet(rank: int, seconds: float) -> Any:

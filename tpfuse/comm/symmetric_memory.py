@@ -65,7 +65,7 @@ class SymmetricMemory(ABC):
     backend: str
     # The most programs of a launch that waits, if ranks share a device; None: no limit.
     resident_programs: int | None = None
-    # Whether `beside` runs work on a second stream.
+    # `beside` runs work on a second stream if this is true.
     has_second_stream = False
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:

@@ -285,7 +285,7 @@ class TrainCommand:
     """Continue from the newest good checkpoint in --out, with the options of that run, which flags override: yes,
     which --resume alone means too, or auto, which starts the run if --out has none."""
     restarts: Keeps[int] = 0
-    """How often the run starts its ranks again and resumes after one of them was killed or no longer answers. Under
+    """Start the ranks again and resume, up to this often, after one of them was killed or no longer answers. Under
     torchrun: its --max-restarts, with --resume auto."""
     config: Keeps[OptionalPath] = None
     """TOML file of options, such as n_layer in a table [model], or the config.toml of a run."""
