@@ -22,7 +22,7 @@ from benchmarks import timing
 from benchmarks.timing import BenchClock, Candidate, Ceilings, DeviceClock, HostClock, Timing
 from tpfuse.choices import Kernels
 from tpfuse.comm.host import processor
-from tpfuse.switches import specializes_warps, use
+from tpfuse.switches import use
 from tpfuse.tools.assembler import ptxas
 from tpfuse.tools.operator import Draw
 
@@ -80,7 +80,7 @@ def _portable(argument: str) -> str:
 
 
 def provenance() -> Row:
-    """Return the date, machine, driver, versions, commit and command, and whether kernels may specialize warps."""
+    """Return the date, machine, driver, versions, commit and command."""
     row: Row = {
         "date": date.today().isoformat(),
         "machine": machine(),
@@ -93,7 +93,7 @@ def provenance() -> Row:
         driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
         assembler = ptxas()
         row |= {"driver": driver[0] if driver else "unknown", "cuda": torch.version.cuda}
-        row |= {"ptxas": assembler.version if assembler else "unknown", "specialized_warps": specializes_warps()}
+        row["ptxas"] = assembler.version if assembler else "unknown"
     return row
 
 

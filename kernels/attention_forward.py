@@ -65,7 +65,6 @@ def attention_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     pid_m = tiles_m - 1 - tl.program_id(0) % tiles_m
     sequence_head = tl.program_id(0) // tiles_m
@@ -108,7 +107,6 @@ def attention_forward_kernel(
         DROPOUT,
         BLOCK_N,
         TMA,
-        WARP_SPECIALIZE,
     )
     out_ptr += ((batch * tq + document_q) * heads + head) * HEAD_SIZE
     lse_ptr += (batch * heads + head) * tq + document_q
@@ -176,7 +174,7 @@ def attention_forward(
         lse.fill_(float("-inf"))
     row = choose_configuration(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
     tiles_m = cdiv(longest, row.blocks["BLOCK_M"])
-    options = _tile_options(row, cu_seqlens_q is not None, q, k, v)
+    options = _tile_options(row, q, k, v)
     launch(
         attention_forward_kernel,
         (sequences * heads * tiles_m,),
@@ -196,17 +194,13 @@ def attention_forward(
     return out.transpose(1, 2), lse
 
 
-def _tile_options(row: Configuration, varlen: bool, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+def _tile_options(row: Configuration, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     """Return the launch options from the table's row: blocks, num_warps and num_stages. q, k, v: `aligned`.
 
-    TMA needs rows that do not overlap. Triton does not specialize warps without TMA, nor in a kernel that may return
-    early, as this one does after the end of a document; all warps multiply then.
+    TMA needs rows that do not overlap.
     """
-    blocks = dict(row.blocks)
-    blocks["TMA"] = blocks["TMA"] and all(x.numel() > 0 and x.stride(2) >= x.shape[3] for x in (q, k, v))
-    blocks["WARP_SPECIALIZE"] = blocks["TMA"] and blocks["WARP_SPECIALIZE"] and not varlen
-    num_warps = row.num_warps * (2 if row.blocks["WARP_SPECIALIZE"] and not blocks["WARP_SPECIALIZE"] else 1)
-    return blocks | {"num_warps": num_warps, "num_stages": row.num_stages}
+    tma = row.blocks["TMA"] and all(x.numel() > 0 and x.stride(2) >= x.shape[3] for x in (q, k, v))
+    return {**row.blocks, "TMA": tma, "num_warps": row.num_warps, "num_stages": row.num_stages}
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:

@@ -4,16 +4,12 @@ The loop updates a state (output, maximum, sum) of the keys seen so far (Milakov
 flash attention, arXiv:2205.14135 and 2307.08691), so that no score leaves the chip. Powers are of two, with scale
 log2(e) folded into one multiply-add for each score. Blocks of keys that no query of the tile sees are skipped. Only the
 blocks that are partly seen, and the block at the end of the keys, are masked: up to three loops over one body.
-
-With warp specialization, four warps load what two groups of four warps multiply. Each group computes half of the
-queries, without a barrier between the groups, so that the softmax of one group overlaps the products of the other.
-Triton 3.6 to 3.9 specialize one loop of a kernel, and no branch in it, so that all blocks are masked there.
 """
 
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.attention_scores import key_range, multiple_of_8, seen_keys, visible
+from tpfuse.kernels.attention_scores import key_range, multiple_of_8, visible
 from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.tiles import dot, rounded
 
@@ -86,7 +82,6 @@ def attend_blocks(
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     """Return the state after the keys from start to stop; for the tuples see `attend_range`."""
     acc, row_max, row_sum = state
@@ -95,21 +90,14 @@ def attend_blocks(
     dropout_row, dropout_threshold, dropout_step = dropout
     offs_n = tl.arange(0, BLOCK_N)
     scale_log2 = scale * _LOG2_E
-    if WARP_SPECIALIZE:  # all blocks are masked there, and a comparison with offs_n takes fewer instructions
-        first_seen, last_seen = seen_keys(q_pos[:, None], k_offset, tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
-    for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for first in tl.range(start, stop, BLOCK_N):
         k_pos = k_offset + first + offs_n
         if q.dtype == tl.float32 and q.shape[1] > 128:
             scores = scores_in_parts(source, k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[0])
         else:
             k = load_rows(k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[1], MASKED, TMA)
             scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        if WARP_SPECIALIZE:
-            mask = offs_n[None, :] <= last_seen - first
-            if HAS_BEHIND:
-                mask &= offs_n[None, :] >= first_seen - first
-            scores = tl.where(mask, scores, float("-inf"))
-        elif MASKED:
+        if MASKED:
             mask = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
             scores = tl.where(mask, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
@@ -141,7 +129,6 @@ def attend_range(
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     """Return the state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
 
@@ -153,17 +140,13 @@ def attend_range(
     """
     start, full_start, full_stop, stop = indices
     # fmt: off
-    if WARP_SPECIALIZE:
-        return attend_blocks(state, q, source, keys, visible_range, dropout, scale, start, stop, True,
-                             HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, True)
-    else:
-        if HAS_BEHIND:
-            state = attend_blocks(state, q, source, keys, visible_range, dropout, scale, start, full_start, True,
-                                  HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
-        state = attend_blocks(state, q, source, keys, visible_range, dropout, scale, full_start, full_stop, False,
-                              HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
-        return attend_blocks(state, q, source, keys, visible_range, dropout, scale, full_stop, stop, True,
-                             HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
+    if HAS_BEHIND:
+        state = attend_blocks(state, q, source, keys, visible_range, dropout, scale, start, full_start, True,
+                              HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA)
+    state = attend_blocks(state, q, source, keys, visible_range, dropout, scale, full_start, full_stop, False,
+                          HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA)
+    return attend_blocks(state, q, source, keys, visible_range, dropout, scale, full_stop, stop, True,
+                         HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA)
     # fmt: on
 
 
@@ -184,7 +167,6 @@ def attend(
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     """Call `attend_range` for the keys at positions k_offset, k_offset + 1, ….
 
@@ -195,7 +177,7 @@ def attend(
     indices = key_range(q_first, q_last, k_offset, keys[2], ahead, behind, HAS_AHEAD, HAS_BEHIND, BLOCK_N)
     # fmt: off
     return attend_range(state, q, source, keys, visible_range, (dropout_row, dropout_threshold, 1), scale, indices,
-                        HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, WARP_SPECIALIZE)
+                        HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA)
     # fmt: on
 
 

@@ -35,22 +35,6 @@ def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BE
 
 
 @triton.jit
-def seen_keys(q_pos, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
-    """Return the indices of the first and the last key that the query at q_pos sees.
-
-    Without HAS_BEHIND the first is 0. The indices agree with `visible` for each key, and are for loops that compare
-    their keys with both.
-    """
-    last = tl.full(q_pos.shape, 0, tl.int32) + (tk - 1)
-    first = tl.full(q_pos.shape, 0, tl.int32)
-    if HAS_AHEAD:
-        last = tl.minimum(last, q_pos + ahead - k_offset)
-    if HAS_BEHIND:
-        first = q_pos - behind - k_offset
-    return first, last
-
-
-@triton.jit
 def key_range(
     q_first, q_last, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr, BLOCK: tl.constexpr
 ):

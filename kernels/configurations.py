@@ -9,16 +9,15 @@ One size is computed from the row itself: `idle`, the percentage of multiprocess
 because the last wave of tiles is not full or tiles extend beyond the edges. So a product can skip a wide tile, whose
 loop is the fastest, where a narrower tile keeps more multiprocessors busy.
 
-The environment variable TPFUSE_WARP_SPECIALIZE=0 turns WARP_SPECIALIZE off in every row: Triton's specialization of
-warps for Hopper is new, so a result that is wrong with it, and right without it, tells whose fault it is.
+No row specializes warps: on an H100 Triton 3.6 and 3.7 compile it to wrong results, for products and for attention
+alike (2026-11-26; triton-lang/triton#8311), and it gained nothing there.
 """
 
 import contextlib
 import functools
-import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +68,6 @@ class Configuration:
         done = sizes.get("chunks", 1) * sizes["M"] * sizes["N"] / (block_m * block_n)
         waves = cdiv(tiles, sizes["programs"])
         return 100 * (1 - done / max(waves * sizes["programs"], 1))
-
-
-def specializes_warps() -> bool:
-    """Return whether rows may give warps roles: unless TPFUSE_WARP_SPECIALIZE is 0. Raise ValueError if it is not 1."""
-    value = os.environ.get("TPFUSE_WARP_SPECIALIZE", "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"TPFUSE_WARP_SPECIALIZE={value}: expected 0, 1 or no such variable")
-    return value == "1"
-
-
-def _without_roles(row: Configuration) -> Configuration:
-    """Return the row without WARP_SPECIALIZE, with as many warps as would have multiplied."""
-    return replace(row, blocks={**row.blocks, "WARP_SPECIALIZE": False}, num_warps=2 * row.num_warps)
 
 
 def read_table(path: Path) -> list[Configuration]:
@@ -170,10 +156,8 @@ def choose_configuration(
     """Return the configuration of `operator` for tensors of `dtype` on `device` with these sizes.
 
     other_tiles: return the second best row of the table, with tiles of another shape, for measurements on this machine;
-    the best row where there is no other. Raise ValueError where Triton cannot run on the device, and as
-    `specializes_warps` does.
+    the best row where there is no other. Raise ValueError where Triton cannot run on the device.
     """
     find = _with_other_tiles if other_tiles else _first_that_fits
     row = find(operator, family(device), dtype.itemsize * 8, tuple(sizes.items()))
-    row = _instead_of(row) if _overriding else row
-    return _without_roles(row) if row.blocks.get("WARP_SPECIALIZE") and not specializes_warps() else row
+    return _instead_of(row) if _overriding else row

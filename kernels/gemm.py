@@ -58,7 +58,6 @@ def gemm_forward_kernel(
     stride_rn,
     ACTIVATION: tl.constexpr,
     TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,7 +70,7 @@ def gemm_forward_kernel(
     weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA) if GATED else None
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
-    for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
+    for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
         pid_m, pid_n = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP_M)
         first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
         split = index // tiles

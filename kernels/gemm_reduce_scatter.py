@@ -31,9 +31,6 @@ that protocol.
 A launch that finds the abort word set does nothing. Programs whose wait is cut short sum nothing, and the epoch does
 not end; the tiles that they have signalled are stored.
 
-This kernel's warps have no roles (WARP_SPECIALIZE of other products): for sm_90 Triton 3.7 copies all code around the
-loop into each role, where several roles signal for their program and none waits.
-
 Computing the tiles of other owners first is due to Flux, arXiv:2406.06858, which signals tile by tile.
 """
 

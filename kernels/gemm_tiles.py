@@ -11,20 +11,10 @@ from tpfuse.kernels.activations import activate
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.tiles import rounded
 
-# Triton 3.6 cannot specialize warps around an epilogue in column parts.
-_PARTS_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
-
 
 def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
     """Return a product's launch options from its row: blocks, num_warps and num_stages; tma: operands allow TMA."""
-    blocks = dict(row.blocks)
-    blocks["TMA"] = tma and blocks["TMA"]
-    blocks["WARP_SPECIALIZE"] = blocks["TMA"] and blocks["WARP_SPECIALIZE"]
-    num_warps = row.num_warps
-    if blocks["WARP_SPECIALIZE"] and blocks.get("EPILOGUE_PARTS", 1) > 1 and not _PARTS_SPECIALIZE:
-        blocks["WARP_SPECIALIZE"] = False
-        num_warps *= 2  # as many warps as would have multiplied
-    return blocks | {"num_warps": num_warps, "num_stages": row.num_stages}
+    return {**row.blocks, "TMA": tma and row.blocks["TMA"], "num_warps": row.num_warps, "num_stages": row.num_stages}
 
 
 def allows_tma(*matrices: Tensor | None) -> bool:
@@ -43,8 +33,8 @@ def _allows_tma(x: Tensor) -> bool:
 def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TMA: tl.constexpr):
     """Return the source that `load_tile` reads: the pointer itself, or a descriptor of tiles of adjacent elements.
 
-    The descriptor is made on the device: with warp specialization Triton splits a tile among groups of warps, and
-    cannot split a tile that a descriptor from the host loads.
+    The descriptor is made on the device: one from the host takes more of the host's time at each launch
+    (benchmarks/results/host_time.md).
     """
     if TMA:
         return tl.make_tensor_descriptor(x_ptr, [rows, columns], [stride_row, 1], [BLOCK_ROWS, BLOCK_COLUMNS])

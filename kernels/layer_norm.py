@@ -41,6 +41,7 @@ def _merge_moments(x, mask, seen, count, mean, squares, CENTERED: tl.constexpr):
     if CENTERED:
         block_mean = tl.sum(x, axis=1) / count
         centered = tl.where(mask, x - block_mean[:, None], 0.0)
+        block_mean += tl.sum(centered, axis=1) / count  # what the first sum was rounded by, where the mean is large
         share = count / (seen + count)
         delta = block_mean - mean
         mean += delta * share

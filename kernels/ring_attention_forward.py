@@ -73,7 +73,7 @@ def _attend_run(
     indices = index_range(first_ptr, last_ptr, q_first, q_last, start, step, size, BLOCK_N)
     return attend_range(
         state, q, queries, (keys[0], keys[1], size, HEAD_SIZE, HEAD_SIZE), (last, 0, 0, behind[:, None]),
-        (dropout_row, dropout_threshold, step), scale, indices, HEAD_SIZE, True, True, DROPOUT, BLOCK_N, False, False,
+        (dropout_row, dropout_threshold, step), scale, indices, HEAD_SIZE, True, True, DROPOUT, BLOCK_N, False,
     )  # fmt: skip
 
 

@@ -23,9 +23,6 @@ that was chosen is not possible, the next one below it in the table replaces it,
 `tpfuse.explain(model)` shows which one is used, and why.
 
 `tpfuse train --kernels --parallel.impl` sets the switches; your own program calls `tpfuse.use`, on every rank.
-
-The environment variable TPFUSE_WARP_SPECIALIZE=0 makes Triton kernels do without warps of different roles
-(`tpfuse.kernels.configurations`). It is set before the program starts, on every rank, and helps to find a fault.
 """
 
 import contextlib
@@ -35,7 +32,6 @@ import torch
 from torch import Tensor
 
 from tpfuse.choices import Implementation, Kernels
-from tpfuse.kernels.configurations import specializes_warps as specializes_warps
 from tpfuse.kernels.launch import INTERPRETED as INTERPRETED
 
 _implementation: Implementation = "auto"

@@ -416,7 +416,3 @@ def test_the_machine_changes_with_versions_and_the_table_of_tiles(
     monkeypatch.setattr(stored, "TABLE", table)
     assert machine("cpu") != before
     machine.cache_clear()
-    monkeypatch.undo()
-    monkeypatch.setenv("TPFUSE_WARP_SPECIALIZE", "0")
-    assert machine("cpu") == f"{before}, no specialized warps"
-    machine.cache_clear()

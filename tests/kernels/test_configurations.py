@@ -1,8 +1,5 @@
 """The choice of a row of configurations.toml, and the rows of that file."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,47 +49,6 @@ def test_the_second_best_has_tiles_of_another_shape(operator: str, n: int, width
             ]
             is False
         )
-
-
-GEMM = {"M": 4096, "N": 4096, "K": 4096, "programs": 132, "gated": 0, "unaligned": 0}
-
-
-def test_a_variable_turns_the_roles_of_warps_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
-    for value in ("1", "0"):
-        monkeypatch.setenv("TPFUSE_WARP_SPECIALIZE", value)
-        with recording("sm_90"):
-            meta = torch.device("meta")
-            rows.append(choose_configuration("gemm", meta, torch.bfloat16, **GEMM))
-            rows.append(choose_configuration("attention_forward", meta, torch.bfloat16, D=128, DROPOUT=0))
-    assert [(row.blocks["WARP_SPECIALIZE"], row.num_warps) for row in rows] == [(True, 4)] * 2 + [(False, 8)] * 2
-    assert [row.tile for row in rows[:2]] == [row.tile for row in rows[2:]]
-    monkeypatch.setenv("TPFUSE_WARP_SPECIALIZE", "off")
-    with recording("sm_90"), pytest.raises(ValueError, match=r"^TPFUSE_WARP_SPECIALIZE=off: expected 0, 1 or no such"):
-        choose_configuration("gemm", torch.device("meta"), torch.bfloat16, **GEMM)
-
-
-PTX = """
-import torch
-from tpfuse.kernels.launch import recording
-from tpfuse.tools import operators
-from tpfuse.tools.compilation import compiled
-from tpfuse.tools.recorded import Job, source_of
-with recording("sm_90") as recorded:
-    operators.load("gemm").launches(torch.bfloat16)
-x = next(x for x in recorded.launches if x.arguments.get("BLOCK_N") == 256)
-print(compiled(Job("gemm", "sm_90", "", source_of(x, "sm_90"), x.num_warps, x.num_stages)).asm["ptx"])
-"""
-
-
-@pytest.mark.compile
-@pytest.mark.timeout(300)
-def test_without_roles_no_warp_gives_registers_to_another() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    for value, moved in (("1", True), ("0", False)):
-        variables = environment | {"TPFUSE_WARP_SPECIALIZE": value}
-        done = subprocess.run([sys.executable, "-c", PTX], env=variables, capture_output=True, text=True, check=True)
-        assert "wgmma.mma_async" in done.stdout and ("setmaxnreg" in done.stdout) == moved
 
 
 def test_a_row_with_a_key_too_many_is_named(tmp_path: Path) -> None:

@@ -146,17 +146,6 @@ def _explained_pipeline(
         return [re.split("  +", line) for line in out.getvalue().splitlines()], pipeline.plan()
 
 
-def test_a_line_says_that_warps_are_not_specialized(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = []
-    for value in ("1", "0"):
-        monkeypatch.setenv("TPFUSE_WARP_SPECIALIZE", value)
-        tpfuse.explain(nn.Linear(2, 2))
-        lines.append(capsys.readouterr().out.splitlines())
-    assert lines[1] == [*lines[0], "TPFUSE_WARP_SPECIALIZE=0: all warps of a Triton kernel have the same role"]
-
-
 def test_a_pipeline_is_explained_by_its_stages_and_ranks() -> None:
     """Three passes of a micro-batch take 3 * 32 on the first rank and 3 * 40 on the second, and a step takes 576.
 

@@ -13,7 +13,9 @@ from tpfuse.kernels import launch as launching
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tpfuse.kernels.activations import GATED as KERNEL_GATED
+from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import launch
+from tpfuse.ops import gemm as gemm_module
 from tpfuse.ops.activation import ACTIVATIONS, GATED
 from tpfuse.ops.gemm import gemm
 from tpfuse.switches import use
@@ -172,6 +174,21 @@ def test_autocast_computes_in_its_dtype(choice: Any) -> None:
     out.sum().backward()
     assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs.values())
     torch.testing.assert_close(out, _result(inputs, "gelu"), rtol=2e-2, atol=5e-2)
+
+
+def test_cublas_multiplies_where_that_is_faster_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(gemm_module, "family", lambda device: "sm_90")
+    monkeypatch.setattr(
+        gemm_module, "gemm_forward", lambda *args, **options: calls.append(options) or gemm_forward(*args, **options)
+    )
+    _check_all(_inputs("gelu_tanh", torch.float32), "gelu_tanh", "triton")
+    _check_all(_inputs(None, torch.float32), None, "triton")
+    assert not calls
+    _check_all(_inputs("swiglu", torch.float32), "swiglu", "triton")
+    with use(kernels="triton"), torch.no_grad():
+        gemm(**_inputs("gelu_tanh", torch.float32), activation="gelu_tanh")
+    assert [call["activation"] for call in calls] == ["swiglu", "gelu_tanh"]
 
 
 def test_torch_computes_products_that_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:

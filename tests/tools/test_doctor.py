@@ -145,7 +145,6 @@ FAULTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("note", {"files": {"proc/7/comm": "nv-hostengine"}}, "call `dcgmi profile --pause` before"),
     ("fails", {"environment": {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}}, ":0:0 will make --train.deterministic fail"),
     ("fails", {"ptxas": ""}, "no ptxas that runs, so every Triton kernel will fail when it is compiled: install"),
-    ("fails", {"environment": {"TPFUSE_WARP_SPECIALIZE": "no"}}, "TPFUSE_WARP_SPECIALIZE=no is neither 0 nor 1"),
     ("fails", {"environment": {"GLOO_SOCKET_IFNAME": "eth0,eth7"}}, "names eth7, which does not exist, so Gloo will"),
     (
         "note",
@@ -165,7 +164,6 @@ FAULTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         for setting in (
             "CUDA_DEVICE_MAX_CONNECTIONS=1", "CUDA_LAUNCH_BLOCKING=True", "NCCL_ALGO=Ring", "NCCL_NVLS_ENABLE=0",
             "TORCH_DISTRIBUTED_DEBUG=DETAIL", "PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments: False",
-            "TPFUSE_WARP_SPECIALIZE=0",
         )
     ),
 )  # fmt: skip

@@ -21,7 +21,6 @@ from tpfuse.tools.resources import Compilation
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
 from tpfuse.tools.tune import tune, with_rows
-from tpfuse.train.errors import UserError
 
 CPU = torch.device("cpu")
 TEXT = """# A table of two operators.
@@ -276,13 +275,11 @@ def test_every_row_has_candidates() -> None:
 
 
 def test_candidates_that_no_hardware_can_run_are_left_out() -> None:
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "TMA": True, "WARP_SPECIALIZE": False, "GROUP_M": 8}
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "TMA": True, "GROUP_M": 8}
     row = Configuration("gemm", "sm_90", 16, {}, blocks, 4, 3, "")
     assert sensible(row)
     assert not sensible(replace(row, family="sm_80")), "TMA"
     assert not sensible(replace(row, num_stages=8)), "256 KiB"
-    assert sensible(replace(row, blocks=blocks | {"WARP_SPECIALIZE": True}))
-    assert not sensible(replace(row, blocks=blocks | {"WARP_SPECIALIZE": True}, num_warps=8))
     assert not sensible(replace(row, blocks=blocks | {"BLOCK_M": 256, "BLOCK_N": 256})), "512 accumulators a thread"
 
 
@@ -295,9 +292,3 @@ def test_the_command_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypat
     assert lines[0] == "tpfuse tune: error: there is no CUDA GPU here to measure on"
     assert lines[1].startswith("tpfuse tune: error: no search space for softmax: expected operators of gemm, ")
     assert "did you mean --minutes?" in lines[2] and len(lines) == 3
-
-
-def test_rows_are_not_measured_without_the_roles_of_warps_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TPFUSE_WARP_SPECIALIZE", "0")
-    with pytest.raises(UserError, match="is set: rows would not be measured as they are written"):
-        tuning.tuned_rows(["gemm"], _tuner(_Clock(_seconds)), [])

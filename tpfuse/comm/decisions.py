@@ -28,7 +28,7 @@ import triton
 from tpfuse._version import __version__
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.host import cache_folder, processor, replace_file
-from tpfuse.kernels.configurations import TABLE, specializes_warps
+from tpfuse.kernels.configurations import TABLE
 
 TRIED = "being tried"  # the key of a machine's entry that is no case: the candidates that run for the first time
 _PERFORMANCE_RANK = 1  # a value of CUdevice_P2PAttribute
@@ -64,8 +64,7 @@ def default_file() -> Path:
 def machine(device_type: str) -> str:
     """Describe this machine for a device of type "cuda" or "cpu": devices, links between them, driver, versions."""
     table = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:8]
-    roles = "" if specializes_warps() else ", no specialized warps"
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, tpfuse {__version__}, tiles {table}{roles}"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, tpfuse {__version__}, tiles {table}"
     if device_type == "cuda":
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(number) for number in range(count)})

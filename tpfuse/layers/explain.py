@@ -15,7 +15,6 @@ from tpfuse.layers.partial_gradients import warnings_of
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear import torch_operators
 from tpfuse.ops.linear.dispatch import CANDIDATES, measured_products
-from tpfuse.switches import specializes_warps
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,7 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     activations alone, and whose gradient nothing sums over the ranks (`tpfuse.layers.partial_gradients`).
 
     model: a module, or a `tpfuse.Pipeline`. The first rank prints the stages of a pipeline before the layers of its own
-    stages, which it prints if there are any. A line says so where TPFUSE_WARP_SPECIALIZE=0 is set. The call is
-    collective, as `plans` is. Raise ValueError as `plans` does, and for another value of this variable.
+    stages, which it prints if there are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
     """
     if isinstance(model, ExplainedTraining):
         lines, layer_plans = model.explanation(), plans(model.model)
@@ -134,8 +132,6 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     if layer_plans or not lines:
         for row in rows:
             lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    if not specializes_warps():
-        lines.append("TPFUSE_WARP_SPECIALIZE=0: all warps of a Triton kernel have the same role")
     module = model.model if isinstance(model, ExplainedTraining) else model
     lines += [*_torch_lines(module), *warnings_of(module)]
     if not dist.is_initialized() or dist.get_rank() == 0:

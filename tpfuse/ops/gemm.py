@@ -3,8 +3,9 @@
 A Triton kernel (`tpfuse.kernels.gemm`) computes forward if there is an activation or a residual, and keeps the
 pre-activation; another one (`tpfuse.kernels.activation_backward`) computes the pre-activation's gradient P and its
 column sums. Products that nothing follows are torch's on every device, cuBLAS's on GPUs: forward without activation and
-residual, dX = P W and dW = Pᵀ x. The autograd Functions of the tensor-parallel operators call the products one by one:
-these choose between Triton and torch as gemm does, but are not differentiable.
+residual, dX = P W and dW = Pᵀ x. So are some that Triton would compute more slowly (`_fuses`). The autograd
+Functions of the tensor-parallel operators call the products one by one: these choose between Triton and torch as gemm
+does, but are not differentiable.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch.library import custom_op
 
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import family
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast, wanted_gradients
@@ -44,11 +46,11 @@ def gemm(
     check_residual("gemm", x, residual, shape)
     x_, weight_, bias_ = autocast(x, weight, bias)
     fused = residual if residual is not None and residual.dtype == x_.dtype else None
-    if not use_triton(x) or (activation is None and fused is None):
-        out: Tensor = apply_activation(F.linear(x_, weight_, bias_), activation)
-        return out if residual is None else out + residual
     keep = activation is not None and torch.is_grad_enabled()
     keep = keep and any(x is not None and x.requires_grad for x in (x_, weight_, bias_))
+    if not use_triton(x) or (activation is None and (fused is None or not _fuses(x_, activation, keep))):
+        out: Tensor = apply_activation(F.linear(x_, weight_, bias_), activation)
+        return out if residual is None else out + residual
     out, _ = _forward(flat(x_), weight_, bias_, None if fused is None else flat(fused), activation, keep)
     out = out if len(shape) == 2 else out.view(shape)
     return out + residual if residual is not None and fused is None else out
@@ -61,7 +63,7 @@ def product(
 
     x: [..., K]; weight: [N, K]; bias: [N]; one dtype. The function is not differentiable, nor are those below.
     """
-    if activation is None or not use_triton(x):
+    if activation is None or not use_triton(x) or not _fuses(x, activation, keep):
         return activated(F.linear(x, weight, bias), activation, keep)
     out, preactivation = gemm_forward(flat(x), weight, bias, activation=activation, keep_preactivation=keep)
     if x.ndim == 2:
@@ -92,6 +94,16 @@ def preactivation_gradient(
         return out, flat(out).sum(0) if with_bias else None
     rows, sums = _preactivation_gradient(flat(grad), flat(preactivation), activation, with_bias)
     return rows.reshape(preactivation.shape), sums if with_bias else None
+
+
+def _fuses(x: Tensor, activation: str | None, keep: bool) -> bool:
+    """Return whether the Triton kernel computes a product and what follows, rather than cuBLAS and torch one by one.
+
+    Fusion saves passes over the product, but on an H100 cuBLAS's loop is some 12 % faster than Triton's. Measured there
+    (benchmarks/results/first_contact_h100.md): a gated pair, and an activation whose argument is not kept, are faster
+    fused; an activation whose argument is kept for the backward pass, and a residual alone, are not, by up to 30 %.
+    """
+    return activation in GATED or (activation is not None and not keep) or family(x.device) != "sm_90"
 
 
 def weight_gradient(left: Tensor, x: Tensor) -> Tensor:
@@ -132,7 +144,11 @@ def _result_shape(x: Tensor, weight: Tensor, activation: str | None) -> tuple[in
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    out, preactivation = gemm_forward(x, weight, bias, residual, activation=activation, keep_preactivation=keep)
+    if _fuses(x, activation, keep):
+        out, preactivation = gemm_forward(x, weight, bias, residual, activation=activation, keep_preactivation=keep)
+    else:
+        out, preactivation = activated(F.linear(x, weight, bias), activation, keep)
+        out = out if residual is None else out.add_(residual)
     return out, x.new_empty(0) if preactivation is None else preactivation
 
 

@@ -59,8 +59,7 @@ class Expected:
         """
         assert actual is not None, f"{name}: there is no gradient"
         _check_kind(name, actual, self.same_dtype[name])
-        errors = _errors(actual, self.float64[name])
-        return errors.max().item() if errors.numel() else 0.0
+        return largest_error(actual, self.float64[name])
 
 
 def largest_term(scores: Tensor) -> float:
@@ -90,6 +89,12 @@ def check_error(name: str, actual: Tensor, plain: Tensor, exact: Tensor, bound: 
         f"{name}{list(index)} is {actual.flatten()[worst].item()}, expected {exact.flatten()[worst].item()}:"
         f" error {errors[worst].item():.3e}, allowed {bound:.3e}"
     )
+
+
+def largest_error(actual: Tensor, exact: Tensor) -> float:
+    """Return the largest error of an element; inf if there is a NaN."""
+    errors = _errors(actual, exact)
+    return errors.max().item() if errors.numel() else 0.0
 
 
 def _errors(actual: Tensor, exact: Tensor) -> Tensor:

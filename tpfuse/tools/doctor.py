@@ -73,7 +73,6 @@ _HURTING = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank waits in NCCL for ever when another rank has ended"),
     "TORCH_DISTRIBUTED_DEBUG": ("detail", "torch compares all ranks before every collective, which takes time"),
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": (_ON, "ranks on one GPU may share memory, and may wait for ever"),
-    "TPFUSE_WARP_SPECIALIZE": ("0", "all warps of a Triton kernel have the same role, so less overlaps"),
     "TRITON_INTERPRET": (_ON, "Triton interprets every kernel on the host, which takes very long"),
     **dict.fromkeys(
         ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -530,10 +529,6 @@ def _environment(machine: Machine, gpus: bool) -> Iterator[Statement]:
         value = machine.environment.get(name, "")
         if (gpus or name == "TORCH_DISTRIBUTED_DEBUG") and re.fullmatch(values, value, re.IGNORECASE):
             yield "note", f"{name}={value} hurts", f"{consequence}; unset {name}"
-    roles = machine.environment.get("TPFUSE_WARP_SPECIALIZE", "1")
-    if roles not in ("0", "1"):
-        text = f"TPFUSE_WARP_SPECIALIZE={roles} is neither 0 nor 1, so every kernel with specialized warps will fail"
-        yield "fails", text, "unset it"
     workspace = machine.environment.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if gpus and workspace not in (":4096:8", ":16:8"):
         text = f"CUBLAS_WORKSPACE_CONFIG={workspace} will make --train.deterministic fail, and repeated runs may differ"

@@ -94,8 +94,6 @@ def _violations(result: Compilation, version: str) -> Iterator[str]:
     if result.hazards:
         more = f", and {len(result.hazards) - 1} more such accesses" if len(result.hazards) > 1 else ""
         yield f"its machine code is wrong: {result.hazards[0]}{more}"
-    if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
-        yield "its warps are not specialized, although WARP_SPECIALIZE is set"
 
 
 def accepted_spill(result: Compilation, version: str) -> int:
@@ -158,7 +156,7 @@ def describe(result: Compilation) -> str:
 
 
 def _features(result: Compilation) -> list[str]:
-    return [*result.tensor_cores, *["TMA"] * result.bulk, *["specialized"] * result.specialized]
+    return [*result.tensor_cores, *["TMA"] * result.bulk]
 
 
 HEADER = """\

@@ -66,7 +66,7 @@ class Compilation:
     dtype: str
     kernel: str
     constants: dict[str, Any]
-    num_warps: int  # including the warps of specialised roles
+    num_warps: int
     num_stages: int
     registers: int = 0  # per thread
     spilled: int = 0  # bytes of local memory per thread
@@ -77,7 +77,6 @@ class Compilation:
     loads: dict[int, int] = field(default_factory=dict)  # bytes per thread -> number of instructions
     stores: dict[int, int] = field(default_factory=dict)
     bulk: bool = False  # whether TMA moves tiles
-    specialized: bool = False  # whether warps have roles of their own
     serialized: str = ""  # why ptxas makes each wgmma wait for the previous one
     issue_share: float = 0.0  # issue slots over tensor cycles of the main loop around wgmma (`issue_slots`)
     barriers: int = 0  # barrier instructions of the whole program (BAR) in that loop
@@ -109,7 +108,6 @@ def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation
         loads=access_widths(ptx, "ld"),
         stores=access_widths(ptx, "st"),
         bulk="cp.async.bulk.tensor" in ptx,
-        specialized="ttg.warp_specialize" in kernel.asm["ttgir"],
         serialized=serialized(ptx, log) if wgmma else "",
         **(_products(kernel) if wgmma else {}),
     )

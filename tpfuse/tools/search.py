@@ -49,7 +49,7 @@ class Search:
         self._tuner, self._trials = tuner, fitting
         self._inputs = [trial.shape.drawn(tuner.device, tuner.dtype) for trial in fitting]
         self._plain = [trial.plain(**x) for trial, x in zip(fitting, self._inputs, strict=True)]
-        self._truth = [trial.plain(**_wide(x)) for trial, x in zip(fitting, self._inputs, strict=True)]
+        self._truth = [trial.plain(**widened(x)) for trial, x in zip(fitting, self._inputs, strict=True)]
 
     def best(self, row: Configuration, steps: Sequence[Step]) -> Configuration | None:
         """Return the best row, with `measured` filled in, or None if the present row itself does not work."""
@@ -101,7 +101,7 @@ def copies(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in inputs.items()}
 
 
-def _wide(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def widened(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 

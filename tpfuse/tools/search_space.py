@@ -26,7 +26,7 @@ _GEMM: tuple[Step, ...] = (
         "num_stages": (3, 4),
     },
     {"BLOCK_K": (32, 64, 128), "num_stages": (2, 3, 4, 5, 6)},
-    {"WARP_SPECIALIZE": (False, True), "num_warps": (4, 8), "EPILOGUE_PARTS": (1, 2, 4), "GROUP_M": (4, 8, 16)},
+    {"num_warps": (4, 8), "EPILOGUE_PARTS": (1, 2, 4), "GROUP_M": (4, 8, 16)},
 )
 _SCORES: Step = {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
 _TILES: tuple[Step, ...] = ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)},)
@@ -37,7 +37,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "all_gather_gemm": _GEMM,  # COPIERS and BLOCK_COPY depend on the links, which no trial uses
     "activation_backward": ({"BLOCK_M": (4, 8, 16, 32), "BLOCK_N": (128, 256, 512), "num_warps": (4, 8)},),
     "gemm_sum_partials": ({"BLOCK_M": (8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),
-    "attention_forward": (_SCORES, {"TMA": (False, True), "WARP_SPECIALIZE": (False, True), "num_warps": (4, 8)}),
+    "attention_forward": (_SCORES, {"TMA": (False, True), "num_warps": (4, 8)}),
     "ring_attention_forward": (_SCORES, {"COPIERS": (2, 4, 8, 16), "BLOCK_COPY": (2048, 4096, 8192, 16384)}),
     "attention_backward_dkdv": ({**_SCORES, "BLOCK_M": (32, 64, 128)},),
     "attention_backward_dq": (_SCORES,),
@@ -75,8 +75,6 @@ def sensible(row: Configuration) -> bool:
     """Return whether a candidate can be right and fast, as far as that can be said without compiling it."""
     blocks, family = row.blocks, row.family
     if blocks.get("TMA") and family == "sm_80":
-        return False
-    if blocks.get("WARP_SPECIALIZE") and (family == "sm_80" or not blocks.get("TMA") or row.num_warps != 4):
         return False
     if blocks.get("TMA") and row.operator == "attention_forward" and row.bits == 32:
         return False  # wide heads of float32 are read in parts, through pointers

@@ -1,10 +1,11 @@
 """`tpfuse verify`: compare every kernel with its reference on this machine, and show the resources that it uses.
 
 The output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted if there is
-none. Kernels are interpreted in a process of their own, since Triton decides when they are imported whether to
-interpret them. At the same time the kernels are compiled for this machine's family of GPUs, or for sm_90 if it has
-none. Before the comparisons, the report shows the findings of `tpfuse doctor`. After them, it shows two training steps
-with each implementation of tensor parallelism (`tpfuse.tools.training`).
+none. On a GPU the launches at the shapes of models are compared too: only those take the large tiles. Kernels are
+interpreted in a process of their own, since Triton decides when they are imported whether to interpret them. At the
+same time the kernels are compiled for this machine's family of GPUs, or for sm_90 if it has none. Before the
+comparisons, the report shows the findings of `tpfuse doctor`. After them, it shows two training steps with each
+implementation of tensor parallelism (`tpfuse.tools.training`).
 """
 
 import json
@@ -13,9 +14,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,17 +26,19 @@ from rich.console import Console
 from rich.table import Table
 
 from tpfuse._version import __version__
+from tpfuse.comm.comparison import error_bound
 from tpfuse.kernels import launch
 from tpfuse.switches import use
-from tpfuse.testing.compare import Expected, evaluate, unwritten_memory_is_nan
+from tpfuse.testing.compare import Expected, evaluate, largest_error, unwritten_memory_is_nan
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import doctor
 from tpfuse.tools import operators as cases
 from tpfuse.tools.compilation import compile_in_subprocess
 from tpfuse.tools.gate import violations
-from tpfuse.tools.operator import Shape
+from tpfuse.tools.operator import Shape, Trial
 from tpfuse.tools.recorded import DTYPES
 from tpfuse.tools.resources import Compilation
+from tpfuse.tools.search import copies, widened
 from tpfuse.tools.training import TrainingRun, train_each
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.messages import say
@@ -77,14 +81,47 @@ def compare(operator: str, case: Shape, dtype: str, device: torch.device) -> Com
         ]
     except Exception as error:
         return Comparison(*identity, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+    return _worst(identity, measured)
+
+
+def compare_launch(operator: str, trial: Trial, dtype: str, device: torch.device) -> Comparison:
+    """Run a launcher at the shape of a model, and compare its outputs with plain torch's."""
+    identity = operator, trial.name, dtype
+    try:
+        inputs = trial.shape.drawn(device, DTYPES[dtype])
+        plain, truth = trial.plain(**inputs), trial.plain(**widened(inputs))
+        actual = trial.run(**copies(inputs))
+        measured = [
+            (f"output {number}", largest_error(x, exact), error_bound(same, exact))
+            for number, (x, same, exact) in enumerate(zip(actual, plain, truth, strict=True))
+        ]
+    except Exception as error:
+        return Comparison(*identity, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+    return _worst(identity, measured)
+
+
+def _worst(identity: tuple[str, str, str], measured: Sequence[tuple[str, float, float]]) -> Comparison:
+    """Return the comparison of the tensor whose error is the largest part of its bound.
+
+    measured: (name, error, bound) of each tensor.
+    """
     name, largest, bound = max(measured, key=lambda entry: entry[1] / entry[2] if entry[2] else entry[1])
     return Comparison(*identity, name, largest if math.isfinite(largest) else None, bound)
+
+
+def comparisons(operator: str, device: torch.device) -> dict[str, Callable[[str], Comparison]]:
+    """Return what is compared of an operator, by name; each is called with the name of a dtype."""
+    description = cases.load(operator)
+    works = {case.name: partial(compare, operator, case, device=device) for case in description.cases}
+    shapes = description.models if device.type == "cuda" else ()
+    trials = [Trial(shape, mode) for shape in shapes for mode in shape.launchers()]
+    return works | {trial.name: partial(compare_launch, operator, trial, device=device) for trial in trials}
 
 
 def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
     """Compare all cases of the operators in every dtype, in this process, which must have a GPU or interpret."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    comparisons = []
+    compared: list[Comparison] = []
     runs: list[TrainingRun] = []
     with unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
         for operator in operators:
@@ -92,11 +129,11 @@ def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[Train
                 status.update("two training steps with each implementation of tensor parallelism")
                 runs = train_each()
                 continue
-            for case in cases.load(operator).cases:
+            for name, work in comparisons(operator, device).items():
                 for dtype in DTYPES:
-                    status.update(f"{operator}: {case.name}, {dtype}")
-                    comparisons.append(compare(operator, case, dtype, device))
-    return comparisons, runs
+                    status.update(f"{operator}: {name}, {dtype}")
+                    compared.append(work(dtype))
+    return compared, runs
 
 
 def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tpfuse.layers.explain import plans, summary
-from tpfuse.switches import resolved_kernels, specializes_warps
+from tpfuse.switches import resolved_kernels
 from tpfuse.train.batches import Mixture, unigram_loss
 from tpfuse.train.data import percent
 from tpfuse.train.decoder import DecoderConfig
@@ -97,10 +97,9 @@ def _kernels(trainer: Trainer, train: TrainOptions) -> str:
     device = trainer.device.type
     kind = "torch" if trainer.dtype is torch.float64 else resolved_kernels(device)
     interpreted = ", interpreted" if kind == "triton" and device == "cpu" else ""
-    roles = "" if specializes_warps() or kind == "torch" else " without specialized warps"
     compiled = ", steps by torch.compile" if train.compile else ""
     replayed = f", steps replayed as a CUDA graph after {LAUNCHED} launched ones" if train.cuda_graph else ""
-    return {"torch": "torch's kernels", "triton": f"Triton kernels{roles}"}[kind] + interpreted + compiled + replayed
+    return {"torch": "torch's kernels", "triton": "Triton kernels"}[kind] + interpreted + compiled + replayed
 
 
 def measured(device: torch.device, held_before: int) -> str:

@@ -222,8 +222,6 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
 def _check_kernels(options: TrainCommand) -> None:
     with refusing("--"), use(kernels=options.kernels):
         resolved_kernels("cuda" if device_count() else "cpu")
-    with refusing():
-        switches.specializes_warps()
     if options.train.cuda_graph and not device_count():
         raise UserError("--train.cuda-graph needs a GPU, and this machine has none: leave it out")
     if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:

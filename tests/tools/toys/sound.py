@@ -12,7 +12,7 @@ from tpfuse.tools.operator import Operator
 
 
 @triton.jit
-def copy_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr, WARP_SPECIALIZE: tl.constexpr):
+def copy_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)
 
@@ -28,8 +28,8 @@ def product_kernel(x_ptr, w_ptr, y_ptr, k, stride_x, stride_w, stride_y, BLOCK: 
     tl.store(y_ptr + offs[:, None] * stride_y + offs[None, :], tiles.rounded(acc, y_ptr.dtype.element_ty))
 
 
-def copy(x: torch.Tensor, y: torch.Tensor, specialize: bool = False) -> None:
-    arguments = {"x_ptr": x, "y_ptr": y, "n": x.numel(), "BLOCK": 1024, "WARP_SPECIALIZE": specialize}
+def copy(x: torch.Tensor, y: torch.Tensor) -> None:
+    arguments = {"x_ptr": x, "y_ptr": y, "n": x.numel(), "BLOCK": 1024}
     launch(copy_kernel, (x.numel() // 1024,), num_warps=4, num_stages=1, **arguments)
 
 
