@@ -48,7 +48,11 @@ def stepped(
     layout: dict[str, Any], graph: bool, plant: Plant = _plant_nothing, device: str = "cpu"
 ) -> tuple[Result, tuple[int, ...]]:
     """Train with an evaluation after step 5. Return the result, and the numbers of launches, captures and replays."""
-    options, config, mesh = options_of(**{"accumulation": 2, **layout}, cuda_graph=graph), CONFIG, None
+    options, config, mesh = (
+        options_of(**{"accumulation": 2, **layout}, cuda_graph="yes" if graph else "no"),
+        CONFIG,
+        None,
+    )
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(mock.patch.object(step_graph, "GraphCalls", GraphStandIn))
@@ -110,10 +114,26 @@ def test_a_new_loss_scale_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_replayed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "GraphCalls", GraphStandIn)
-    options = options_of(cuda_graph=True)
+    options = options_of(cuda_graph="yes")
     train(options, 5, "auto", tmp_path)
     expected, found = train(options_of(), 10), train(options, 5, "auto", None, tmp_path)
     assert same(found, (expected[0][5:], expected[1][5:], expected[2]))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "world", "compiled", "replayed"),
+    [
+        ("auto", "cuda", 1, False, True),
+        ("auto", "cuda", 1, True, False),
+        ("auto", "cuda", 2, False, False),
+        ("auto", "cpu", 1, False, False),
+        ("no", "cuda", 1, False, False),
+        ("yes", "cuda", 2, False, True),
+    ],
+)
+def test_one_gpu_replays_by_itself(chosen: str, device: str, world: int, compiled: bool, replayed: bool) -> None:
+    options = options_of(cuda_graph=chosen, compile=compiled)
+    assert step_graph.replays(options, torch.device(device), world) == replayed
 
 
 def baked_seed(trainer: Trainer, step: int, stack: ExitStack) -> None:

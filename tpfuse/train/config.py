@@ -202,7 +202,8 @@ def load_preset(name: str) -> dict[str, Any]:
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
     """Return the options of `tpfuse train`. Raise UserError."""
     sources: list[tuple[str, dict[str, Any]]] = []
-    arguments = _with_value(arguments, "--resume", "yes")
+    for name in ("--resume", "--train.cuda-graph"):
+        arguments = _with_value(arguments, name, "yes")
     out, resume = flag_value(arguments, "--out"), flag_value(arguments, "--resume")
     if resume in ("yes", "auto") and out is None:
         raise UserError("--resume needs --out RUN, the folder of the run to continue")

@@ -122,9 +122,10 @@ class TrainOptions:
     """Bitwise reproducible runs on GPUs too, as on CPUs. Attention then runs by Triton instead of cuDNN."""
     compile: Rounds[bool] = False
     """Compilation of training steps by torch.compile, which takes about a minute at the start."""
-    cuda_graph: Keeps[bool] = False
-    """Replay of the forward and backward passes of a step as one CUDA graph, from the fourth step on: for small models,
-    whose kernels take the host longer to launch than the GPU to compute. Gradients are summed over ranks afterwards."""
+    cuda_graph: Keeps[Literal["auto", "yes", "no"]] = "auto"
+    """Replay of the forward and backward passes of a step as one CUDA graph, from the fourth step on, so that the host
+    does not launch each kernel: yes, which --train.cuda-graph alone means too; no; or auto, on one GPU if nothing
+    forbids it. With yes on several GPUs, gradients are summed over ranks after all passes."""
     recompute: Rounds[Recompute] = "none"
     """Activation checkpointing: none, selective (attention and the MLP's activation are computed again in the backward
     pass) or full (everything but the input of each block)."""

@@ -98,7 +98,7 @@ def _kernels(trainer: Trainer, train: TrainOptions) -> str:
     kind = "torch" if trainer.dtype is torch.float64 else resolved_kernels(device)
     interpreted = ", interpreted" if kind == "triton" and device == "cpu" else ""
     compiled = ", steps by torch.compile" if train.compile else ""
-    replayed = f", steps replayed as a CUDA graph after {LAUNCHED} launched ones" if train.cuda_graph else ""
+    replayed = f", steps replayed as a CUDA graph after {LAUNCHED} launched ones" if trainer.graph else ""
     return {"torch": "torch's kernels", "triton": "Triton kernels"}[kind] + interpreted + compiled + replayed
 
 

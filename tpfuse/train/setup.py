@@ -35,6 +35,7 @@ from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
+from tpfuse.train.step_graph import graph_obstacle
 from tpfuse.train.token_file import TokenFiles, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
@@ -189,22 +190,8 @@ def _check_zero(options: TrainCommand) -> None:
 
 
 def _check_graph(options: TrainCommand) -> None:
-    """Raise UserError if a step of these options does something that a CUDA graph cannot replay."""
-    model, data, train, parallel = options.model, options.data, options.train, options.parallel
-    profile, stage = options.profile, options.zero.stage
-    obstacles = (
-        (model.from_ is not None, "--model.from", "whose code may compute on the host"),
-        (data.documents == "mask", "--data.documents mask", "since the number of documents varies"),
-        (train.compile, "--train.compile", "which may compile again in any step"),
-        (parallel.pp > 1, f"--parallel.pp {parallel.pp}", "whose messages cannot be captured"),
-        (parallel.cp > 1, f"--parallel.cp {parallel.cp}", "whose messages cannot be captured"),
-        (stage > 1, f"--zero.stage {stage}", "whose gradients have other memory in each step (stage 1 can)"),
-        (options.debug.fingerprint, "--debug.fingerprint", "since a replay's operations are not compared"),
-        (bool(profile.trace or profile.torch or profile.nvtx), "a profile", "since the host does not see a replay"),
-    )
-    for forbids, given, reason in obstacles:
-        if train.cuda_graph and forbids:
-            raise UserError(f"--train.cuda-graph is not for {given}, {reason}: leave one of them out")
+    if options.train.cuda_graph == "yes" and (found := graph_obstacle(options)):
+        raise UserError(f"--train.cuda-graph is not for {found[0]}, {found[1]}: leave one of them out")
 
 
 def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) -> None:
@@ -222,7 +209,7 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
 def _check_kernels(options: TrainCommand) -> None:
     with refusing("--"), use(kernels=options.kernels):
         resolved_kernels("cuda" if device_count() else "cpu")
-    if options.train.cuda_graph and not device_count():
+    if options.train.cuda_graph == "yes" and not device_count():
         raise UserError("--train.cuda-graph needs a GPU, and this machine has none: leave it out")
     if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:
         raise UserError(

@@ -1,8 +1,10 @@
 """`--train.cuda-graph`: the forward and backward passes of a training step as one CUDA graph.
 
 The host of a small model launches kernels for longer than the GPU computes them. A replayed graph launches all of them
-by one call. What follows them in a step stays as it is: sums over ranks, the norm, the one `.item()`, the update. So
-learning rates and decisions remain the host's (Megatron-LM's `FullCudaGraphWrapper` leaves the optimizer out too).
+by one call. On an H100, GPT-2 124M trained at 390k tokens/s with it and at 173k to 240k without (2026-11-26), so it is
+the default there. What follows the passes in a step stays as it is: sums over ranks, the norm, the one `.item()`, the
+update. So learning rates and decisions remain the host's (Megatron-LM's `FullCudaGraphWrapper` leaves the optimizer
+out too).
 
 A replay repeats the device's work with the arguments of its capture, and nothing that the host did. So
 
@@ -32,9 +34,37 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.errors import RunError
 from tpfuse.train.hardware import is_out_of_memory
+from tpfuse.train.options import TrainCommand
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
 LAUNCHED = 3  # steps before the capture, as many as in the example of torch's documentation
+
+
+def graph_obstacle(options: TrainCommand) -> tuple[str, str] | None:
+    """Return the first option that does something in a step that a CUDA graph cannot replay, and why it cannot."""
+    model, data, train, parallel = options.model, options.data, options.train, options.parallel
+    profile, stage = options.profile, options.zero.stage
+    obstacles = (
+        (model.from_ is not None, "--model.from", "whose code may compute on the host"),
+        (data.documents == "mask", "--data.documents mask", "since the number of documents varies"),
+        (train.compile, "--train.compile", "which may compile again in any step"),
+        (parallel.pp > 1, f"--parallel.pp {parallel.pp}", "whose messages cannot be captured"),
+        (parallel.cp > 1, f"--parallel.cp {parallel.cp}", "whose messages cannot be captured"),
+        (stage > 1, f"--zero.stage {stage}", "whose gradients have other memory in each step (stage 1 can)"),
+        (options.debug.fingerprint, "--debug.fingerprint", "since a replay's operations are not compared"),
+        (bool(profile.trace or profile.torch or profile.nvtx), "a profile", "since the host does not see a replay"),
+    )
+    return next(((given, reason) for forbids, given, reason in obstacles if forbids), None)
+
+
+def replays(options: TrainCommand, device: torch.device, world: int) -> bool:
+    """Return whether the steps of these options are replayed. world: all ranks of the run.
+
+    By itself a run of several ranks launches them: its sums would not overlap with the backward pass.
+    """
+    chosen = options.train.cuda_graph
+    automatic = chosen == "auto" and device.type == "cuda" and world == 1 and graph_obstacle(options) is None
+    return chosen == "yes" or automatic
 
 
 class GraphCalls:
@@ -131,7 +161,7 @@ class StepGraph:
                 raise cause from None
             reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
             raise RunError(
-                f"step {step}: its passes cannot be captured: {reason} (train without --train.cuda-graph)"
+                f"step {step}: its passes cannot be captured: {reason} (train with --train.cuda-graph no)"
             ) from error
         assert all(bucket.complete for bucket in self._engine.buckets), "a parameter has no gradient"
         self._batches = batches

@@ -38,7 +38,7 @@ from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order, pipeline_stages
 from tpfuse.train.rank_model import Drawing
 from tpfuse.train.schedule import learning_rate
-from tpfuse.train.step_graph import StepGraph
+from tpfuse.train.step_graph import StepGraph, replays
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.compression import PowerSGDCompression, compression_of
 from tpfuse.zero.engine import DATA_AXES
@@ -126,7 +126,7 @@ class Trainer:
         if options.train.compile:  # the hooks of fully_shard, around each unit, cannot be traced
             self.language_model.compile(one_graph=not isinstance(self.engine, FullySharded))
         self.graph: StepGraph | None = None
-        if options.train.cuda_graph:
+        if replays(options, device, self.world):
             assert isinstance(self.engine, GradientBuckets) and isinstance(config, GPTConfig)  # `tpfuse.train.setup`
             self.graph = StepGraph(self.engine, device, self.model_group)
         self.step = 0
