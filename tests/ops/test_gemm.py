@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.tiers import exhaustive
 from tpfuse.kernels import activation_backward as activation_backward_kernel
@@ -159,6 +160,21 @@ def test_no_preactivation_is_kept_without_gradients(monkeypatch: pytest.MonkeyPa
         with torch.no_grad():
             gemm(**inputs, activation="gelu")
     assert kept == [False, True, False, False]
+
+
+def test_only_observed_calls_go_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatched, registered = [], gemm_module._forward._registered
+    monkeypatch.setattr(
+        gemm_module._forward, "_registered", lambda *inputs: dispatched.append(len(inputs)) or registered(*inputs)
+    )
+    inputs = _inputs("gelu", torch.float32)
+    inputs["weight"].requires_grad_()
+    with use(kernels="triton"):
+        gemm(**inputs, activation="gelu").sum().backward()
+        assert dispatched == [] and inputs["weight"].grad is not None
+        with FlopCounterMode(display=False):
+            gemm(**inputs, activation="gelu")
+    assert dispatched == [6]
 
 
 @pytest.mark.parametrize("choice", ["torch", "triton"])

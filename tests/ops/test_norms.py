@@ -16,7 +16,7 @@ from tests.support.tiers import exhaustive, pairwise
 from tpfuse.choices import Kernels
 from tpfuse.comm.mesh import group_of
 from tpfuse.kernels import reference
-from tpfuse.ops.layer_norm import _forward, _gradients, add_layer_norm, layer_norm
+from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
@@ -171,10 +171,10 @@ def test_operators_are_registered_correctly(centered: bool, extra: bool) -> None
     x, residual, weight = (normal(seed, *shape) for seed, shape in ((1, (5, 16)), (2, (5, 16)), (3, (16,))))
     leaves = [y.requires_grad_() for y in (x, residual, weight)]
     added, bias = (leaves[1], normal(4, 16).requires_grad_()) if extra else (None, None)
-    torch.library.opcheck(_forward, (leaves[0], added, leaves[2], bias, 1e-5, centered))
+    torch.library.opcheck(torch.ops.tpfuse.norm_forward.default, (leaves[0], added, leaves[2], bias, 1e-5, centered))
     mean, rstd = normal(5, 5 if centered else 0), normal(6, 5)
     arguments = (x.detach(), x.detach(), weight.detach(), mean, rstd, residual.detach() if extra else None)
-    torch.library.opcheck(_gradients, (*arguments, centered, extra, True, extra))
+    torch.library.opcheck(torch.ops.tpfuse.norm_backward.default, (*arguments, centered, extra, True, extra))
 
 
 ROWS, ROW = torch.zeros(2, 3, 8), torch.zeros(8)

@@ -3,6 +3,10 @@
 torch's `apply` has no annotations. Its `once_differentiable` returns gradients without a graph, and so without an
 error, if the upstream gradient requires none (after a sum or a loss). Inside a Function, autocast would give forward
 other dtypes than backward has.
+
+An operator of torch.library takes 40 µs of the host with a registered backward, and a Function with the same backward
+takes 10 (benchmarks/results/host_time.md). A `RegisteredFunction` is both: an operator for what traces or compiles, a
+Function for calls that nothing observes.
 """
 
 import functools
@@ -13,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.library import custom_op
+from torch.nn import Parameter
 
 _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 
@@ -20,6 +26,60 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 def apply(function: type[Function], *args: object) -> Tensor:
     """Return `function.apply(*args)` of a Function that returns one tensor."""
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+
+
+class RegisteredFunction:
+    """A function that is an operator of torch.library, and that is called as itself where nothing observes the call.
+
+    Modes of torch's dispatcher observe a call, and so do functorch and torch.compile; tensors of subclasses and of the
+    meta device need the dispatcher too.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
+        """name: as in torch.ops, such as tpfuse::gemm_forward. function: mutates nothing, and returns new tensors."""
+        self._name, self._function = name.removeprefix("tpfuse::"), function
+        self._registered = custom_op(name, function, mutates_args=(), schema=schema)
+        self._differentiable: type[Function] | None = None
+
+    def register_fake(self, fake: Callable[..., Any]) -> None:
+        """As torch.library's."""
+        self._registered.register_fake(fake)
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
+        """As torch.library's."""
+        function = self._function
+
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._differentiable = type(f"GeneratedBackwardFor_tpfuse_{self._name}_default", (Function,), methods)
+        self._registered.register_autograd(backward, setup_context=setup_context)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or _observed(inputs):
+            return self._registered(*inputs)
+        if self._differentiable is None or not torch.is_grad_enabled() or not _needs_gradients(inputs):
+            return self._function(*inputs)
+        return self._differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+def registered(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], RegisteredFunction]:
+    """Make a `RegisteredFunction` of a function."""
+    return lambda function: RegisteredFunction(name, function, schema)
+
+
+def _observed(inputs: tuple[Any, ...]) -> bool:
+    """Return whether a call with these arguments must reach torch's dispatcher."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(isinstance(x, Tensor) and (type(x) not in (Tensor, Parameter) or x.is_meta) for x in inputs)
+
+
+def _needs_gradients(inputs: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 class _FirstDerivative(Function):

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import check_local
@@ -31,7 +30,7 @@ from tpfuse.kernels.cross_entropy import (
     cross_entropy_combine,
     cross_entropy_forward,
 )
-from tpfuse.ops.autograd import once_differentiable
+from tpfuse.ops.autograd import once_differentiable, registered
 from tpfuse.ops.checks import check_range
 from tpfuse.switches import use_triton
 
@@ -149,7 +148,7 @@ def _combined(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_ignored(target), 0, loss), torch.stack([maximum, total])
 
 
-@custom_op("tpfuse::cross_entropy_forward", mutates_args=())
+@registered("tpfuse::cross_entropy_forward")
 def _forward(
     logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -163,7 +162,7 @@ def _(logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: s
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(2, rows, dtype=dtype)
 
 
-@custom_op("tpfuse::cross_entropy_backward", mutates_args=())
+@registered("tpfuse::cross_entropy_backward")
 def _logits_gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:
     if use_triton(logits):
         return cross_entropy_backward(logits, target, start, normalizer, grad)

@@ -20,6 +20,7 @@ from torch.library import custom_op
 
 from tpfuse.comm.layout import is_traced
 from tpfuse.kernels.dropout import dropout_forward, threshold
+from tpfuse.ops.autograd import registered
 from tpfuse.switches import use_triton
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
@@ -78,7 +79,7 @@ def _hashed(rows: Tensor, width: int, p: float, key: Tensor, columns: Tensor | N
     return x >= threshold(p)
 
 
-@custom_op("tpfuse::keep_mask", mutates_args=())
+@registered("tpfuse::keep_mask")
 def _keep_mask(rows: Tensor, width: int, p: float, key: Tensor, columns: Tensor | None) -> Tensor:
     return _hashed(rows, width, p, key, columns)
 
@@ -104,7 +105,7 @@ def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     return x * (keep_mask(rows, x.shape[-1], p, key).to(x.dtype) / (1.0 - p))
 
 
-@custom_op("tpfuse::dropout", mutates_args=())
+@registered("tpfuse::dropout")
 def _dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     return dropout_forward(x, p, rows, key)
 

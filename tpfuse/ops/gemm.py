@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import family
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
-from tpfuse.ops.autograd import autocast, wanted_gradients
+from tpfuse.ops.autograd import autocast, registered, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.switches import use_triton
 
@@ -140,7 +139,7 @@ def _result_shape(x: Tensor, weight: Tensor, activation: str | None) -> tuple[in
     return (*x.shape[:-1], weight.shape[0] // (2 if activation in GATED else 1))
 
 
-@custom_op("tpfuse::gemm_forward", mutates_args=())
+@registered("tpfuse::gemm_forward")
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -160,7 +159,7 @@ def _(
     return x.new_empty(shape), x.new_empty(x.shape[0], weight.shape[0]) if keep else x.new_empty(0)
 
 
-@custom_op("tpfuse::activation_backward", mutates_args=())
+@registered("tpfuse::activation_backward")
 def _preactivation_gradient(
     grad: Tensor, preactivation: Tensor, activation: str, with_sums: bool
 ) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from tpfuse.comm.layout import check_local
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
-from tpfuse.ops.autograd import wanted_gradients
+from tpfuse.ops.autograd import registered, wanted_gradients
 from tpfuse.ops.collectives import replicate
 from tpfuse.switches import use_triton
 
@@ -96,7 +95,7 @@ def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None,
         raise ValueError(f"{operator}: weight is {weight.dtype}: expected floats")
 
 
-@custom_op("tpfuse::norm_forward", mutates_args=())
+@registered("tpfuse::norm_forward")
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +117,7 @@ def _(
     return x.new_empty(x.shape), summed, torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd
 
 
-@custom_op("tpfuse::norm_backward", mutates_args=())
+@registered("tpfuse::norm_backward")
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_summed: Tensor | None, centered: bool,
     with_bias: bool, with_x: bool, with_weight: bool,

@@ -31,11 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
-from tpfuse.ops.autograd import autocast, once_differentiable, wanted_gradients
+from tpfuse.ops.autograd import autocast, once_differentiable, registered, wanted_gradients
 from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
 from tpfuse.switches import use_triton
 
@@ -223,9 +222,8 @@ def _times(grad: Tensor, x: Tensor) -> Tensor:
     return torch.mul(x, grad.view(1), out=torch.empty_like(x))
 
 
-@custom_op(
+@registered(
     "tpfuse::linear_cross_entropy_forward",
-    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor target, Tensor? weights, SymInt vocabulary, str? group_name, SymInt chunk,"
     " bool needs_x, bool needs_weight) -> (Tensor, Tensor, Tensor, Tensor)",
 )
