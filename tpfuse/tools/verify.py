@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -109,7 +109,7 @@ def _worst(identity: tuple[str, str, str], measured: Sequence[tuple[str, float, 
     return Comparison(*identity, name, largest if math.isfinite(largest) else None, bound)
 
 
-def comparisons(operator: str, device: torch.device) -> dict[str, Callable[[str], Comparison]]:
+def comparisons(operator: str, device: torch.device) -> Mapping[str, Callable[[str], Comparison]]:
     """Return what is compared of an operator, by name; each is called with the name of a dtype."""
     description = cases.load(operator)
     works = {case.name: partial(compare, operator, case, device=device) for case in description.cases}
