@@ -179,6 +179,13 @@ def test_the_present_row_stays_but_is_measured(
     assert best.measured.startswith("Toy GPU")
 
 
+def test_a_present_row_that_is_wrong_is_replaced(table: Path) -> None:
+    clock = _Clock(lambda row: 0.5 if row.blocks["FAST"] else 1.0)
+    trials = [_toy(1000, lambda row: row.num_warps == 8 and not row.blocks["FAST"], float("nan"))]
+    (best,) = tune(["toy"], _tuner(clock), trials, SPACE, table)
+    assert best.blocks["FAST"] and best.measured.startswith("Toy GPU")
+
+
 def test_a_candidate_that_is_slow_at_one_trial_is_not_tried_at_the_others(table: Path) -> None:
     clock = _Clock(lambda row: 1.0 if row.num_warps == 8 else 2.0)
     tune(["toy"], _tuner(clock), [_toy(100), _toy(200)], {"toy": ({"num_warps": (4, 8)},)}, table)

@@ -52,12 +52,15 @@ class Search:
         self._truth = [trial.plain(**widened(x)) for trial, x in zip(fitting, self._inputs, strict=True)]
 
     def best(self, row: Configuration, steps: Sequence[Step]) -> Configuration | None:
-        """Return the best row, with `measured` filled in, or None if the present row itself does not work."""
-        present = self._times(row, None)
-        if isinstance(present, str):
-            self._tuner.say(f"  {brief(row)}: the present row does not work, {present}")
-            return None
-        best, times = row, present
+        """Return the best row, with `measured` filled in, or None if no row works.
+
+        Where the present row does not work, the others are compared with the first one that does.
+        """
+        result = self._times(row, None)
+        if isinstance(result, str):
+            self._tuner.say(f"  {brief(row)}: the present row does not work, {result}")
+        best, times = row, None if isinstance(result, str) else result
+        present = times
         for step in steps:
             tried = [candidate for candidate in candidates(best, step) if candidate != best]
             for candidate, reason in zip(tried, self._tuner.inspect(tried, self._trials), strict=True):
@@ -67,11 +70,18 @@ class Search:
                 if isinstance(result, str):
                     self._tuner.say(f"  {brief(candidate)}: skipped, {result}")
                     continue
+                if present is None or times is None:
+                    self._tuner.say(f"  {brief(candidate)}: works, and is the present row from here on")
+                    best, times, present = candidate, result, result
+                    continue
                 ratio = _ratio(result, present)
                 self._tuner.say(f"  {brief(candidate)}: {ratio:.3f} of the present time")
                 if ratio < min(_GAIN, _ratio(times, present)):
                     best, times = candidate, result
-        return replace(best, measured=f"{self._tuner.place}, {self._trials[0].speed(times[0])}")
+        return None if times is None else replace(best, measured=self._measured(times))
+
+    def _measured(self, times: Sequence[float]) -> str:
+        return f"{self._tuner.place}, {self._trials[0].speed(times[0])}"
 
     def _times(self, row: Configuration, present: Sequence[float] | None) -> list[float] | str:
         """Return the seconds at each trial, or the reason why there are none."""

@@ -109,7 +109,7 @@ class TunedRow:
         return f"{self.row.operator}, {self.row.bits} bits{limits}"
 
     def best(self, tuner: Tuner, spaces: dict[str, tuple[Step, ...]]) -> Configuration | None:
-        """Return the best row to replace this one, or None if the present row does not work."""
+        """Return the best row to replace this one, or None if no row works."""
         tuner.say(f"{self.name}: {', '.join(trial.name for trial in self.fitting)}")
         best = Search(tuner, self.fitting).best(self.row, spaces[self.row.operator])
         if best is not None:

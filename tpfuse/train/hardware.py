@@ -93,7 +93,7 @@ def keep_freed_memory() -> bool:
 
 def expand_segments() -> None:
     """Tell torch's CUDA allocator to grow its segments instead of allocating new ones, which fragment memory."""
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch.cuda.memory's warns in torch 2.11
 
 
 def set_threads(ranks_on_this_host: int) -> None:
