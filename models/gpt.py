@@ -31,7 +31,7 @@ from tpfuse.layers.dropout import Dropout, DropoutState
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from tpfuse.models.gpt_block import Block
+from tpfuse.models.gpt_block import Block, first_rows
 from tpfuse.models.gpt_config import GPTConfig as GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
@@ -217,13 +217,15 @@ class GPT(nn.Module):
         wte = self.transformer.wte
         if targets_BT is None:
             logits_MV = wte.project(x_mC, gather_output=True)
-            logits = sharded.gather(logits_MV[: sharded.tokens].view(sharded.batch, sharded.local_length, -1))
+            logits = sharded.gather(first_rows(logits_MV, sharded.tokens).view(sharded.batch, sharded.local_length, -1))
             return logits.view(*shape, -1)
         targets_M = F.pad(sharded.shard(targets_BT, IGNORE).reshape(-1), (0, padding), value=IGNORE)
         if loss_weight is not None:
             return wte.loss(x_mC, targets_M, loss_weight)
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
-        return sharded.gather(losses_M[: sharded.tokens].view(sharded.batch, sharded.local_length)).view(shape)
+        return sharded.gather(first_rows(losses_M, sharded.tokens).view(sharded.batch, sharded.local_length)).view(
+            shape
+        )
 
     def _dropout_state(
         self,

@@ -30,6 +30,11 @@ from tpfuse.parallel.recompute import Recompute, recomputed
 ACTIVATION = "gelu_tanh"
 
 
+def first_rows(x: Tensor, count: int) -> Tensor:
+    """Return x[:count]; x itself if that is all: the gradient of a slice is a copy with zeros around it."""
+    return x if len(x) == count else x[:count]
+
+
 def _onto(
     residual_mC: Tensor, project: Callable[[Tensor | None], Tensor], dropout: Dropout, state: DropoutState | None
 ) -> Tensor:
@@ -70,16 +75,17 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return residual + attention(x)."""
         qkv_MN = self.c_attn(x_mC)
-        q_BHnD, k_BHnD, v_BHnD = rearrange(
-            qkv_MN[: sharded.tokens], "(b n) (part h d) -> part b h n d", b=sharded.batch, part=3, d=self.head_size
-        )
+        padding = len(qkv_MN) - sharded.tokens
+        rows_MN = first_rows(qkv_MN, sharded.tokens)
+        qkv_BnpHD = rearrange(rows_MN, "(b n) (p h d) -> b n p h d", b=sharded.batch, p=3, d=self.head_size)
+        # Parts of a permuted view would take another pass over the gradient of qkv.
+        q_BHnD, k_BHnD, v_BHnD = (x_BnHD.transpose(1, 2) for x_BnHD in qkv_BnpHD.unbind(2))
         if cache is not None:
             k_BHnD, v_BHnD = cache.append(self.layer, k_BHnD, v_BHnD)
         dropout: dict[str, Any] = {}
         if state is not None and self.dropout:
             key = state.keys[4 * self.layer + 1]
             dropout = {"dropout_p": self.dropout, "head_rows": state.head_rows, "key": key}
-        padding = len(qkv_MN) - sharded.tokens
 
         def attend(q_BHnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor) -> Tensor:
             y_BHnD = sharded.attention(q_BHnD, k_BHnD, v_BHnD, **dropout)
