@@ -91,8 +91,8 @@ def cases(rank: LoneRank) -> list[HostCase]:
             lambda: _registered(tall, weight, bias, None, "gelu_tanh", False), None,
         ),
         HostCase(
-            "gemm, which registers it, with autograd", lambda: gemm(tall, trained, bias, activation="gelu_tanh"),
-            lambda: _registered(tall, trained, bias, None, "gelu_tanh", True), None,
+            "gemm, which registers it, with autograd", lambda: gemm(tall, trained, bias, activation="swiglu"),
+            lambda: _registered(tall, trained, bias, None, "swiglu", True), None,
         ),
         HostCase(
             f"all_gather_gemm, {WORLD} ranks, copiers",

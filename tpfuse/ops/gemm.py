@@ -45,11 +45,11 @@ def gemm(
     check_residual("gemm", x, residual, shape)
     x_, weight_, bias_ = autocast(x, weight, bias)
     fused = residual if residual is not None and residual.dtype == x_.dtype else None
-    keep = activation is not None and torch.is_grad_enabled()
-    keep = keep and any(x is not None and x.requires_grad for x in (x_, weight_, bias_))
-    if not use_triton(x) or (activation is None and (fused is None or not _fuses(x_, activation, keep))):
+    if not use_triton(x) or (activation is None and fused is None):
         out: Tensor = apply_activation(F.linear(x_, weight_, bias_), activation)
         return out if residual is None else out + residual
+    keep = activation is not None and torch.is_grad_enabled()
+    keep = keep and any(x is not None and x.requires_grad for x in (x_, weight_, bias_))
     out, _ = _forward(flat(x_), weight_, bias_, None if fused is None else flat(fused), activation, keep)
     out = out if len(shape) == 2 else out.view(shape)
     return out + residual if residual is not None and fused is None else out
