@@ -377,8 +377,11 @@ def test_under_torchrun_the_first_rank_that_is_not_missing_reports(
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     fail("train", "why", missing)
     assert capsys.readouterr().err == ("tpfuse train: error: why\n" if speaks else "")
+    assert bool(slept) != speaks, "torchrun would kill the first rank before it reports"
 
 
 @pytest.mark.processes
