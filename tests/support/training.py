@@ -7,6 +7,7 @@ from dataclasses import fields
 from math import nan
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -105,9 +106,8 @@ def train(
     config: ModelConfig = CONFIG,
 ) -> Result:
     """Train on this rank of a pool, from the checkpoint in `resume` if there is one, and save one in `save_to`."""
-    # If the checkout is in memory, the file may be too.
-    offload._IN_MEMORY = ()  # type: ignore[assignment]
-    trainer, windows = new_trainer(options, config)
+    with mock.patch.object(offload, "_IN_MEMORY", ()):  # if the checkout is in memory, the file may be too
+        trainer, windows = new_trainer(options, config)
     if resume is not None:
         trainer.evaluate(windows, 1)  # at stage 3 it leaves parameters gathered
         for shard in (shard for shards in trainer.shards().values() for shard in shards):
