@@ -11,11 +11,15 @@ from tests.support.meshes import tensor_mesh
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops import collectives
 from tpfuse.ops.cross_entropy import cross_entropy
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.layer_norm import layer_norm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse.switches import use
+from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 
 Group = dist.ProcessGroup
@@ -63,3 +67,13 @@ def _penalties() -> None:
 
 def test_a_gradient_penalty_is_an_error() -> None:
     pool(2).run(_penalties)
+
+
+@pytest.mark.parametrize("name", ["gemm", "layer_norm"])
+def test_a_kernel_without_a_second_derivative_says_so(name: str) -> None:
+    x, weight = normal(1, 8, 16).requires_grad_(), normal(2, 16, 16)
+    with use(kernels="triton"):
+        out = gemm(x, weight, activation="gelu") if name == "gemm" else layer_norm(x, weight[0], None, 1e-5)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            grad.square().sum().backward()

@@ -61,8 +61,10 @@ class RegisteredFunction:
     def __call__(self, *inputs: Any) -> Any:
         if torch.compiler.is_compiling() or _observed(inputs):
             return self._registered(*inputs)
-        if self._differentiable is None or not torch.is_grad_enabled() or not _needs_gradients(inputs):
+        if not torch.is_grad_enabled() or not _needs_gradients(inputs):
             return self._function(*inputs)
+        if self._differentiable is None:  # as in a backward pass with create_graph: the dispatcher makes it an error
+            return self._registered(*inputs)
         return self._differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
