@@ -7,10 +7,10 @@
 `benchmarks.gpu` takes the steps that time alone, and writes their results into benchmarks/results.
 
 The steps are in this order: the properties of the device; the compiler, on all cores; every operator beside its
-reference, and the cases that fail once more with a newer ptxas and with one stage; times
-of products and attention; several ranks in one process on streams of their own; several processes on one GPU; training
-steps; sanitizers; times beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as
-there is time; float16; times of further shapes. docs/first_node.md says what each outcome means.
+reference, and the cases that fail once more with a newer ptxas and with one stage; times of products and attention;
+several ranks in one process on streams of their own; several processes on one GPU; training steps; sanitizers; times
+beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as there is time; float16;
+times of further shapes. docs/first_node.md says what each outcome means.
 
 Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
 (`benchmarks.apart`). A second call with the same FOLDER continues where the first one ended. FOLDER/first_contact.json

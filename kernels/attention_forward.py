@@ -6,8 +6,6 @@ in the L2 cache. Tiles are loaded by TMA where the configuration requests it, by
 stored as [B, Tq, H, D], so that the projection that follows reads contiguous memory.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,8 @@ from torch import Tensor
 
 from tpfuse.kernels.attention_online_softmax import attend, finish, initial_state, load_rows, rows_of
 from tpfuse.kernels.attention_scores import aligned, document, dropout_rows, multiple_of_8, score_arguments
-from tpfuse.kernels.configurations import Configuration, choose_configuration
+from tpfuse.kernels.configurations import choose_configuration
+from tpfuse.kernels.gemm_tiles import tile_options
 from tpfuse.kernels.launch import cdiv, launch
 
 # Arguments that change from call to call and for whose values a separate compilation gains nothing.
@@ -174,7 +173,8 @@ def attention_forward(
         lse.fill_(float("-inf"))
     row = choose_configuration(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
     tiles_m = cdiv(longest, row.blocks["BLOCK_M"])
-    options = _tile_options(row, q, k, v)
+    # TMA needs rows that do not overlap.
+    options = tile_options(row, all(x.numel() > 0 and x.stride(2) >= x.shape[3] for x in (q, k, v)))
     launch(
         attention_forward_kernel,
         (sequences * heads * tiles_m,),
@@ -192,15 +192,6 @@ def attention_forward(
         **options,
     )
     return out.transpose(1, 2), lse
-
-
-def _tile_options(row: Configuration, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """Return the launch options from the table's row: blocks, num_warps and num_stages. q, k, v: `aligned`.
-
-    TMA needs rows that do not overlap.
-    """
-    tma = row.blocks["TMA"] and all(x.numel() > 0 and x.stride(2) >= x.shape[3] for x in (q, k, v))
-    return {**row.blocks, "TMA": tma, "num_warps": row.num_warps, "num_stages": row.num_stages}
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:

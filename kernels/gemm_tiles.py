@@ -13,7 +13,7 @@ from tpfuse.kernels.tiles import rounded
 
 
 def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
-    """Return a product's launch options from its row: blocks, num_warps and num_stages; tma: operands allow TMA."""
+    """Return the launch options from a table's row: blocks, num_warps and num_stages; tma: operands allow TMA."""
     return {**row.blocks, "TMA": tma and row.blocks["TMA"], "num_warps": row.num_warps, "num_stages": row.num_stages}
 
 

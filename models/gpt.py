@@ -223,9 +223,8 @@ class GPT(nn.Module):
         if loss_weight is not None:
             return wte.loss(x_mC, targets_M, loss_weight)
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
-        return sharded.gather(first_rows(losses_M, sharded.tokens).view(sharded.batch, sharded.local_length)).view(
-            shape
-        )
+        losses_M = first_rows(losses_M, sharded.tokens)
+        return sharded.gather(losses_M.view(sharded.batch, sharded.local_length)).view(shape)
 
     def _dropout_state(
         self,

@@ -48,11 +48,8 @@ def stepped(
     layout: dict[str, Any], graph: bool, plant: Plant = _plant_nothing, device: str = "cpu"
 ) -> tuple[Result, tuple[int, ...]]:
     """Train with an evaluation after step 5. Return the result, and the numbers of launches, captures and replays."""
-    options, config, mesh = (
-        options_of(**{"accumulation": 2, **layout}, cuda_graph="yes" if graph else "no"),
-        CONFIG,
-        None,
-    )
+    options = options_of(**{"accumulation": 2, **layout}, cuda_graph="yes" if graph else "no")
+    config, mesh = CONFIG, None
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(mock.patch.object(step_graph, "GraphCalls", GraphStandIn))

@@ -42,11 +42,11 @@ class RegisteredFunction:
         self._differentiable: type[Function] | None = None
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
-        """As torch.library's."""
+        """Register what the operator returns for tensors without values, as torch.library does."""
         self._registered.register_fake(fake)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
-        """As torch.library's."""
+        """Register the backward pass, as torch.library does."""
         function = self._function
 
         def forward(ctx: Any, *inputs: Any) -> Any:
