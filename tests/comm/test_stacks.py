@@ -31,6 +31,23 @@ def test_a_stack_that_is_being_written_is_waited_for(
     assert stacks.stacks_of(tmp_path, [7]) == {7: WHOLE}
 
 
+def test_a_stack_is_not_read_while_its_signal_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal is then neither pending nor blocked for a moment, which is the second look here."""
+    path = tmp_path / ".stack-7"
+    path.write_text(PART)
+    looks = []
+
+    def status(pid: int) -> dict[str, str]:
+        looks.append(pid)
+        if len(looks) == 4:
+            path.write_text(WHOLE)
+        blocked = USER if len(looks) == 3 else "0"
+        return {"State": "R (running)", "SigCgt": USER, "SigBlk": blocked, "SigPnd": "0", "ShdPnd": "0"}
+
+    monkeypatch.setattr(stacks, "_status", status)
+    assert stacks.stacks_of(tmp_path, [7]) == {7: WHOLE}
+
+
 @pytest.mark.parametrize(("state", "caught"), [("T (stopped)", USER), ("R (running)", "0")])
 def test_a_process_that_would_not_answer_is_not_asked(
     state: str, caught: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,8 +63,10 @@ def stacks_of(folder: Path, pids: Sequence[int]) -> dict[int, str]:
     while len(found) < len(asked) and time.monotonic() < end:
         for pid in asked:
             with contextlib.suppress(OSError):
-                text = "" if _is_writing(pid) else _file(folder, pid).read_text(errors="replace")
-                if text:
+                if _is_writing(pid):
+                    continue
+                text = _file(folder, pid).read_text(errors="replace")
+                if text and not _is_writing(pid):  # a signal that is being delivered is neither pending nor blocked
                     found[pid] = text
         time.sleep(0.02)
     return found
