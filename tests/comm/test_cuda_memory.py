@@ -136,7 +136,9 @@ def test_first_waits_may_take_longer() -> None:
             memory.wait_signal(flags, memory.rank, 0, 0, op="wait")
     assert [call.args[0].patience for call in added.mock_calls] == [3.0, 1.0, 3.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0]
     calls.synchronize()
-    memory.timeout = memory.control.timeout = patient(0.6)
+    limits = [patient(0.6)]  # which differs from rank to rank on a machine that slows down
+    dist.broadcast_object_list(limits, src=0)
+    memory.timeout = memory.control.timeout = limits[0]
     if memory.rank == 1:
         time.sleep(1.5 * memory.timeout)
     memory.buffer("late", (1,), torch.int32)
