@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.support.meshes import tensor_mesh
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops import collectives
+from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.layer_norm import layer_norm
@@ -69,11 +70,18 @@ def test_a_gradient_penalty_is_an_error() -> None:
     pool(2).run(_penalties)
 
 
-@pytest.mark.parametrize("name", ["gemm", "layer_norm"])
-def test_a_kernel_without_a_second_derivative_says_so(name: str) -> None:
-    x, weight = normal(1, 8, 16).requires_grad_(), normal(2, 16, 16)
+@pytest.mark.parametrize("reduced", [Tensor.sum, lambda out: out.square().sum()])
+@pytest.mark.parametrize("name", ["gemm", "layer_norm", "attention"])
+def test_a_kernel_without_a_second_derivative_says_so(name: str, reduced: Callable[[Tensor], Tensor]) -> None:
+    x, weight = normal(1, 8, 16).requires_grad_(), normal(2, 16, 16).requires_grad_()
     with use(kernels="triton"):
-        out = gemm(x, weight, activation="gelu") if name == "gemm" else layer_norm(x, weight[0], None, 1e-5)
-        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        match name:
+            case "gemm":
+                out = gemm(x, weight, activation="gelu")
+            case "layer_norm":
+                out = layer_norm(x, weight[0], None, 1e-5)
+            case _:
+                out = attention(*[x.view(1, 1, 8, 16)] * 3, causal=True)
+        (grad,) = torch.autograd.grad(reduced(out), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="has no second derivative"):
             grad.square().sum().backward()

@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
-from tpfuse.ops.autograd import autocast
+from tpfuse.ops.autograd import autocast, once_differentiable
 from tpfuse.ops.checks import check_attention, check_cumulative
 from tpfuse.ops.dense_attention import AttentionCall, dense_attention, flash_obstacle
 from tpfuse.switches import chosen_kernels, use_triton
@@ -218,6 +218,7 @@ def _save(
     ctx.options = keyword_only_inputs
 
 
+@once_differentiable
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out

@@ -63,7 +63,7 @@ class RegisteredFunction:
             return self._registered(*inputs)
         if not torch.is_grad_enabled() or not _needs_gradients(inputs):
             return self._function(*inputs)
-        if self._differentiable is None:  # as in a backward pass with create_graph: the dispatcher makes it an error
+        if self._differentiable is None:  # the dispatcher makes a backward pass through it an error
             return self._registered(*inputs)
         return self._differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
 

@@ -20,7 +20,7 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import family
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
-from tpfuse.ops.autograd import autocast, registered, wanted_gradients
+from tpfuse.ops.autograd import autocast, once_differentiable, registered, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.switches import use_triton
 
@@ -181,6 +181,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[1])
 
 
+@once_differentiable
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, preactivation = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual, *_none = wanted_gradients(ctx)

@@ -15,7 +15,7 @@ from tpfuse.comm.layout import check_local
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
-from tpfuse.ops.autograd import registered, wanted_gradients
+from tpfuse.ops.autograd import once_differentiable, registered, wanted_gradients
 from tpfuse.ops.collectives import replicate
 from tpfuse.switches import use_triton
 
@@ -147,6 +147,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)  # mean and rstd have none
 
 
+@once_differentiable
 def _backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     grad_summed = grad_summed if ctx.with_residual else None
     if grad is None:  # only summed was used
