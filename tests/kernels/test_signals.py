@@ -118,6 +118,7 @@ def survivors(name: str, mutants: list[Mutant]) -> list[Mutant]:
     return surviving(program_of, [signals, this], PROGRAMS[name], mutants=mutants, resident=2)
 
 
+@pytest.mark.exhaustive
 def test_every_line_is_needed() -> None:
     """Every line is needed by at least one of the programs: none of them does everything that a kernel may do."""
     left = mutants_of(signals)

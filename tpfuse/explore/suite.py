@@ -13,8 +13,8 @@
             ...
 
 `current` returns the copy of a module that is being explored. In the first tier the suite explores the program once in
-one world, deletes or weakens each synchronising line once, and lets waits end. In the second tier it explores other
-worlds and many seeds, and plants the faults that are not deletions. Each mutant runs under the sequential schedule
+one world, and lets waits end. In the second tier it explores other worlds and many seeds, deletes or weakens each
+synchronising line once, and plants the faults that are not deletions. Each mutant runs under the sequential schedule
 first, which finds nearly all of them, since vector clocks find a race in any order of the accesses; further schedules
 follow only for the mutants that remain.
 """
@@ -163,6 +163,7 @@ class ProtocolSuite:
         """The unchanged short program has no fault under random priorities of its threads either."""
         self._explore(self.short_program, map(PCT, range(self.seeds)))
 
+    @pytest.mark.exhaustive
     def test_every_line_is_needed(self) -> None:
         """The program fails if any line that orders something is deleted or weakened."""
         mutants, unneeded = self._mutants()

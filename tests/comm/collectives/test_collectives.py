@@ -176,14 +176,14 @@ def test_sums_are_rounded_once_and_the_same_on_all_ranks(world: int) -> None:
         assert torch.equal(in_two, total.bfloat16()) and torch.equal(in_one, in_two)
 
 
-def _late(objects: bool) -> str:
-    """Use a Gloo group of its own, which no rank can use after the time-out."""
+def _late(objects: bool, deadline: float) -> str:
+    """Use a Gloo group of its own, which no rank can use after the time-out. deadline: seconds, equal on all ranks."""
     group = dist.new_group()
     if dist.get_rank() == 1:
         dist.barrier()
         return ""
-    set_settings(timeout=patient(0.5))
-    before, collective.PATIENCE = collective.PATIENCE, patient(0.5)
+    set_settings(timeout=deadline)
+    before, collective.PATIENCE = collective.PATIENCE, deadline
     try:
         if objects:
             collective.set_timeout(group)
@@ -201,7 +201,7 @@ def _late(objects: bool) -> str:
 
 @pytest.mark.parametrize("objects", [False, *exhaustive(True)])
 def test_a_collective_of_gloo_names_the_missing_rank(objects: bool) -> None:
-    texts = pool(3).run(_late, objects)
+    texts = pool(3).run(_late, objects, patient(0.5))
     for rank in (0, 2):
         assert re.match(rf"PeerTimeout: all_reduce: rank {rank} waited \d+\.\d s for rank 1$", texts[rank]), texts
 
