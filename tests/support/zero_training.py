@@ -165,7 +165,8 @@ def engine_of(
 ) -> tuple[Case, Any]:
     """Return a case and the engine of its model, with options of both. group: replaces all groups of the mesh."""
     mesh = mesh_of(layout.dp, layout.tp, layout.cp) if group is None else mesh_from(group)
-    kept: dict[str, Any] = {key: options.pop(key) for key in ("reduce_dtype", "bucket_bytes") if key in options}
+    of_engine = [key for key in ("reduce_dtype", "bucket_bytes", "accumulate") if key in options]
+    kept: dict[str, Any] = {key: options.pop(key) for key in of_engine}
     if name == "gpt":
         options |= {"device_mesh": mesh["tp"] if layout.tp > 1 else None, "context_mesh": context_mesh(mesh)}
     case = CASES[name](dtype, **options)

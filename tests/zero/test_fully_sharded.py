@@ -25,6 +25,7 @@ from tests.support.zero_training import (
     train_step,
     whole,
 )
+from tpfuse.choices import Accumulate
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh
 from tpfuse.layers.local_parameter import Borrowed
@@ -33,16 +34,16 @@ from tpfuse.zero import shard
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 
-def gradients(name: str, layout: Layout) -> None:
+def gradients(name: str, layout: Layout, accumulate: Accumulate) -> None:
     """Check the gradients of step 2, in which every parameter takes part, accumulated over three micro-batches."""
     expected = CASES[name]()
     expected.loss(torch.arange(BATCH), 2).backward()
-    case, engine = engine_of(name, layout)
+    case, engine = engine_of(name, layout, accumulate=accumulate)
     batches = micro_batches(layout, 3)
     for rows in batches[:-1]:
         engine.start(last=False)
         case.loss(rows, 2).backward()
-        assert all(member.sharded.grad is None for member in engine.members)
+        assert all((member.sharded.grad is None) == (accumulate == "whole") for member in engine.members)
     engine.start(last=True)
     case.loss(batches[-1], 2).backward()
     engine.finish()
@@ -58,10 +59,15 @@ def gradients(name: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("toy", Layout(dp=2)), *exhaustive(("toy", Layout(dp=4)), ("gpt", Layout(tp=2, dp=2)))]
+    ("name", "layout", "accumulate"),
+    [
+        ("toy", Layout(dp=2), "sharded"),
+        ("toy", Layout(dp=2), "whole"),
+        *exhaustive(("toy", Layout(dp=4), "sharded"), ("gpt", Layout(tp=2, dp=2), "whole")),
+    ],
 )
-def test_gradients_of_shards_are_sums_over_ranks(name: str, layout: Layout) -> None:
-    pool(layout.world).run(gradients, name, layout)
+def test_gradients_of_shards_are_sums_over_ranks(name: str, layout: Layout, accumulate: Accumulate) -> None:
+    pool(layout.world).run(gradients, name, layout, accumulate)
 
 
 def shard_size(shape: torch.Size, shards: int) -> int:
@@ -75,8 +81,11 @@ def shard_size(shape: torch.Size, shards: int) -> int:
     return first * (shape.numel() // shape[0])
 
 
-def theory(case: Case, layout: Layout, accumulation: int, gathered: int, reduced: int) -> int:
-    """Return the bytes of a step, computed from sizes; `gathered` and `reduced` are the bytes of an element."""
+def theory(case: Case, layout: Layout, accumulation: int, gathered: int, reduced: int, reductions: int) -> int:
+    """Return the bytes of a step, computed from sizes; `gathered` and `reduced` are the bytes of an element.
+
+    reductions: in a step, within a replica; over the replicas there is one.
+    """
     shards = layout.dp * layout.cp // layout.replicas
     total, taken = 0, set()
     for unit in (*case.units, case.model):
@@ -86,16 +95,19 @@ def theory(case: Case, layout: Layout, accumulation: int, gathered: int, reduced
         trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
         twice = unit is not case.model and unit is not case.units[-1]  # forward and backward
         total += (shards - 1) * gathered * sum(sizes) * accumulation * (1 + twice)
-        total += (shards - 1) * reduced * trained
+        total += (shards - 1) * reduced * trained * reductions
         total += 2 * (layout.replicas - 1) * reduced * trained // layout.replicas
     return total
 
 
-def traffic(layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int) -> None:
+def traffic(
+    layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int, accumulate: Accumulate
+) -> None:
     plain_mesh = mesh_of(layout.dp, layout.tp, layout.cp)
     before = gpt(dtype, device_mesh=plain_mesh["tp"] if layout.tp > 1 else None, context_mesh=context_mesh(plain_mesh))
-    wanted = theory(before, layout, accumulation, dtype.itemsize, reduced)
-    case, engine = engine_of("gpt", layout, dtype, reduce_dtype=reduce_dtype)
+    reductions = accumulation if accumulate == "sharded" else 1
+    wanted = theory(before, layout, accumulation, dtype.itemsize, reduced, reductions)
+    case, engine = engine_of("gpt", layout, dtype, reduce_dtype=reduce_dtype, accumulate=accumulate)
     optimizer = ShardedAdamW(engine)
     for step in range(1, 3):
         train_step(case, engine, optimizer, micro_batches(layout, accumulation), step)
@@ -103,20 +115,20 @@ def traffic(layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype:
 
 
 @pytest.mark.parametrize(
-    ("layout", "accumulation", "dtype", "reduce_dtype", "reduced"),
+    ("layout", "accumulation", "dtype", "reduce_dtype", "reduced", "accumulate"),
     [
-        (Layout(dp=4, replicas=2), 3, torch.bfloat16, "parameter", 2),
+        (Layout(dp=4, replicas=2), 3, torch.bfloat16, "parameter", 2, "sharded"),
         *exhaustive(
-            (Layout(dp=3), 1, torch.float32, "float32", 4),
-            (Layout(dp=2), 3, torch.bfloat16, "float32", 4),
-            (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8),
+            (Layout(dp=3), 1, torch.float32, "float32", 4, "sharded"),
+            (Layout(dp=2), 3, torch.bfloat16, "float32", 4, "whole"),
+            (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8, "whole"),
         ),
     ],
 )
 def test_bytes_equal_those_of_theory(
-    layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int
+    layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int, accumulate: Accumulate
 ) -> None:
-    pool(layout.world).run(traffic, layout, accumulation, dtype, reduce_dtype, reduced)
+    pool(layout.world).run(traffic, layout, accumulation, dtype, reduce_dtype, reduced, accumulate)
 
 
 def masters(world: int, accumulation: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import ADAMW, LR, Engine, check_same, torchs_adamw, whole
+from tpfuse.choices import Accumulate
 from tpfuse.comm import collectives
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.layout import local_slices, local_tensor
@@ -77,6 +78,7 @@ class Staged:
         schedule: str = "1f1b",
         used: bool = False,
         change: Callable[[Model], object] = lambda model: None,
+        accumulate: Accumulate = "sharded",
     ) -> None:
         """used: freeze the parameters that take no part. change: is called with both models."""
         self.mesh = mesh_of(2 if dist.get_world_size() == 4 else 1, 1, pp=2)
@@ -96,6 +98,7 @@ class Staged:
             micro_batches=BATCHES,
         )
         options: dict[str, Any] = {"units": self.pipeline.blocks, "shared": self.pipeline.shared}
+        options["accumulate"] = accumulate
         self.engine = shard(self.model, self.mesh, stage=zero, bucket_bytes=200, **options)
         self.expected: dict[str, Tensor] = {}
 
@@ -204,9 +207,10 @@ def test_buckets_are_reduced_with_the_last_arrival_and_tied_ones_at_the_end() ->
     assert engine._next == len(tied)
 
 
+@pytest.mark.parametrize("accumulate", ["sharded", "whole"])
 @on_ranks(4)
-def test_stage_3_reduces_a_unit_with_its_last_gradient() -> None:
-    staged, counts = Staged(3, used=True), []
+def test_stage_3_reduces_a_unit_with_its_last_gradient(accumulate: Accumulate) -> None:
+    staged, counts = Staged(3, used=True, accumulate=accumulate), []
     engine = staged.engine
     assert isinstance(engine, FullySharded)
     first, second = staged.pipeline.blocks
@@ -217,7 +221,7 @@ def test_stage_3_reduces_a_unit_with_its_last_gradient() -> None:
 
     with watched(watch):
         staged.step(1)
-    before = [3] * (BATCHES - 1)  # two blocks, and the model with what is in no block
+    before = [3 if accumulate == "whole" else 2] * (BATCHES - 1)  # two blocks, and the model with what is in no block
     assert counts == [*before, 2], "in the last pass the second block is reduced before the gradients of the first one"
     assert not engine._unreduced
     engine.finish()
@@ -249,9 +253,10 @@ def test_a_step_that_is_discarded_leaves_nothing(zero: int) -> None:
     staged.check_gradients()
 
 
+@pytest.mark.parametrize("accumulate", ["sharded", *exhaustive("whole")])
 @on_ranks(4)
-def test_stage_3_gathers_and_reduces_once_in_a_step() -> None:
-    staged = Staged(3, "interleaved_1f1b")
+def test_stage_3_gathers_once_in_a_step_and_reduces_each_pass_or_once(accumulate: Accumulate) -> None:
+    staged = Staged(3, "interleaved_1f1b", accumulate=accumulate)
     engine = staged.engine
     assert isinstance(engine, FullySharded)
     bytes_of_shards = sum(local_tensor(member.sharded).nbytes for member in engine.members)  # all shapes are even
@@ -259,7 +264,8 @@ def test_stage_3_gathers_and_reduces_once_in_a_step() -> None:
         staged.step(1)
         assert all(not isinstance(each, DTensor) for each in engine.model.parameters()), "gathered until finish()"
         engine.finish()
-        assert engine.traffic.received == 2 * step * bytes_of_shards, "the all-gather and the reduce-scatter"
+        exchanged = 1 + (BATCHES if accumulate == "sharded" else 1)  # the all-gather and the reduce-scatters
+        assert engine.traffic.received == exchanged * step * bytes_of_shards
         assert all(isinstance(each, DTensor) for each in engine.model.parameters())
         engine.clear_gradients()
     staged.pipeline.forward([(torch.ones(2, 3, dtype=torch.int64),)])

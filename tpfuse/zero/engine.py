@@ -16,13 +16,14 @@
 
 from collections.abc import Iterable
 from os import PathLike
+from typing import get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tpfuse.choices import GradientDtype
+from tpfuse.choices import Accumulate, GradientDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
@@ -51,6 +52,7 @@ def shard(
     bucket_bytes: int = BUCKET_BYTES,
     gradient_dtype: GradientDtype = "float32",
     reduce_dtype: GradientDtype | None = None,
+    accumulate: Accumulate = "sharded",
     compression: Compression | None = None,
 ) -> GradientBuckets | FullySharded:
     """Return the engine that takes over the parameters of `model` at this stage of ZeRO (arXiv:1910.02054).
@@ -77,8 +79,12 @@ def shard(
     `gradient_dtype`; stage 3 accumulates in it too. Sums are float32 in both cases, except the whole sums of stage 0
     and all sums of stage 3, which have the dtype that is sent.
 
+    accumulate: for stages 2 and 3: what a rank keeps of the gradients of earlier micro-batches. "sharded": its shard of
+    their sum. Each backward pass is reduced, and where reductions run beside products the next pass computes meanwhile.
+    "whole": whole gradients, of which only the last pass of a step sends the sum. Stages 0 and 1 always keep those.
+
     compression: for stages 0 to 2: the compression of gradients that nodes send each other
-    (`tpfuse.zero.compression`).
+    (`tpfuse.zero.compression`). It compresses the sum of a step, so gradients accumulate whole.
 
     Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
     parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
@@ -96,9 +102,12 @@ def shard(
         raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
     check_gradient_dtype("shard", "gradient_dtype", gradient_dtype)
     check_gradient_dtype("shard", "reduce_dtype", reduce_dtype or gradient_dtype)
+    if accumulate not in get_args(Accumulate):
+        raise ValueError(f'shard: accumulate is {shown(accumulate)}: expected "sharded" or "whole"')
     for name, given, usual, stages in (
         ("replicas", replicas, 1, (3,)),
         ("gradient_dtype", gradient_dtype, "float32", (0, 1, 2)),
+        ("accumulate", accumulate, "sharded", (2, 3)),
         ("compression", compression, None, (0, 1, 2)),
     ):
         if given != usual and stage not in stages:
@@ -129,6 +138,7 @@ def shard(
             units=units,
             replicas=replicas,
             reduce_dtype=reduce_dtype or "float32",
+            accumulate=accumulate,
             tied=shared.tied,
         )
     return GradientBuckets(

@@ -2,17 +2,20 @@
 
 PyTorch's `fully_shard` does the work. This module makes it an engine like the buckets of the other stages:
 
-- Gradients are summed, not averaged, and accumulated over micro-batches without communication.
+- Gradients are summed, not averaged. Each backward pass reduces them and adds them to the shards. If `accumulate` is
+  "whole", they are accumulated over micro-batches without communication.
 - Parameters in a half type have float32 masters: the shards are float32, and the gathered parameters are rounded. The
   initial weights are drawn in the half type and then widened, so they equal those of the other stages.
 - Communication between CPU ranks goes through `tpfuse.comm.collectives` (`tpfuse.zero.collectives_with_traffic`).
 - Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
-  reduced over the groups. Neighbouring ranks form a group, so that parameters are gathered within a node.
-- Pipelines: in a step of many forward and backward passes, parameters stay gathered from their first use to `finish()`,
-  and gradients are reduced once. Otherwise every micro-batch would gather all parameters again, and reduce all
-  gradients. The reduction of a unit starts with the last gradient of its parameters in the last pass that computes
-  some of them (`last_pass`), while the backward pass continues. All ranks reduce the units in the same order: from the
-  last one to the first one, and then the model.
+  reduced over the groups, once in a step, in its last micro-batch (before torch 2.13 in each one). Neighbouring ranks
+  form a group, so that parameters are gathered within a node.
+- Pipelines: in a step of many forward and backward passes, parameters stay gathered from their first use to `finish()`:
+  otherwise every micro-batch would gather all of them again. The reduction of a unit starts with the last gradient of
+  its parameters in a pass that computes some of them, while the backward pass continues; if `accumulate` is "whole", in
+  the last such pass of a step alone (`backward_pass`). All ranks reduce the units of a pass in the same order: from the
+  last one to the first one, and then the model. They are at the same point of the schedule then, since the ranks that
+  reduce a unit have the same stages: no pass waits for what a later pass of another rank computes.
 """
 
 from collections import Counter
@@ -29,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
-from tpfuse.choices import GradientDtype
+from tpfuse.choices import Accumulate, GradientDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import choose_implementation
@@ -84,7 +87,7 @@ class FullySharded(MicroBatches):
     in the same order: if one skips a unit, all raise Disagreement, which names the unit, between CPU ranks in the pass
     itself, on GPUs in `finish()`. A parameter of a unit that took no part on some rank, or on any rank, has gradient
     zero there (before torch 2.13 it must take part on all ranks or on none). A parameter without elements stays as it
-    is. A micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks, forward and backward
+    is. A micro-batch whose gradients are not reduced leaves them unsharded. Between CPU ranks, forward and backward
     passes raise PeerTimeout.
 
     As in a plain model, a backward pass raises RuntimeError if a parameter was written after its forward pass
@@ -103,9 +106,11 @@ class FullySharded(MicroBatches):
         units: Iterable[nn.Module] = (),
         replicas: int = 1,
         reduce_dtype: GradientDtype = "float32",
+        accumulate: Accumulate = "sharded",
         tied: Iterable[str] = (),
     ) -> None:
         super().__init__(model)
+        self.accumulate = accumulate
         self.traffic = Traffic()
         self.world_group = groups.world
         units = list(units)
@@ -124,9 +129,16 @@ class FullySharded(MicroBatches):
         # to the gathered ones.
         self._versions: dict[Any, int] = {}
         self._counted: Counter[Any] = Counter()
-        self._awaited: set[Any] = set()  # fully_shard's parameters whose last gradients the current pass computes
-        self._arrived: set[Any] = set()  # those that have all gradients of this step
-        self._unreduced: list[FSDPModule] = []  # the units whose reduction has not started, in a pipeline's step
+        # In a pipeline's step: fully_shard's parameters whose gradients the current pass computes before a reduction,
+        # those that have all gradients for it, those that no later pass of the step computes gradients of, and the
+        # units whose reduction has not started.
+        self._awaited: set[Any] = set()
+        self._arrived: set[Any] = set()
+        self._completed: set[Any] = set()
+        self._unreduced: list[FSDPModule] = []
+        # Whether reductions sum over the replicas too, and the units with gradients for which that is still to be done.
+        self._sums_replicas, self._unsummed = True, set[int]()
+        self._unsettled = False  # whether reductions run on other streams that no pass has waited for
         tied, self._ends = list(tied), groups.ends
         if self._ends is not None:
             set_timeout(self._ends)
@@ -239,19 +251,43 @@ class FullySharded(MicroBatches):
         return f"{what} ({', '.join(parameters[:1] + ['…'] * (len(parameters) > 1))})"
 
     def _sum_across(self, unit: int, sums: Tensor) -> None:
+        """Sum a unit's reduced gradients over the replicas; `fully_shard` then adds them to those in its shards.
+
+        Before the last micro-batch of a step they stay sums over the ranks of one replica.
+        """
         assert self._across is not None
         self._order.begin("reduce_scatter", unit)  # with one rank to a replica there was no other
+        # Before torch 2.13 the gradients of two micro-batches may belong to different parameters of the unit.
+        if not self._sums_replicas and hasattr(self._units[-1], "set_reduce_scatter_unused_params"):
+            self._unsummed.add(unit)
+            return
+        if unit in self._unsummed:
+            earlier = self._shard_sums(unit)
+            sums.add_(earlier)
+            earlier.zero_()
+            self._unsummed.remove(unit)
+        self._all_reduce_across(sums)
+
+    def _all_reduce_across(self, sums: Tensor) -> None:
+        assert self._across is not None
         world = self._across.size()
         nbytes = 2 * (world - 1) * sums.nbytes // world
         self.traffic.exchange(nbytes)
         collectives.start_all_reduce(sums, self._across).wait()
 
-    def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
+    def _shard_sums(self, unit: int) -> Tensor:
+        """Return the gradients in the unit's shards as one flat tensor: they are views of what was reduced first."""
+        gradients = [parameter.sharded_param.grad for parameter in _parameters_of(self._units[unit])]
+        first = next(local_tensor(gradient) for gradient in gradients if gradient is not None)
+        return torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
+
+    def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
         if backwards > 1 and not self._pipelined:
             raise ValueError(f'start(backwards={backwards}): expected 1, because the mesh has no dimension "pp"')
+        reduces &= last or not self._pipelined
         if first:
             self.clear_gradients()
-        elif last:
+        elif reduces:
             for group in _parameter_groups(*self._units):
                 # Gradients arrive in another dtype than that in which some are accumulated.
                 if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
@@ -259,8 +295,22 @@ class FullySharded(MicroBatches):
                         _complete_gradient(parameter)
         self._keep_whole(last and self._pipelined)
         self._unreduced = [*self._units[-2::-1], self._units[-1]] if self._kept_whole else []
-        self._awaited, self._arrived = set(), set()
-        self._units[-1].set_requires_gradient_sync(last and not self._pipelined)
+        self._awaited, self._arrived, self._completed = set(), set(), set()
+        self._sums_replicas = last
+        self._units[-1].set_requires_gradient_sync(reduces and not self._pipelined)
+        if reduces and not self._pipelined and self.device.type == "cuda":
+            # The reductions of a pass run beside the next one, which waits for that of a unit before it reduces it.
+            self._units[-1].set_is_last_backward(last)
+            self._unsettled |= not last
+
+    def _settle(self) -> None:
+        """Wait for the reductions of passes that were not the last of a step."""
+        if self._unsettled:
+            root = self._units[-1]
+            root.set_requires_gradient_sync(False)
+            root.set_is_last_backward(True)
+            root._get_fsdp_state()._root_post_backward_final_callback()
+            self._unsettled = False
 
     def _keep_whole(self, keep: bool) -> None:
         """Let parameters stay gathered and gradients whole from now on, or let each pass free and reduce them again."""
@@ -273,7 +323,7 @@ class FullySharded(MicroBatches):
         root.set_is_last_backward(not keep)
 
     def _complete(self, *, sums: bool) -> None:
-        """Reduce the gradients of a pipeline's step. After another step the backward pass has reduced them already.
+        """Reduce the gradients of a pipeline's step that no pass has reduced. After another step there are none.
 
         Raise Disagreement on every rank if ranks have run other units, and ValueError if a gathered parameter was
         written to.
@@ -282,7 +332,11 @@ class FullySharded(MicroBatches):
         if self._kept_whole:
             self._start_reductions(complete=False)
             self._free_whole()
+        self._settle()
         self._order.end("finish()")
+        for unit in sorted(self._unsummed):  # those that no pass of the last micro-batch has reduced
+            self._all_reduce_across(self._shard_sums(unit))
+        self._unsummed.clear()
         for member in self._tied:
             if member.sharded.grad is None:
                 member.sharded.grad = torch.zeros_like(member.sharded)
@@ -291,11 +345,18 @@ class FullySharded(MicroBatches):
                 gradient.copy_(collectives.all_reduce(gradient, self._ends))
 
     @contextmanager
-    def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
+    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> Iterator[None]:
         # The modules have the gathered parameters, unless the unit has not computed in this step.
-        self._awaited = {
-            p for p in _parameters_of(*self._units) if p.sharded_param in parameters or _gathered(p) in parameters
-        }
+        of_pass, completed = (
+            {p for p in _parameters_of(*self._units) if p.sharded_param in of or _gathered(p) in of}
+            for of in (parameters, complete)
+        )
+        self._completed |= completed
+        self._awaited = completed
+        if self.accumulate == "sharded":
+            order = [*self._units[-2::-1], self._units[-1]]
+            self._unreduced = [unit for unit in order if not of_pass.isdisjoint(_parameters_of(unit))]
+            self._awaited, self._arrived = of_pass, set(_parameters_of(*self._units)) - of_pass
         yield
         self._arrived |= self._awaited
         self._awaited = set()
@@ -316,9 +377,11 @@ class FullySharded(MicroBatches):
         while self._unreduced:
             unit = self._unreduced[0]
             parameters = _parameters_of(unit)
-            if complete and not self._arrived.issuperset(p for p in parameters if p.sharded_param.requires_grad):
+            trained = [parameter for parameter in parameters if parameter.sharded_param.requires_grad]
+            if complete and not self._arrived.issuperset(trained):
                 return
             self._unreduced.pop(0)
+            self._sums_replicas = not complete or self._completed.issuperset(trained)
             unit.set_requires_gradient_sync(True, recurse=False)
             for parameter in parameters:
                 _complete_gradient(parameter)
@@ -355,13 +418,16 @@ class FullySharded(MicroBatches):
                 memory.reset()
         root.reset_iter_state()
         self._keep_whole(False)
+        self._unsettled = False
         self._drop()
 
     def discard(self) -> None:
         """See `MicroBatches`. Raise Disagreement on all ranks if only some have run a backward pass."""
         unused = self.unused
         if self.state is StepState.REDUCING:
-            self._order.end("zero_grad() without a backward pass" if unused else "zero_grad() after a backward pass")
+            ran = not unused or any(member.sharded.grad is not None for member in self.members)
+            self._order.end("zero_grad() after a backward pass" if ran else "zero_grad() without a backward pass")
+        self._settle()
         if unused:
             self._keep_whole(False)  # no rank has a gradient to reduce
         super().discard()
@@ -369,7 +435,7 @@ class FullySharded(MicroBatches):
     @property
     def unused(self) -> bool:
         if any(member.sharded.grad is not None for member in self.members):
-            return False
+            return self.accumulate == "sharded" and not self._pipelined
         return not self._kept_whole or not any(
             parameter.unsharded_accumulated_grad is not None or getattr(_gathered(parameter), "grad", None) is not None
             for parameter in _parameters_of(*self._units)
@@ -384,6 +450,7 @@ class FullySharded(MicroBatches):
 
     def clear_gradients(self) -> None:
         """Free the gradients."""
+        self._unsummed.clear()
         for member in self.members:
             member.sharded.grad = None
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tpfuse.choices import GradientDtype
+from tpfuse.choices import Accumulate, GradientDtype
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
@@ -75,6 +75,7 @@ class GradientBuckets(MicroBatches):
     """
 
     _advice = "make a new engine and a new optimizer of the changed model"
+    accumulate: Accumulate = "whole"
 
     def __init__(
         self,
@@ -191,13 +192,13 @@ class GradientBuckets(MicroBatches):
             self._next += 1
 
     @contextmanager
-    def last_pass(self, parameters: set[Parameter]) -> Iterator[None]:
+    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> Iterator[None]:
         yield
         for bucket in self.buckets:
-            bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in parameters})
+            bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in complete})
         self._start_reductions(complete=True)
 
-    def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
+    def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
         if first:
             for reducer in self.reducers:
                 reducer.begin()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpfuse.choices import GradientDtype
+from tpfuse.choices import Accumulate, GradientDtype
 from tpfuse.comm.mesh import shown
 from tpfuse.zero.parameter_takeover import location
 from tpfuse.zero.reducer.inter_node import Compression
@@ -21,7 +21,7 @@ class StepState(Enum):
 
     IDLE = "no gradients since the last update"
     ACCUMULATING = "begun a micro-batch that is not the last of its step"
-    REDUCING = "begun the last micro-batch of a step"
+    REDUCING = "begun the last micro-batch of a step"  # with ZeroOptimizer several passes may follow (`accumulate`)
     SUMMED = "the sums of a step"
     ENDED = "ended a step without its sums"  # after an error in `finish()`, or `discard()`
 
@@ -47,6 +47,7 @@ class MicroBatches(ABC):
     data_ranks: int  # the number of ranks with different sequences: the ranks of a model's context share one loss
     world_group: dist.ProcessGroup | None  # all ranks that train the model; None for one rank
     compression: Compression | None = None  # of the gradients that are sent between nodes
+    accumulate: Accumulate  # "sharded": every backward pass is reduced; "whole": the last one of a step
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,16 +59,20 @@ class MicroBatches(ABC):
         self._recorded = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
         self._module_parameters, self._named_parameters = _module_parameters(self.model), _named_parameters(self.model)
 
-    def start(self, *, last: bool, backwards: int = 1, again: bool = False) -> None:
-        """Begin a micro-batch. last: whether its backward pass reduces the gradients.
+    def start(self, *, last: bool, backwards: int = 1, local: bool = False, again: bool = False) -> None:
+        """Begin a micro-batch. last: whether it is the last of its step.
+
+        The gradients are reduced in the last backward pass of a step. If `accumulate` is "sharded", those of each
+        earlier micro-batch are reduced in its own pass, unless it is `local`: then this rank keeps them whole and adds
+        them to those of the next pass that is reduced. Every rank must run as many passes that are reduced.
 
         backwards: for a pipeline, which begins the whole step by one call with `last`: the number of backward passes of
         each of the rank's stages until `finish()`. Forward and backward passes may follow each other in any order, and
         a gradient that a backward pass writes to `.grad` without running hooks is taken by
         `for hook in parameter._post_accumulate_grad_hooks.values(): hook(parameter)`.
 
-        again: whether this may replace a last micro-batch that has begun but has no gradients yet, as after
-        `ZeroOptimizer.zero_grad()`.
+        again: whether this may follow a last micro-batch that has no gradients which its pass has not reduced, as after
+        `ZeroOptimizer.zero_grad()`; without a pass it counts as not begun.
 
         Raise ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, if a
         parameter was frozen, unfrozen, converted or replaced since the engine was made, and for `backwards` without
@@ -80,10 +85,13 @@ class MicroBatches(ABC):
         first = not self.accumulating
         if first:
             self._check_parameters()
+        elif not again:
+            self._end_micro_batch()
         for name, parameter, required, _ in self._recorded:
             if parameter.requires_grad != required:
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
-        self._begin_micro_batch(first=first, last=last, backwards=backwards)
+        reduces = last or (self.accumulate == "sharded" and not local)
+        self._begin_micro_batch(first=first, last=last, reduces=reduces, backwards=backwards)
         self.state = StepState.REDUCING if last else StepState.ACCUMULATING
 
     @property
@@ -98,13 +106,16 @@ class MicroBatches(ABC):
     @property
     @abstractmethod
     def unused(self) -> bool:
-        """Return whether no gradient of the last micro-batch has arrived on this rank."""
+        """Return whether this rank has no gradient of the last micro-batch that its passes have not reduced."""
 
     @abstractmethod
-    def last_pass(self, parameters: set[Parameter]) -> AbstractContextManager[None]:
-        """Mark the last pass of a pipeline's step that computes gradients of these parameters, around that pass.
+    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> AbstractContextManager[None]:
+        """Mark a pass of a pipeline's step that computes gradients of a stage's parameters, around that pass.
 
-        The gradients of a parameter that has had fewer of them than others, or none, are complete at the end of it.
+        complete: those that no later pass computes gradients of. The gradients of a parameter that has had fewer of
+        them than others, or none, are complete at the end of that pass. If `accumulate` is "sharded", each pass must be
+        marked, and its gradients are reduced; otherwise those with `complete` parameters are enough.
+
         The replicas of a rank must mark the same passes. They are then at the same point of the pipeline's schedule
         whenever they wait for each other: if one of them waited for gradients of a later pass, that pass might wait,
         through other ranks of the pipeline, for what the first one has not sent yet. Raise PeerTimeout.
@@ -129,11 +140,21 @@ class MicroBatches(ABC):
                 raise ValueError(f"{name} was converted or moved, as model.to() does: {self._advice}")
 
     @abstractmethod
-    def _begin_micro_batch(self, *, first: bool, last: bool, backwards: int) -> None:
-        """Prepare the engine for the first, the last or another micro-batch of a step. backwards: as in `start`."""
+    def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
+        """Prepare the engine for the first, the last or another micro-batch of a step. backwards: as in `start`.
+
+        reduces: whether the gradients of its backward pass are reduced.
+        """
+
+    def _end_micro_batch(self) -> None:
+        """Reduce the gradients of a micro-batch that no backward pass has reduced on this rank, before another one."""
+        return
 
     def finish(self, *, sums: bool = True) -> None:
         """Wait until this rank has its summed gradients, after the last micro-batch. Raise PeerTimeout.
+
+        They are the sums of the micro-batches, added in their order, each of which is the sum over the ranks in theirs;
+        of gradients that were accumulated whole, the sum over the ranks.
 
         sums: pass False if the caller needs neither the sums nor their norm before the update. The update then computes
         them itself where it can, which saves one pass over memory. Raise ValueError if no micro-batch was the last.

@@ -115,14 +115,15 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of backward passes in this block on each rank; the one after it reduces their sum.
+        """Accumulate the gradients of backward passes in this block on each rank; the next one after it sums them.
 
-        Forward passes belong in the block too. Raise ValueError if a backward pass outside of such a block came before
-        it in the same step.
+        Forward passes belong in the block too. Passes outside of such blocks sum their gradients over the ranks and add
+        them to those of the step; below stage 2, and if gradients accumulate whole (`tpfuse.zero.shard`), a step has
+        one, after the others. Raise ValueError at another time.
         """
         if self.engine.state is not StepState.REDUCING or not self.engine.unused:
             raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
-        self.engine.start(last=False, again=True)
+        self.engine.start(last=False, local=True, again=True)
         yield
         self.engine.start(last=True)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
+from tpfuse.choices import Accumulate
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.dispatch import Choice, choose_implementation
@@ -41,8 +42,13 @@ _Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sen
 class Passes(Protocol):
     """What the stages of a rank tell an engine of `tpfuse.zero`, which takes their gradients."""
 
-    def last_pass(self, parameters: set[nn.Parameter]) -> AbstractContextManager[None]:
-        """Mark the last pass of a step that computes gradients of these parameters, around that pass."""
+    accumulate: Accumulate
+
+    def backward_pass(self, parameters: set[nn.Parameter], complete: set[nn.Parameter]) -> AbstractContextManager[None]:
+        """Mark a pass of a step that computes gradients of these parameters, around that pass.
+
+        complete: those that no later pass computes gradients of.
+        """
 
 
 @dataclass
@@ -184,7 +190,7 @@ class Runner:
                 taken = self._take(action)
                 start = perf_counter()
                 name = f"micro-batch {action.micro_batch}, stage {action.stage}"
-                with span("micro_batch", name), span("phase", action.kind.value), self._last_pass(action, engine):
+                with span("micro_batch", name), span("phase", action.kind.value), self._backward_pass(action, engine):
                     losses += self._run(action, batches[action.micro_batch], taken)
                 self.intervals.append(Interval(action, start - began, perf_counter() - began))
             self._finish()
@@ -220,14 +226,18 @@ class Runner:
             self._handed.clear()
         return [outputs[number] for number in sorted(outputs)]
 
-    def _last_pass(self, action: Action, engine: Passes | None) -> AbstractContextManager[None]:
-        """Mark the last action of a stage, for the parameters that no stage needs whose last action comes later."""
-        if engine is None or action not in self._last_passes:
+    def _backward_pass(self, action: Action, engine: Passes | None) -> AbstractContextManager[None]:
+        """Mark an action that computes gradients of a stage's weights, if the engine reduces them.
+
+        After the last one of a stage those of its parameters are complete that no stage with later ones has.
+        """
+        if engine is None or not (action in self._last_passes or (action.ends and engine.accumulate == "sharded")):
             return nullcontext()
-        later = self._last_passes[self._last_passes.index(action) + 1 :]
-        return engine.last_pass(
-            set(self.parameters(action.stage)).difference(*(self.parameters(each.stage) for each in later))
-        )
+        parameters, complete = set(self.parameters(action.stage)), set[nn.Parameter]()
+        if action in self._last_passes:
+            later = self._last_passes[self._last_passes.index(action) + 1 :]
+            complete = parameters.difference(*(self.parameters(each.stage) for each in later))
+        return engine.backward_pass(parameters, complete)
 
     def _run(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
         """Compute an action; return the loss if it is the forward pass of the last stage."""
