@@ -62,9 +62,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     start_reduce = CollectiveReducer.start_reduce
 
-    def record(reducer: CollectiveReducer, index: int) -> None:
+    def record(reducer: CollectiveReducer, index: int, *, more: bool = False) -> None:
         events.append(f"send {index}")
-        start_reduce(reducer, index)
+        start_reduce(reducer, index, more=more)
 
     monkeypatch.setattr(CollectiveReducer, "start_reduce", record)
     return events

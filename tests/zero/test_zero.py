@@ -60,13 +60,14 @@ def sizes(world: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "clip"), [(2, 1, CLIP), *exhaustive((0, 3, CLIP), (1, 1, CLIP), (1, 3, inf), (2, 3, inf))]
+    ("stage", "accumulation", "clip"), [(2, 3, CLIP), *exhaustive((0, 3, CLIP), (1, 1, CLIP), (1, 3, inf), (2, 1, inf))]
 )
 def test_training_on_two_nodes_equals_that_of_one_rank(stage: int, accumulation: int, clip: float) -> None:
     """A rank of 4 on 2 nodes receives half of the gradients within its node, and half of those between nodes."""
     whole = sum(sizes(4)) * 8
-    # Gradients: half of the bucket from the node's other rank, a quarter from the other node; parameters likewise.
-    received = 2 * (whole // 2 + whole // 4)
+    # Gradients: half of the bucket from the node's other rank, at stage 2 for each micro-batch, and a quarter from the
+    # other node, once in a step; parameters likewise, once.
+    received = (1 + (accumulation if stage == 2 else 1)) * (whole // 2) + 2 * (whole // 4)
     assert check("gpt", Layout(dp=4, stage=stage), accumulation, clip, nodes=True) == [received] * 4
 
 
@@ -87,12 +88,14 @@ def test_weights_equal_those_of_one_rank_and_bytes_those_of_theory(
 ) -> None:
     """A rank receives 2 (world - 1) / world of the model in each step, at every stage (arXiv:1910.02054, section 7).
 
-    These are the other data-parallel ranks' gradients of its shard, and the parameters of their shards.
+    These are the other data-parallel ranks' gradients of its shard, at stage 2 those of each micro-batch, and the
+    parameters of their shards.
     """
     dp, tp, cp = layout
     received = check("gpt", Layout(tp, dp, cp, stage=stage), accumulation, reducer=name)
     if tp == cp == 1:
-        assert received == [2 * (dp - 1) * sum(size // dp * 8 for size in sizes(dp))] * dp
+        times = 1 + (accumulation if stage == 2 else 1)
+        assert received == [times * (dp - 1) * sum(size // dp * 8 for size in sizes(dp))] * dp
 
 
 @pytest.mark.parametrize(

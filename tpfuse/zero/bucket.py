@@ -14,10 +14,10 @@ from tpfuse.zero.reducer.base import GradientReducer
 class Bucket:
     """A bucket on this rank: bucket `index` of its reducer.
 
-    For each micro-batch call `begin`, then `take` for each gradient; a pipeline's step is one micro-batch in which the
-    gradient of a segment arrives several times. In the last micro-batch of a step call `copy_waiting` when the bucket's
-    turn comes, and `start_reduce`; after the backward pass `end_backward`, then read `reduced_shard`. `drop` instead of
-    the rest discards the step's gradients.
+    For each micro-batch call `begin`, then `take` for each gradient; where a pipeline's step reduces gradients once, it
+    is one micro-batch in which the gradient of a segment arrives several times. In a micro-batch that is reduced call
+    `copy_waiting` when the bucket's turn comes, and `start_reduce`; after the last one `end_backward`, then read
+    `reduced_shard`. `drop` instead of the rest discards the step's gradients.
     """
 
     layout: BucketLayout
@@ -29,7 +29,7 @@ class Bucket:
     _waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients that wait for that turn, by segment
     _arrivals: Sequence[int] = ()  # the number of times that each segment's gradient arrives in this micro-batch
     _pending: dict[int, int] = field(default_factory=dict)  # the segments with arrivals to come, and their number
-    _without_gradient: set[int] = field(default_factory=set)  # segments that have had no gradient in this step
+    _without_gradient: set[int] = field(default_factory=set)  # segments that have had none since the last reduction
 
     @property
     def values(self) -> Tensor:
@@ -57,9 +57,12 @@ class Bucket:
         return not self._pending
 
     @property
-    def untouched(self) -> bool:
-        """Return whether no gradient of this micro-batch has arrived."""
-        return self._pending == dict(enumerate(self._arrivals))
+    def shards_gradients(self) -> bool:
+        """Return whether the sums of several reductions in a step can be added up in this rank's shard.
+
+        A bucket of one rank has no shards, and a tied one is reduced once, at the end of a step.
+        """
+        return not self.reducer.keeps_gradients and self.layout.kind != "tied"
 
     def awaits(self, segment: int) -> bool:
         """Return whether the gradient of this segment is to arrive in this micro-batch, for the first time or again."""
@@ -76,19 +79,19 @@ class Bucket:
     def begin(self, arrivals: Sequence[int], *, first: bool) -> None:
         """Begin a micro-batch. first: whether it is the first of its step.
 
-        arrivals: the number of times that the gradient of each segment arrives in it, at least 1.
+        arrivals: the number of times that the gradient of each segment arrives in it.
         """
-        self._arrivals, self._pending = arrivals, dict(enumerate(arrivals))
+        self._arrivals, self._pending = arrivals, {segment: count for segment, count in enumerate(arrivals) if count}
         if first:
-            self._without_gradient = set(self._pending)
+            self._without_gradient = set(range(len(arrivals)))
 
-    def take(self, segment: int, gradient: Tensor, *, last: bool) -> None:
-        """Take the gradient of a segment. last: whether the micro-batch is the last of its step.
+    def take(self, segment: int, gradient: Tensor, *, reduces: bool) -> None:
+        """Take the gradient of a segment. reduces: whether the micro-batch is reduced.
 
-        The gradient is accumulated. If the bucket has accumulated none in this step, as at stage 2, and its gradients
-        arrive once, a gradient of the last micro-batch waits for the bucket's turn instead.
+        The gradient is accumulated. If the bucket has accumulated none, as at stage 2, and its gradients arrive once, a
+        gradient that is reduced in this micro-batch waits for the bucket's turn instead.
         """
-        if self.accumulated is None and last and max(self._arrivals) == 1:
+        if self.accumulated is None and reduces and max(self._arrivals) == 1:
             self._waiting[segment] = gradient
         else:
             if self.accumulated is None:
@@ -113,7 +116,7 @@ class Bucket:
         """Take gradients that are `value` everywhere for the segments whose gradients have not all arrived."""
         gradient = torch.tensor(value, dtype=self.gradient_dtype, device=self.values.device)
         for segment in tuple(self._pending):
-            self.take(segment, gradient.expand(self.layout.segments[segment].shape), last=True)
+            self.take(segment, gradient.expand(self.layout.segments[segment].shape), reduces=True)
 
     def take_all(self) -> None:
         """Treat all gradients as taken, after the caller has written them to `accumulated`."""
@@ -131,8 +134,11 @@ class Bucket:
     def _requested_buffer(self) -> Tensor:
         return self.reducer.gradient_buffer(self.index) if self._reduce_buffer is None else self._reduce_buffer
 
-    def start_reduce(self) -> None:
-        """Start the reduction of the bucket's gradients; the gradient of a segment that had none is zero."""
+    def start_reduce(self, *, more: bool) -> None:
+        """Start the reduction of the bucket's gradients; the gradient of a segment that had none is zero.
+
+        more: as in `GradientReducer.start_reduce`.
+        """
         layout, accumulated = self.layout, self.accumulated
         if accumulated is None:
             self.copy_waiting()
@@ -149,7 +155,8 @@ class Bucket:
             buffer.copy_(accumulated)
         if not self.reducer.keeps_gradients:
             self.accumulated = self._reduce_buffer = None
-        self.reducer.start_reduce(self.index)
+            self._without_gradient = set(range(len(layout.segments)))
+        self.reducer.start_reduce(self.index, more=more)
 
     def end_backward(self) -> None:
         """Free waiting gradients and the reducer's buffer, also after an error in the backward pass."""

@@ -148,6 +148,7 @@ def shard(
         bucket_bytes=bucket_bytes,
         gradient_dtype=gradient_dtype,
         reduce_dtype=reduce_dtype,
+        accumulate=accumulate,
         compression=compression,
         uses=shared.uses,
         tied=shared.tied,

@@ -294,7 +294,7 @@ class FullySharded(MicroBatches):
                     for parameter in group.fsdp_params:
                         _complete_gradient(parameter)
         self._keep_whole(last and self._pipelined)
-        self._unreduced = [*self._units[-2::-1], self._units[-1]] if self._kept_whole else []
+        self._unreduced = self._reduction_order if self._kept_whole else []
         self._awaited, self._arrived, self._completed = set(), set(), set()
         self._sums_replicas = last
         self._units[-1].set_requires_gradient_sync(reduces and not self._pipelined)
@@ -311,6 +311,10 @@ class FullySharded(MicroBatches):
             root.set_is_last_backward(True)
             root._get_fsdp_state()._root_post_backward_final_callback()
             self._unsettled = False
+
+    @property
+    def _reduction_order(self) -> list[FSDPModule]:
+        return [*self._units[-2::-1], self._units[-1]]
 
     def _keep_whole(self, keep: bool) -> None:
         """Let parameters stay gathered and gradients whole from now on, or let each pass free and reduce them again."""
@@ -332,6 +336,10 @@ class FullySharded(MicroBatches):
         if self._kept_whole:
             self._start_reductions(complete=False)
             self._free_whole()
+        elif self._has_whole_gradients:
+            self._unreduced = self._reduction_order  # no pass has come after a local micro-batch
+            self._start_reductions(complete=False)
+            self._unsettled = True
         self._settle()
         self._order.end("finish()")
         for unit in sorted(self._unsummed):  # those that no pass of the last micro-batch has reduced
@@ -354,8 +362,7 @@ class FullySharded(MicroBatches):
         self._completed |= completed
         self._awaited = completed
         if self.accumulate == "sharded":
-            order = [*self._units[-2::-1], self._units[-1]]
-            self._unreduced = [unit for unit in order if not of_pass.isdisjoint(_parameters_of(unit))]
+            self._unreduced = [u for u in self._reduction_order if not of_pass.isdisjoint(_parameters_of(u))]
             self._awaited, self._arrived = of_pass, set(_parameters_of(*self._units)) - of_pass
         yield
         self._arrived |= self._awaited
@@ -436,7 +443,11 @@ class FullySharded(MicroBatches):
     def unused(self) -> bool:
         if any(member.sharded.grad is not None for member in self.members):
             return self.accumulate == "sharded" and not self._pipelined
-        return not self._kept_whole or not any(
+        return not self._kept_whole or not self._has_whole_gradients
+
+    @property
+    def _has_whole_gradients(self) -> bool:
+        return any(
             parameter.unsharded_accumulated_grad is not None or getattr(_gathered(parameter), "grad", None) is not None
             for parameter in _parameters_of(*self._units)
         )

@@ -2,16 +2,23 @@
 
 One engine implements ZeRO's stages 0, 1 and 2 (arXiv:1910.02054). Parameters are packed into flat buffers in the
 reverse of their order in the model, which is about the order in which their gradients arrive (the scheme of PyTorch's
-DDP, arXiv:2006.15704). A hook takes each gradient. When a bucket has all its gradients in the last micro-batch, its
-reduction starts while the backward pass continues. All ranks reduce the buckets in the same order, even if their
+DDP, arXiv:2006.15704). A hook takes each gradient. When a bucket has all its gradients in a backward pass that is
+reduced, its reduction starts while the pass continues. All ranks reduce the buckets in the same order, even if their
 gradients arrive in different orders, or if some gradients do not arrive at all. Gradients are summed, not averaged: the
 loss is already divided by the number of tokens of the whole batch.
 
+At stages 0 and 1 the last micro-batch of a step is reduced. At stage 2 each one is, and its sum is added to that of the
+rank's shard, unless gradients accumulate whole: then it is as at stage 1. The buckets are then reduced once in each
+backward pass; in a pipeline those that have a parameter of the pass's stage. A pass ends by a callback of autograd, so
+that a rank knows when no more gradients come. Its last reductions run while the next pass computes: their results are
+waited for when their memory is needed.
+
 A parameter that the first and the last stage of a pipeline share is in a bucket of the replicas of both stages. Its
 reduction starts in `finish()`, after those of all other buckets, which all belong to ranks of one stage. These ranks
-are at the same point of the pipeline's schedule whenever they wait for each other (`last_pass`). The ranks of both ends
-are not: a rank that waited for the other end before sending its last gradient could deadlock, because the other end may
-be waiting for that gradient. This costs nothing, because the first stage is the last to compute.
+are at the same point of the pipeline's schedule whenever they wait for each other (`backward_pass`). The ranks of both
+ends are not: a rank that waited for the other end before sending its last gradient could deadlock, because the other
+end may be waiting for that gradient. So the gradients of such a parameter accumulate whole at stage 2 too. It costs no
+time, because the first stage is the last to compute.
 
 `tpfuse.zero.reducer.base` describes the reduction.
 """
@@ -19,10 +26,12 @@ be waiting for that gradient. This costs nothing, because the first stage is the
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -37,6 +46,7 @@ from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, p
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.parameter_takeover import (
     TakenGradient,
+    in_backward,
     move_,
     take_context_sums,
     take_partial_gradients,
@@ -63,8 +73,10 @@ class GradientBuckets(MicroBatches):
     those of `SharedParameters`.
 
     Call `start(last=…)` and a backward pass for each micro-batch, then `finish()`; after that each bucket has its
-    `reduced_shard`. A parameter that took no part has gradient zero. A frozen parameter (requires_grad False) is in no
-    bucket, so the optimizer does not have it. Every rank must make and use its buckets in the same order.
+    `reduced_shard`. If `accumulate` is "sharded", further passes may follow that of a micro-batch, each of which is
+    reduced; every rank must run as many. A parameter that took no part has gradient zero. A frozen parameter
+    (requires_grad False) is in no bucket, so the optimizer does not have it. Every rank must make and use its buckets
+    in the same order.
 
     Parameters stay the same objects with their hooks (a post-accumulate hook sees the gradient of a micro-batch if it
     was registered before the buckets were made). `trained` maps names to the parameters of the buckets. Their `.grad`
@@ -75,7 +87,6 @@ class GradientBuckets(MicroBatches):
     """
 
     _advice = "make a new engine and a new optimizer of the changed model"
-    accumulate: Accumulate = "whole"
 
     def __init__(
         self,
@@ -86,6 +97,7 @@ class GradientBuckets(MicroBatches):
         bucket_bytes: int = BUCKET_BYTES,
         gradient_dtype: GradientDtype = "float32",
         reduce_dtype: GradientDtype | None = None,
+        accumulate: Accumulate = "sharded",
         compression: Compression | None = None,
         uses: Mapping[str, int] | None = None,
         tied: Iterable[str] = (),
@@ -95,7 +107,12 @@ class GradientBuckets(MicroBatches):
         self.data_ranks = rank_and_size(groups.data)[1] // take_context_sums(model, groups.data)
         self.compression, self.world_group = compression, groups.world
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
-        self._next, self._uses = 0, uses or {}
+        self.accumulate = accumulate if stage == 2 and compression is None else "whole"
+        self._uses = uses or {}
+        self._turns: list[Bucket] = []  # the buckets whose next reductions have not begun, in order
+        self._reduces = self._in_pass = self._passed = self._ends_with_pass = False
+        self._unreduced = False  # whether a gradient has arrived since the last pass that was reduced ended
+        self._ended: set[Parameter] = set()  # the parameters of which no later pass of a pipeline computes gradients
         partial, tied = take_partial_gradients(model), frozenset(tied)
         trained = _trained(model)
         _check_tied(tied, trained)
@@ -112,13 +129,14 @@ class GradientBuckets(MicroBatches):
         )
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, group_of, local_tensor(first).device)
+        sharded = self.accumulate == "sharded"
+        self._in_passes = [bucket for bucket in self.buckets if not sharded or bucket.shards_gradients]
+        self._at_end = [bucket for bucket in self.buckets if sharded and not bucket.shards_gradients]
         self._model_rank = max(
             p.device_mesh.get_local_rank() if isinstance(p, DTensor) else 0 for p in trained.values()
         )
         self.trained = trained
-        self._taken_gradients = {
-            name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()
-        }
+        self._taken_gradients: dict[str, Tensor] = {}
         for bucket in self.buckets:
             self._move_parameters(bucket)
         for bucket in self.buckets:
@@ -159,6 +177,9 @@ class GradientBuckets(MicroBatches):
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Taking)]:
                 del hooks[key]  # left by buckets that had the parameter before
             taking = _Taking(self, bucket, index)
+            added = taking.add if self.accumulate == "sharded" else None
+            message = _WITHOUT_GRADIENT.format(name=segment.name)
+            self._taken_gradients[segment.name] = taken_gradient(parameter, message, added)
             parameter.register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
             if isinstance(parameter, DTensor):
                 offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
@@ -168,51 +189,92 @@ class GradientBuckets(MicroBatches):
         name = bucket.layout.segments[index].name
         if gradient.layout is not torch.strided:
             raise ValueError(f"{name} has a sparse gradient: expected a dense one (sparse=False)")
-        last = self.state is StepState.REDUCING
-        if not self.accumulating or (last and not bucket.awaits(index)):
+        if not self.accumulating or (self._reduces and not bucket.awaits(index)):
             raise ValueError(_WITHOUT_GRADIENT.format(name=name))
-        bucket.take(index, gradient, last=last)
-        expected = not last or bucket.awaits(index)  # several backward passes may come before the last
+        bucket.take(index, gradient, reduces=self._reduces)
+        self._unreduced = True
+        expected = not self._reduces or bucket.awaits(index)  # several backward passes may come before a reduction
         self.trained[name].grad = None if expected else self._taken_gradients[name]
-        if last and bucket is self.buckets[self._next]:
+        if not self._reduces:
+            return
+        if self.accumulate == "sharded" and not self._in_pass and not self._ends_with_pass and in_backward():
+            # What a caller hands over outside of a backward pass (`start`) is reduced by the next `start` or `finish`.
+            Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
+            self._ends_with_pass = True
+        if self._turns and bucket is self._turns[0]:
             bucket.copy_waiting()  # so that its memory is free for the next gradients
-        if last and bucket.complete:
+        if bucket.complete:
             self._start_reductions(complete=True)
 
     def _start_reductions(self, *, complete: bool) -> None:
-        """Start the reduction of the next buckets in order.
+        """Start the next reductions in order.
 
         complete: stop at the first bucket that lacks a gradient or is tied, whose reduction starts in `finish()`.
         """
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
+        while self._turns:
+            bucket = self._turns[0]
             if complete and (not bucket.complete or bucket.layout.kind == "tied"):
                 return
-            bucket.start_reduce()
-            self._next += 1
+            if self._in_pass:
+                more = any(self.trained[segment.name] not in self._ended for segment in bucket.layout.segments)
+            else:
+                more = self.state is StepState.ACCUMULATING
+            bucket.start_reduce(more=more)
+            self._turns.pop(0)
 
     @contextmanager
     def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> Iterator[None]:
+        self._ended |= complete
+        sharded = self.accumulate == "sharded"
+        if sharded:
+            self._in_pass, self._turns = True, []
+            for bucket in self._in_passes:
+                of_pass = [self.trained[segment.name] in parameters for segment in bucket.layout.segments]
+                if any(of_pass):
+                    bucket.begin(of_pass, first=False)
+                    self._turns.append(bucket)
+                    for segment in compress(bucket.layout.segments, of_pass):
+                        self.trained[segment.name].grad = None
         yield
         for bucket in self.buckets:
             bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in complete})
-        self._start_reductions(complete=True)
+        self._start_reductions(complete=not sharded)
+        self._in_pass, self._passed = False, True
 
     def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
         if first:
             for reducer in self.reducers:
                 reducer.begin()
-            self._next = 0
+        self._begin_pass(first=first, backwards=backwards)
         for parameter in self.trained.values():
             parameter.grad = None
             if isinstance(parameter, DTensor) and _has_hooks(parameter):
                 withdraw_leaf(parameter)
+        self._reduces, self._in_pass, self._passed, self._ends_with_pass = reduces, False, False, False
+        self._ended = set()
+
+    def _begin_pass(self, *, first: bool = False, backwards: int = 1) -> None:
         for bucket in self.buckets:
             arrivals = [backwards * self._uses.get(segment.name, 1) for segment in bucket.layout.segments]
             bucket.begin(arrivals, first=first)
+        self._turns = [*self._in_passes]
+        self._unreduced = False
+
+    def _end_pass(self) -> None:
+        """Reduce the gradients of a backward pass, of which those that are missing are zero. Another one may follow."""
+        self._start_reductions(complete=False)
+        self._begin_pass()
+        self._passed, self._ends_with_pass = True, False
+
+    def _end_micro_batch(self) -> None:
+        if self._reduces and self.accumulate == "sharded" and not self._passed:
+            self._end_pass()
 
     def _complete(self, *, sums: bool) -> None:
         try:
+            if self.accumulate == "sharded":
+                self._end_micro_batch()
+                self._turns = [*self._at_end]
             self._start_reductions(complete=False)
             for reducer in self.reducers:
                 reducer.end_backward()
@@ -230,18 +292,21 @@ class GradientBuckets(MicroBatches):
 
         No rank uses the sums.
         """
-        if self.state is StepState.REDUCING:
-            for bucket in self.buckets[self._next :]:
+        if self.state is StepState.ACCUMULATING and self.accumulate == "sharded":
+            self.state, self._reduces = StepState.REDUCING, True  # others may wait for the sums of this micro-batch
+        if self.state is StepState.REDUCING and not self._passed:
+            for bucket in self._turns:
                 bucket.fill_missing(torch.nan)
         super().discard()
 
     @property
     def unused(self) -> bool:
-        return all(bucket.untouched for bucket in self.buckets)
+        return not self._unreduced
 
     def _abandon(self, *, begun: bool) -> None:
+        unsent = [*self._turns, *self._at_end] if begun else self.buckets
         for reducer in self.reducers:
-            reducer.abandon(begun=begun)
+            reducer.abandon(begun=begun, unsent=[bucket.index for bucket in unsent if bucket.reducer is reducer])
         self._drop()
 
     def _drop(self) -> None:
@@ -255,6 +320,7 @@ class GradientBuckets(MicroBatches):
         """
         for bucket in self.buckets:
             bucket.take_all()
+        self._unreduced = True
 
     @property
     def traffic(self) -> Traffic:
@@ -314,6 +380,10 @@ class _Taking:
         if leaf.grad is None or isinstance(local_tensor(leaf.grad), TakenGradient):
             return
         gradient, leaf.grad = local_tensor(leaf.grad), None
+        self.buckets._take(self.bucket, self.index, gradient)
+
+    def add(self, gradient: Tensor) -> None:
+        """Take the gradient of a further backward pass, which autograd adds to the `TakenGradient` of the last one."""
         self.buckets._take(self.bucket, self.index, gradient)
 
 

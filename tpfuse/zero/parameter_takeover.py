@@ -5,6 +5,7 @@ A list, an optimizer or a hook that holds a parameter still holds it. The gradie
 or for one that is zero.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,6 +111,11 @@ def writes(parameter: Parameter) -> int:
     return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass of autograd is running on this thread."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 _PERMITTED = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
@@ -117,15 +123,23 @@ class TakenGradient(Tensor):
     """A placeholder for a gradient of this size, dtype and device, which takes no memory.
 
     It raises ValueError with `message` when code computes with it (an optimizer's step, clip_grad_norm_, the next
-    backward pass). Setting it to zero does nothing.
+    backward pass). Setting it to zero does nothing. added: takes what a backward pass adds to it, instead of the error.
     """
 
     message: str
+    added: Callable[[Tensor], None] | None
 
     @staticmethod
-    def __new__(cls, message: str, size: torch.Size, dtype: torch.dtype, device: torch.device) -> "TakenGradient":
+    def __new__(
+        cls,
+        message: str,
+        size: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        added: Callable[[Tensor], None] | None = None,
+    ) -> "TakenGradient":
         gradient: TakenGradient = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        gradient.message = message
+        gradient.message, gradient.added = message, added
         return gradient
 
     def __init__(self, *arguments: object) -> None:
@@ -151,15 +165,19 @@ class TakenGradient(Tensor):
         if func is torch.ops.aten._to_copy.default:  # model.to(): the next start() raises an error that explains it
             like = torch.empty(0, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
             return TakenGradient(args[0].message, args[0].shape, like.dtype, like.device)
+        added = args[0].added if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls) else None
+        if added is not None and in_backward():
+            added(args[1])
+            return args[0]
         flat = [*args, *(kwargs or {}).values()]
         arguments = [x for each in flat for x in (each if isinstance(each, (list, tuple)) else [each])]
         raise ValueError(next(x.message for x in arguments if isinstance(x, cls)))
 
 
-def taken_gradient(parameter: Tensor, message: str) -> Tensor:
+def taken_gradient(parameter: Tensor, message: str, added: Callable[[Tensor], None] | None = None) -> Tensor:
     """Return a `TakenGradient` that may be assigned to `parameter.grad`, also for a DTensor."""
     local = _local(parameter)
-    taken = TakenGradient(message, local.shape, local.dtype, local.device)
+    taken = TakenGradient(message, local.shape, local.dtype, local.device, added)
     if not isinstance(parameter, DTensor):
         return taken
     spread: Tensor = DTensor(taken, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]

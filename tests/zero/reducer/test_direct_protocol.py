@@ -1,7 +1,7 @@
 """The direct reducer on simulated memory, under many schedules: its counters order every access."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -77,19 +77,25 @@ def one_step(
     update: bool,
     sums: bool,
     nodes: int = 1,
+    turns: Sequence[int] = (0, 1, 2, 3),
 ) -> None:
-    """Reduce all gradients, check this rank's sums, and update. nodes: the number of nodes with these gradients."""
+    """Reduce all gradients, check this rank's sums, and update. nodes: the number of nodes with these gradients.
+
+    turns: the buckets in the order of their reductions.
+    """
     world = memory.world
     compute(reducer, expected)
     reducer.begin()
-    for index, spec in enumerate(reducer.specs):
-        drawn = gradients(step, index, world, spec.size)
+    wholes = [torch.zeros(spec.size) for spec in reducer.specs]
+    for turn, index in enumerate(turns):
+        drawn = gradients(step + 20 * turn, index, world, reducer.specs[index].size)
         reducer.gradient_buffer(index).copy_(drawn[memory.rank])
-        reducer.start_reduce(index)
+        reducer.start_reduce(index, more=index in turns[turn + 1 :])
+        wholes[index] += nodes * drawn.sum(0)
     compute(reducer, expected)
     reducer.end_backward()
-    for index, spec in enumerate(reducer.specs):
-        whole, shard = nodes * gradients(step, index, world, spec.size).sum(0), reducer.shard(index)
+    for index, whole in enumerate(wholes):
+        shard = reducer.shard(index)
         if sums:
             own = whole[shard.start : shard.stop]
             assert torch.equal(reducer.reduced_shard(index).float(), own)
@@ -117,6 +123,8 @@ def steps(
         expected[index] = torch.full((spec.size,), 7.0)
     reducer.publish()
     one_step(reducer, memory, 9, expected, True, True, nodes)
+    if stage == 2:
+        one_step(reducer, memory, 11, expected, True, False, nodes, turns=(0, 1, 2, 3, 0, 2, 2, 3, 1, 1))
 
 
 def late(memory: SimulatedMemory, stage: int) -> None:
@@ -142,7 +150,8 @@ def late(memory: SimulatedMemory, stage: int) -> None:
 
 
 REDUCER = direct_module.DirectReducer
-STALE = {"old": "self._buckets_before + index + 1", "by": "self._buckets_before + index"}
+STALE = {"old": "self._buckets_before + turn + 1", "by": "self._buckets_before + turn"}
+OLDER = {"old": "self._buckets_before + index + 1", "by": "self._buckets_before + index"}
 
 
 class TestDirectReducer(ProtocolSuite):
@@ -175,11 +184,11 @@ FAULTS = {  # the stages that show each fault
     Fault("one gradient buffer", replace(REDUCER._rank_gradients, "len(self._gradient_buffers)", by="1")): (2,),
     Fault(
         "a buffer before its readers are done",
-        replace(REDUCER.gradient_buffer, "index >= GRADIENT_BUFFERS", by="False"),
+        replace(REDUCER.gradient_buffer, "self._wait_until_read(turn - count)", by="None"),
     ): (2,),
     Fault("an older reader", replace(REDUCER._wait_until_read, call="_wait_for_peers", **STALE)): (2,),
     Fault("an older bucket's signal", replace(REDUCER._sum_part, call="_wait_for_peers", **STALE)): STAGES,
-    Fault("an older sum's signal", replace(REDUCER._sum_whole_buckets, call="_wait_for_peer", **STALE)): (0,),
+    Fault("an older sum's signal", replace(REDUCER._sum_whole_buckets, call="_wait_for_peer", **OLDER)): (0,),
     Fault("the next rank's shard", replace(REDUCER._node_shard, "self.memory.rank", by="0")): STAGES,
     Fault("one rank is left out", replace(REDUCER._wait_for_peers, "self._others", by="self._others[1:]")): STAGES,
     Fault(
@@ -206,6 +215,18 @@ def test_faults_can_be_planted() -> None:
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 2), *exhaustive((1, 2), (1, 3), (2, 3))])
 def test_no_alarm_with_another_node(stage: int, world: int) -> None:
     explore(lambda memory: steps(memory, stage, inter_node=EqualNode()), world, seeds=range(1))
+
+
+@pytest.mark.parametrize("count", [1, *exhaustive(2)])
+def test_no_alarm_with_fewer_buckets_than_buffers_that_are_reduced_again(count: int) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        few = specs(memory.world, torch.float32)[:count]
+        reducer = direct_module.DirectReducer(few, 2, memory, "reducer")
+        expected = [torch.zeros(spec.size) for spec in few]
+        for step in range(2):
+            one_step(reducer, memory, step, expected, True, step == 1, turns=(*range(count),) * 3)
+
+    explore(program, 2)
 
 
 @pytest.mark.exhaustive

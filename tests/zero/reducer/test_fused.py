@@ -1,7 +1,9 @@
 """The fused reducer equals the direct one, in processes and in the explorer."""
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -79,11 +81,13 @@ def test_equals_direct(world: int, stage: int, dtype: torch.dtype, sums: bool) -
 
 BESIDE = {
     Fault("a buffer is written too early", replace(FusedReducer._sum_part, "self.memory.join(end)", by="None")): 2,
-    Fault("an older sum's end", replace(FusedReducer._sum_part, "self._ends[index]", by="self._ends[index - 1]")): 2,
+    Fault(
+        "an older sum's end", replace(FusedReducer._sum_part, "self._ends.get(turn)", by="self._ends.get(turn - 1)")
+    ): 2,
     Fault("the backward pass ends", replace(FusedReducer.end_backward, "self.memory.join(end)", by="None")): 1,
     Fault(
         "sums are summed again",
-        replace(FusedReducer._must_sum_first, "self._ends[index] is not None", by="False"),
+        replace(FusedReducer._must_sum_first, "self._last_turns[index] in self._ends", by="False"),
     ): 1,
 }  # faults, and the stage that shows them
 
@@ -134,37 +138,40 @@ def test_each_event_of_the_second_stream_is_needed() -> None:
 
 
 def program_of(
-    stage: int, sums: bool, beside: bool = False
+    stage: int, sums: bool, beside: bool = False, rounds: int = 1, sizes: tuple[int, ...] = (1, 3, 1, 1)
 ) -> Callable[[ModuleType], Callable[[SimulatedMemory], None]]:
+    """Return a program of three steps. rounds: how often each bucket is reduced in one. sizes: of the buckets."""
+
     def of(module: ModuleType) -> Callable[[SimulatedMemory], None]:
         def program(memory: SimulatedMemory) -> None:
             """Check values before each step. AdamW without moments changes them by lr against the gradient's sign."""
             world, memory.has_second_stream = memory.world, beside
-            specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1, 1)]
+            specs, buckets = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in sizes], len(sizes)
             reducer = module.FusedReducer(specs, stage, memory, "reducer")
-            moments = [[torch.zeros(len(reducer.shard(i))) for _ in range(2)] for i in range(4)]
+            moments = [[torch.zeros(len(reducer.shard(i))) for _ in range(2)] for i in range(buckets)]
             ramps, value = [torch.arange(1.0, spec.size + 1) for spec in specs], 0.0
             for step in range(1, 4):
-                for index in range(4):
+                for index in range(buckets):
                     assert torch.allclose(reducer.values(index), torch.tensor(value), atol=1e-5)
                 reducer.begin()
-                for index in range(4):
-                    reducer.gradient_buffer(index).copy_(ramps[index] * (memory.rank + 1))
-                    reducer.start_reduce(index)
+                for round_, index in itertools.product(range(rounds), range(buckets)):
+                    reducer.gradient_buffer(index).copy_(ramps[index] * (memory.rank + 1) * (round_ + 1))
+                    reducer.start_reduce(index, more=round_ < rounds - 1)
                 reducer.end_backward()
-                shards = [reducer.shard(index) for index in range(4)]
-                whole = [ramp * (world * (world + 1) // 2) for ramp in ramps]
+                shards = [reducer.shard(index) for index in range(buckets)]
+                times = (world * (world + 1) // 2) * (rounds * (rounds + 1) // 2)
+                whole = [ramp * times for ramp in ramps]
                 expected = [x[shard.start : shard.stop] for x, shard in zip(whole, shards, strict=True)]
                 if sums or (step == 2 and not beside):
-                    for index in range(4):
+                    for index in range(buckets):
                         assert torch.equal(reducer.reduced_shard(index), expected[index])
                 if step == 2:
                     continue  # no update; the gradients are written again nevertheless
                 # With a factor, torch's AdamW gets a copy of the gradients, because it is declared to write them.
                 rates = Rates(0.1, 0.0, 0.0, 1e-8, 0.0, torch.tensor(1.0), 0.5)
                 store = MemoryStore(CPU)
-                reducer.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
-                for index in range(4):
+                reducer.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(buckets)])
+                for index in range(buckets):
                     assert torch.equal(moments[index][0], expected[index] * 0.5)
                 value -= 0.1
 
@@ -178,15 +185,17 @@ ALSO = [(0, True, True), (1, True, True), (1, False, True), (2, True, True), (2,
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "sums", "beside"),
+    ("world", "case"),
     [
-        (2, 1, False, False),
-        (2, 2, True, False),
-        *exhaustive((2, 0, True, False), (2, 1, True, False), (3, 2, True, False), (3, 2, True, True)),
+        (2, (1, False)),
+        (2, (2, False, True, 2)),
+        (2, (2, True, False, 3, (1,))),
+        *exhaustive((2, (0, True)), (2, (1, True)), (2, (2, True)), (3, (2, True)), (3, (2, True, True))),
+        *exhaustive((3, (2, True, True, 2, (1, 3)))),
     ],
 )
-def test_no_alarm(stage: int, sums: bool, beside: bool, world: int) -> None:
-    explore(program_of(stage, sums, beside)(fused_module), world, resident=2)
+def test_no_alarm(case: tuple[Any, ...], world: int) -> None:
+    explore(program_of(*case)(fused_module), world, resident=2)
 
 
 @pytest.mark.exhaustive
@@ -203,6 +212,14 @@ FAULTS = {
     "another shard is written": (
         replace(FusedReducer._update_shard, "shard.start", by="0", call="sharded_adamw_"),
         (1, True),
+    ),
+    "a later sum replaces the earlier one": (
+        replace(FusedReducer._sum_shard, "self._later_sums(index) if again else sums", by="sums"),
+        (2, True, False, 2),
+    ),
+    "a buffer alone is written before its readers are done": (
+        replace(FusedReducer._wait_until_read, "len(self._gradient_buffers) == 1", by="False"),
+        (2, True, False, 3, (1,)),
     ),
     "old sums": (
         replace(

@@ -6,11 +6,14 @@ sums the gradients of its elements, updates them, and sends the new parameters t
     reducer.begin()                    before the first gradient of a step is written
     reducer.gradient_buffer(i).copy_(gradients)
     reducer.start_reduce(i)            during the backward pass, for buckets 0, 1, 2, … in this order
-    reducer.end_backward()             after the backward pass: this rank computes with the parameters no more
+    reducer.end_backward()             after the last backward pass: this rank computes with the parameters no more
     reducer.reduced_shard(i)           this rank's shard of the sum over ranks, added from rank 0 on
     reducer.update(updates)            new parameters on every rank: AdamW on the shards between two communications
     reducer.publish()                  sends the parameters of the shards to all, after other code has changed them
-    reducer.abandon(begun=…)           instead of the rest, after an error: the next step begins from the start
+    reducer.abandon(begun=…, unsent=…)   instead of the rest, after an error: the next step begins from the start
+
+At stage 2 the gradients of a bucket may be reduced several times in a step, as those of each micro-batch are, and the
+buckets in any order that is the same on all ranks. The sums of a bucket are added in the order of these reductions.
 
 Across nodes, direct and fused serve the ranks of a node; each rank then sums its node's sums with the ranks at its
 position on the other nodes by NCCL or Gloo, so each byte of a gradient crosses the slow link once.
@@ -93,17 +96,20 @@ class GradientReducer(ABC):
         """Return the buffer in which the caller writes the gradients of a bucket, [size], of the dtype `sent`.
 
         This method may communicate: at stage 2 it may sum an earlier bucket, and wait until all ranks have read the
-        bucket that was in this buffer before. At stage 2, request the buffers in the order of buckets, each after
-        `start_reduce` of the one before. Raise PeerTimeout.
+        bucket that was in this buffer before. At stage 2, request the buffers in the order of the reductions, each
+        after `start_reduce` of the one before. Raise PeerTimeout.
         """
 
     @abstractmethod
-    def start_reduce(self, index: int) -> None:
-        """Start the reduction of a bucket, whose gradients are in its buffer now."""
+    def start_reduce(self, index: int, *, more: bool = False) -> None:
+        """Start the reduction of a bucket, whose gradients are in its buffer now.
+
+        more: whether others of this bucket follow in this step, so that its sums need not be complete before.
+        """
 
     @abstractmethod
     def end_backward(self) -> None:
-        """End the backward pass: all buckets are sent, and the parameters are not read again before the update."""
+        """End the backward passes: all buckets are sent, and the parameters are not read again before the update."""
 
     @abstractmethod
     def reduced_shard(self, index: int) -> Tensor:
@@ -135,10 +141,12 @@ class GradientReducer(ABC):
         """Send the parameters of this rank's shards to all ranks, and receive theirs. Raise PeerTimeout."""
 
     @abstractmethod
-    def abandon(self, *, begun: bool) -> None:
+    def abandon(self, *, begun: bool, unsent: Sequence[int]) -> None:
         """Discard the gradients of a step, wherever each rank is in it; the next call must be `begin`.
 
-        begun: whether this rank's last `begin` was for this step. Raise PeerTimeout if a rank does not call it.
+        begun: whether this rank's last `begin` was for this step. unsent: the buckets of this backward pass that this
+        rank has not sent; without shared memory all ranks must be in one pass. Raise PeerTimeout if a rank does not
+        call it.
         """
 
     def free(self) -> None:

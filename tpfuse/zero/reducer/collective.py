@@ -1,10 +1,12 @@
 """Buckets in a rank's own memory, which torch.distributed reduces: NCCL or Gloo, or nothing on a single rank.
 
 There is a reduce-scatter in the backward pass and an all-gather after the update. At stage 2 a bucket's gradients use
-memory only from the first write until they are sent.
+memory only from the first write until they are sent. If they are reduced again in the same step, their sum is added to
+a float32 one of the shard when the next reduction of the bucket begins.
 """
 
 import warnings
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +56,8 @@ class CollectiveReducer(GradientReducer):
         self._values: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._reductions: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
+        self._sums: dict[int, Tensor] = {}  # of earlier reductions of a bucket in this step
+        self._under_way: deque[int] = deque()  # the buckets with gradients that are being sent, at stage 2
 
     def _buffer(self, buffers: dict[int, Tensor], index: int, dtype: torch.dtype) -> Tensor:
         if index not in buffers:
@@ -68,8 +72,10 @@ class CollectiveReducer(GradientReducer):
 
     def begin(self) -> None:
         self._reductions = [None] * len(self.specs)
+        self._sums.clear()
+        self._under_way.clear()
 
-    def start_reduce(self, index: int) -> None:
+    def start_reduce(self, index: int, *, more: bool = False) -> None:
         gradients = self.gradient_buffer(index)
         part = gradients.nbytes // self.world
         if self._group is None or self.stage == 0:
@@ -77,24 +83,37 @@ class CollectiveReducer(GradientReducer):
             self._reductions[index] = gradients, handle, gradients
             self.traffic.exchange(2 * (self.world - 1) * part)
             return
+        if self._reductions[index] is not None:
+            self._sums[index] = self.reduced_shard(index).to(self.specs[index].state_dtype)
         out = gradients.new_empty(len(self.shard(index)))
         handle = collective.start_reduce_scatter(gradients.view(self.world, -1), out, self._group)
         self._reductions[index] = out, handle, gradients  # `gradients` must stay alive until it has been sent
         self.traffic.exchange((self.world - 1) * part)
         if self.stage == 2:
             self._gradients.pop(index, None)
-            if index >= _CONCURRENT_REDUCTIONS:
-                self.reduced_shard(index - _CONCURRENT_REDUCTIONS)  # waits, and frees the gradients that were sent
+            self._under_way.append(index)
+            if len(self._under_way) > _CONCURRENT_REDUCTIONS:
+                self._wait(self._under_way[0])
 
     def end_backward(self) -> None:
         pass
 
     def reduced_shard(self, index: int) -> Tensor:
+        out = self._wait(index)
+        if index in self._sums:
+            out = self._sums.pop(index).add_(out)
+            self._reductions[index] = out, DONE, out
+        return out
+
+    def _wait(self, index: int) -> Tensor:
+        """Return the result of the last reduction of a bucket, and free the gradients that were sent."""
         reduced = self._reductions[index]
         assert reduced is not None
         out, handle, _ = reduced
         handle.wait()
         self._reductions[index] = out, DONE, out
+        if index in self._under_way:
+            self._under_way.remove(index)
         return out
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
@@ -111,16 +130,16 @@ class CollectiveReducer(GradientReducer):
         for handle in [handle for index in range(len(self.specs)) for handle in self._gather(index)]:
             handle.wait()
 
-    def abandon(self, *, begun: bool) -> None:
+    def abandon(self, *, begun: bool, unsent: Sequence[int]) -> None:
         """Send NaN for each bucket that this rank has not sent, since others may wait for it; no rank uses the sums."""
         if not begun:
             self.begin()
+        for index in unsent:
+            self.gradient_buffer(index).fill_(torch.nan)
+            self.start_reduce(index)
         for index, reduced in enumerate(self._reductions):
-            if reduced is None:
-                self.gradient_buffer(index).fill_(torch.nan)
-                self.start_reduce(index)
-        for index in range(len(self.specs)):
-            self.reduced_shard(index)
+            if reduced is not None:
+                self._wait(index)
         self.begin()
 
     def _gather(self, index: int) -> list[Handle]:

@@ -12,17 +12,19 @@ update directly into the rank's own. Four counters on each rank, written by that
 | steps_done      | steps                 | this rank reads and writes no other rank's memory any more                 |
 
 Stages 0 and 1: the owner's sum replaces the owner's gradients of its shard, which no other rank reads. Before a rank
-writes a gradient again, every rank has set steps_done for the step. Stage 2: the buckets use three gradient buffers in
-turn, so that no rank waits for the bucket that has just been sent. A rank writes bucket i into its buffer after all
-ranks have read bucket i - 3, which was in the same buffer. Sums are in separate memory.
+writes a gradient again, every rank has set steps_done for the step. Stage 2: the reductions of buckets use three
+gradient buffers in turn, so that no rank waits for the bucket that has just been sent. A rank writes the gradients of
+reduction i into their buffer after all ranks have read those of reduction i - 3, which were in the same buffer. Sums
+are in separate memory, where those of a bucket that is reduced several times in a step are added up.
 
 Across nodes, each rank sums for its node the shard of all ranks at its position, and these ranks then sum the results
-of all nodes: each of them owns a part of that shard. Sources: ZeRO, arXiv:1910.02054; the order of sums is rule 1 of
-docs/architecture.md.
+of all nodes: each of them owns a part of that shard. Of a bucket that is reduced several times in a step they sum what
+has been added up, once. Sources: ZeRO, arXiv:1910.02054; the order of sums is rule 1 of docs/architecture.md.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +47,14 @@ class _Counters:
     buckets_reduced: int = 0
     backwards_done: int = 0
     steps_done: int = 0
+
+
+class _Turn(NamedTuple):
+    """A reduction of bucket `index`, by its place in a step: at stages 0 and 1 that of the bucket."""
+
+    index: int
+    again: bool  # whether its sum is added to what earlier ones of the bucket have left in `_separate_sums`
+    more: bool
 
 
 _WORDS = {field.name: word for word, field in enumerate(fields(_Counters))}
@@ -73,7 +83,11 @@ class DirectReducer(GradientReducer):
         self._reduced_shards: list[Tensor | None] = [None] * len(self.specs)
         self._squared_norms: list[Tensor | None] = [None] * len(self.specs)
         self._separate_sums: dict[int, Tensor] = {}
-        self._reduced_between_nodes = 0  # the number of buckets that this step has summed over the nodes
+        self._turns: list[_Turn] = []  # of this step
+        self._last_turns: dict[int, int] = {}  # by bucket
+        self._added: set[int] = set()  # the buckets to whose sums the next turn's is added
+        self._turns_summed = 0  # at stage 2
+        self._reduced_between_nodes: set[int] = set()  # the buckets that this step has summed over the nodes
         self._allocate()
 
     @torch.inference_mode(False)  # the views are used outside of inference mode later
@@ -120,9 +134,9 @@ class DirectReducer(GradientReducer):
         size, rank = self.specs[index].size // self.memory.world, self.memory.rank if rank is None else rank
         return slice(rank * size, (rank + 1) * size)
 
-    def _rank_gradients(self, index: int) -> list[Tensor]:
-        """Return every rank's gradients of a bucket in this step."""
-        return self._gradient_buffers[(self._buckets_before + index) % len(self._gradient_buffers)][index]
+    def _rank_gradients(self, index: int, turn: int) -> list[Tensor]:
+        """Return every rank's gradients of a bucket in this turn of the step."""
+        return self._gradient_buffers[(self._buckets_before + turn) % len(self._gradient_buffers)][index]
 
     def _set_counter(self, name: str, value: int) -> None:
         setattr(self._counters, name, value)
@@ -144,27 +158,43 @@ class DirectReducer(GradientReducer):
                 self._counters, self._generation = _Counters(), self.memory.generation
             self._buckets_before = self._counters.buckets_written
             self._reduced_shards, self._squared_norms = [None] * len(self.specs), [None] * len(self.specs)
-            self._reduced_between_nodes = 0
+            self._turns, self._last_turns, self._turns_summed = [], {}, 0
+            self._added, self._reduced_between_nodes = set(), set()
             if self._counters.steps_done != self._counters.backwards_done:  # the step before had no update
                 self._set_counter("steps_done", self._counters.backwards_done)
             self._wait_for_peers("steps_done", self._counters.backwards_done, "begin a step")
 
     def gradient_buffer(self, index: int) -> Tensor:
-        if self.stage == 2 and len(self.specs) > GRADIENT_BUFFERS:
-            if index >= GRADIENT_BUFFERS - 1:
-                self._reduce_shard(index - GRADIENT_BUFFERS + 1)
-            if index >= GRADIENT_BUFFERS:
-                self._wait_until_read(index - GRADIENT_BUFFERS)
-        return self._rank_gradients(index)[self.memory.rank]
+        turn, count = len(self._turns), len(self._gradient_buffers)
+        if self.stage < 2:
+            turn = index
+        elif turn >= count or len(self.specs) > count:  # otherwise nothing of this step has been in the buffer
+            lag = max(count - 1, 1)
+            if turn >= lag:
+                self._sum_turns(turn - lag)
+            if turn >= count:
+                self._wait_until_read(turn - count)
+        return self._rank_gradients(index, turn)[self.memory.rank]
 
-    def _wait_until_read(self, index: int) -> None:
-        """Wait until every rank has read bucket `index`. `begin` has checked the buffers that the last step left."""
-        op = f"buffer of bucket {index}"
+    def _wait_until_read(self, turn: int) -> None:
+        """Wait until every rank has read the gradients of a turn. `begin` has checked what the last step left."""
+        op = f"buffer of bucket {self._turns[turn].index}"
         with self.memory.guard(op):
-            self._wait_for_peers("buckets_reduced", self._buckets_before + index + 1, op)
+            self._wait_for_peers("buckets_reduced", self._buckets_before + turn + 1, op)
 
-    def start_reduce(self, index: int) -> None:
-        self._set_counter("buckets_written", self._buckets_before + index + 1)
+    def start_reduce(self, index: int, *, more: bool = False) -> None:
+        self._begin_turn(index, more)
+        self._set_counter("buckets_written", self._buckets_before + len(self._turns))
+
+    def _begin_turn(self, index: int, more: bool) -> int:
+        """Return the number of the turn in which the bucket's gradients are reduced."""
+        turn = self._last_turns[index] = len(self._turns)
+        self._turns.append(_Turn(index, index in self._added, more))
+        if more or self._inter_node is None:
+            self._added.add(index)
+        else:
+            self._added.discard(index)
+        return turn
 
     def end_backward(self) -> None:
         self._set_counter("backwards_done", self._counters.backwards_done + 1)
@@ -174,10 +204,12 @@ class DirectReducer(GradientReducer):
         if reduced is None:
             if self.stage == 0:
                 self._sum_whole_buckets()
-            else:
-                self._reduce_shard(index)
-            reduced = self._reduced_shards[index]
-            assert reduced is not None
+            elif self.stage == 1:
+                self._reduced_shards[index] = self._reduce_between_nodes(index, self._sum_part(index))
+        if self.stage == 2:
+            self._sum_turns(self._last_turns[index])
+        reduced = self._reduced_shards[index]
+        assert reduced is not None
         return reduced
 
     def squared_norm(self, index: int) -> Tensor:
@@ -187,24 +219,31 @@ class DirectReducer(GradientReducer):
             return super().squared_norm(index)
         return squares
 
-    def _reduce_shard(self, index: int) -> None:
-        """Sum this rank's shard, unless this step has done so already."""
-        if self._reduced_shards[index] is None:
-            part = self._sum_part(index)
-            if self.stage == 2:
-                self._set_counter("buckets_reduced", self._buckets_before + index + 1)
-            self._reduced_shards[index] = self._reduce_between_nodes(index, part)
+    def _sum_turns(self, last: int) -> None:
+        """Sum this rank's shard in each turn of stage 2 up to this one that is not summed yet, in their order."""
+        for turn in range(self._turns_summed, last + 1):
+            index, _, more = self._turns[turn]
+            part = self._sum_part(turn)
+            self._set_counter("buckets_reduced", self._buckets_before + turn + 1)
+            self._turns_summed = turn + 1
+            if not more:
+                earlier, reduced = self._reduced_shards[index], self._reduce_between_nodes(index, part)
+                again = self._inter_node is not None and earlier is not None
+                self._reduced_shards[index] = earlier.add_(reduced) if again and earlier is not None else reduced
 
-    def _sum_part(self, index: int) -> Tensor:
-        """Return the sum over the node's ranks of this rank's part of the bucket."""
+    def _sum_part(self, turn: int) -> Tensor:
+        """Return the sum over the node's ranks of this rank's part of a turn's bucket, and of its turns before."""
+        index, again, _ = self._turns[turn]
         node_shard, op = self._node_shard(index), f"sum of bucket {index}"
         with self.memory.guard(op):
-            self._wait_for_peers("buckets_written", self._buckets_before + index + 1, op)
-            parts = [gradients[node_shard] for gradients in self._rank_gradients(index)]
+            self._wait_for_peers("buckets_written", self._buckets_before + turn + 1, op)
+            parts = [gradients[node_shard] for gradients in self._rank_gradients(index, turn)]
             out = self._separate_sums.get(index, parts[self.memory.rank])
-            squares = 0.0
+            squares, scratch = 0.0, torch.empty(min(CPU_BLOCK, len(out)) if again else 0, dtype=out.dtype)
             for a, b in _blocks(len(out)):
-                self._sum_block(parts, a, b, out[a:b])
+                self._sum_block(parts, a, b, scratch[: b - a] if again else out[a:b])
+                if again:
+                    out[a:b] += scratch[: b - a]
                 squares += squared(out[a:b])  # while the block is in the cache
             self._squared_norms[index] = torch.tensor(squares, dtype=torch.float64)
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
@@ -229,7 +268,7 @@ class DirectReducer(GradientReducer):
 
     def _reduce_between_nodes(self, index: int, part: Tensor) -> Tensor:
         """Sum the node's part over all nodes: at stage 0 in place, otherwise return this rank's shard of the sum."""
-        self._reduced_between_nodes = index + 1
+        self._reduced_between_nodes.add(index)
         if self._inter_node is None:
             return part
         if self.stage == 0:
@@ -244,10 +283,10 @@ class DirectReducer(GradientReducer):
             part = self._sum_part(index)
             self._reduce_between_nodes(index, part)
             if index in self._separate_sums:
-                self._rank_gradients(index)[own][self._node_shard(index)].copy_(part)
+                self._rank_gradients(index, index)[own][self._node_shard(index)].copy_(part)
             self._set_counter("buckets_reduced", self._buckets_before + index + 1)
         for index in range(len(self.specs)):
-            op, gradients = f"sums of bucket {index}", self._rank_gradients(index)
+            op, gradients = f"sums of bucket {index}", self._rank_gradients(index, index)
             with self.memory.guard(op):
                 for rank in self._others:
                     self._wait_for_peer(rank, "buckets_reduced", self._buckets_before + index + 1, op)
@@ -276,13 +315,14 @@ class DirectReducer(GradientReducer):
             self._wait_for_peers("steps_done", step, "update")
 
     def _must_sum_first(self, index: int, update: ShardUpdate) -> bool:
-        return self._inter_node is not None
+        return self._inter_node is not None or self._turns[self._last_turns[index]].again
 
     def _update_shard(self, index: int, update: ShardUpdate) -> None:
         """Update a shard and write its parameters to all ranks; also sum its gradients if they are not summed yet."""
         shard, sums, parts = self.shard(index), self._reduced_shards[index], []
         if sums is None:
-            parts = [gradients[shard.start : shard.stop] for gradients in self._rank_gradients(index)]
+            gradients = self._rank_gradients(index, self._last_turns[index])
+            parts = [x[shard.start : shard.stop] for x in gradients]
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
             scratch = torch.empty(min(CPU_BLOCK, len(shard)), dtype=self.specs[index].state_dtype)
         values = [x[shard.start : shard.stop] for x in self._values[index]]
@@ -317,11 +357,13 @@ class DirectReducer(GradientReducer):
             self._write_to_peers(index)
         self.memory.barrier("published")
 
-    def abandon(self, *, begun: bool) -> None:
+    def abandon(self, *, begun: bool, unsent: Sequence[int]) -> None:
         if self._generation == self.memory.generation:  # another reducer, or the caller, may have reset it
             self.memory.reset()
         if self._inter_node is not None:  # it has no reset: send NaN to other nodes, which may wait for sums
-            for index in range(self._reduced_between_nodes if begun else 0, len(self.specs)):
+            for index in range(len(self.specs)):
+                if begun and index in self._reduced_between_nodes:
+                    continue
                 size = self.specs[index].size // self.memory.world
                 dtype = self.specs[index].state_dtype
                 self._reduce_between_nodes(

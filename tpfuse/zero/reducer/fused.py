@@ -7,6 +7,10 @@ that crosses nodes, and the parameters of a state that is in the host's memory.
 
 A gradient buffer of stage 2 is written again after the sum of the next bucket, which is earlier on the stream or has
 been joined. Every rank begins that sum after it has read this buffer, and the sum ends after every rank has begun it.
+If there is one bucket alone, and it is reduced again in the same step, a barrier takes the place of that sum.
+
+The kernel overwrites its output. The sum of a bucket that is reduced again in the same step is therefore written to a
+buffer of its own and added from there, by the next kernel of the same stream.
 
 Where each rank has a GPU of its own, the sum of a bucket begins beside the backward pass on the memory's second stream,
 as soon as the bucket is complete. It starts `RESERVED` programs, while a launch on the computing stream may start one
@@ -71,49 +75,65 @@ class FusedReducer(DirectReducer):
         if overlaps:
             self.reservation = Reservation(_OWNER)
         self._squares = torch.zeros(len(self.specs), self._endpoint.programs, device=memory.device)
-        # The ends of the sums that have begun beside the backward pass.
-        self._ends: list[object | None] = [None] * len(self.specs)
+        self._later: Tensor | None = None  # the sums of a later turn, before they are added; made when there is one
+        self._ends: dict[int, object] = {}  # of the sums that have begun beside the backward pass, by turn
 
     def begin(self) -> None:
         super().begin()
-        self._ends = [None] * len(self.specs)
+        self._ends = {}
 
-    def start_reduce(self, index: int) -> None:
+    def start_reduce(self, index: int, *, more: bool = False) -> None:
+        turn = self._begin_turn(index, more)
         self._counters.buckets_written += 1
+        if self._turns[turn].again:
+            self._later_sums(index)  # makes a tensor, which belongs to the computing stream
         if self.reservation is not None and not self.memory.has_channels:
-            gradients = self._rank_gradients(index)
-            self._addresses(gradients)  # makes a tensor, which belongs to the computing stream
-            self._ends[index] = self.memory.beside(partial(self._sum_shard, index, gradients, self._beside))
+            gradients = self._rank_gradients(index, turn)
+            self._addresses(gradients)  # likewise
+            self._ends[turn] = self.memory.beside(partial(self._sum_shard, turn, gradients, self._beside))
 
     def end_backward(self) -> None:
-        for end in self._ends:
-            if end is not None:
-                self.memory.join(end)
+        for end in self._ends.values():
+            self.memory.join(end)
         super().end_backward()
 
-    def _wait_until_read(self, index: int) -> None:
-        """Do nothing: the next bucket's sum is already on the stream and ends after all ranks have read this one."""
+    def _wait_until_read(self, turn: int) -> None:
+        """Do nothing: the next turn's sum is already on the stream and ends after all ranks have read this one."""
+        if len(self._gradient_buffers) == 1:
+            self.memory.barrier(f"buffer of bucket {self._turns[turn].index}")
 
-    def _sum_part(self, index: int) -> Tensor:
-        gradients, end = self._rank_gradients(index), self._ends[index]
+    def _sum_part(self, turn: int) -> Tensor:
+        index, again, _ = self._turns[turn]
+        gradients, end = self._rank_gradients(index, turn), self._ends.get(turn)
         if end is None:
-            self._sum_shard(index, gradients, self._endpoint)
+            self._sum_shard(turn, gradients, self._endpoint)
         else:
             self.memory.join(end)
         part = gradients[self.memory.rank][self._node_shard(index)]
-        self._squared_norms[index] = self._squares[index].double().sum()
+        self._squared_norms[index] = None if again else self._squares[index].double().sum()
         self.traffic.exchange((self.memory.world - 1) * part.nbytes)
         return self._separate_sums.get(index, part)
 
-    def _sum_shard(self, index: int, gradients: Sequence[Tensor], endpoint: Endpoint) -> None:
-        """Launch the sum of this rank's part of the bucket on the current stream, where it allocates nothing."""
+    def _later_sums(self, index: int) -> Tensor:
+        sums = self._separate_sums[index]
+        if self._later is None:
+            self._later = torch.empty_like(max(self._separate_sums.values(), key=len))
+        return self._later[: len(sums)]
+
+    def _sum_shard(self, turn: int, gradients: Sequence[Tensor], endpoint: Endpoint) -> None:
+        """Launch the sum of this rank's part of a turn's bucket on the current stream, where it allocates nothing."""
+        index, again, _ = self._turns[turn]
         node_shard, own = self._node_shard(index), gradients[self.memory.rank]
-        out, squares = self._separate_sums.get(index, own[node_shard]), self._squares[index]
+        sums = self._separate_sums.get(index, own[node_shard])
+        out = self._later_sums(index) if again else sums
         with self.memory.guard(f"sum of bucket {index}", kernel=True):
-            shard_sum(own, self._addresses(gradients), out, squares, node_shard.start, endpoint)
+            shard_sum(own, self._addresses(gradients), out, self._squares[index], node_shard.start, endpoint)
+        if again:
+            sums += out
 
     def _must_sum_first(self, index: int, update: ShardUpdate) -> bool:
-        return self._ends[index] is not None or self._needs_copies(update)
+        beside = self._last_turns[index] in self._ends
+        return beside or self._turns[self._last_turns[index]].again or self._needs_copies(update)
 
     def _needs_copies(self, update: ShardUpdate) -> bool:
         """Return whether copies between ranks follow the update, which `sharded_adamw` then does not do."""
@@ -124,7 +144,8 @@ class FusedReducer(DirectReducer):
             super()._update_shard(index, update)
             return
         shard, sums, values = self.shard(index), self._reduced_shards[index], self._values[index]
-        own, gradients, rates = values[self.memory.rank], self._rank_gradients(index), update.rates
+        gradients = self._rank_gradients(index, self._last_turns[index])
+        own, rates = values[self.memory.rank], update.rates
         scalar = torch.full((2,), rates.lr, dtype=torch.float32, device=own.device)
         scalar[1] = rates.factor
         sharded_adamw_(
