@@ -24,6 +24,7 @@ from tpfuse.plan.memory import memories
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.language_model import pipeline_logits
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages, pipeline_costs, pipeline_stages
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
@@ -188,7 +189,7 @@ def _first_logits(config: DecoderConfig, options: TrainCommand) -> torch.Tensor:
             with torch.no_grad():
                 return trainer.model(input_ids=ids).logits[:, -1]  # type: ignore[no-any-return]
         padded = nn.functional.pad(ids, (0, 15))
-        return trainer._logits(MicroBatch(padded, length=5))
+        return pipeline_logits(trainer.language_model, trainer.runner, MicroBatch(padded, length=5))
 
 
 @pytest.mark.exhaustive

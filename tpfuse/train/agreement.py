@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.train.errors import CheckpointError, CheckpointMismatch, RunError, UserError
 
 _T = TypeVar("_T")
 
@@ -40,3 +41,18 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
     for disk, text in sorted(failures):  # errors that are not of the disk come first
         raise DiskFailed(text) if disk else RuntimeError(f"stopped by an error on {text}")
     return [value for value, _, _ in outcomes]
+
+
+def agree_to_load(group: dist.ProcessGroup | None, load: Callable[[], object]) -> None:
+    """Call `load` on every rank. Raise RunError on all ranks if one finds bad input or a damaged checkpoint."""
+
+    def outcome() -> tuple[str, int] | None:
+        try:
+            load()
+        except (UserError, CheckpointMismatch, CheckpointError) as error:
+            return str(error), error.status
+        return None
+
+    for failure in agree(group, outcome):
+        if failure is not None:
+            raise RunError(*failure)

@@ -1,24 +1,28 @@
 """The models that `tpfuse train` trains: the GPT of tpfuse, and decoders of transformers (`tpfuse.train.decoder`)."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.comm import collectives
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, TIED, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
+from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.compiled import compiled
 from tpfuse.train.decoder import DecoderConfig, DecoderModel
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline_options import own_stages
+from tpfuse.train.pipeline_options import own_stages, pipeline_order
 from tpfuse.train.rank_model import Drawing, LanguageModel
 from tpfuse.train.untrusted import check
 
@@ -96,6 +100,34 @@ def language_model(
     if isinstance(config, DecoderConfig):
         return DecoderModel(config, options, mesh, device, dtype)
     return GPTModel(config, options, mesh, device, dtype)
+
+
+def pipeline_runner(
+    model: LanguageModel,
+    options: TrainCommand,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Runner:
+    """Return what runs the stages of this rank. autocast: returns the context in which losses are computed."""
+    stages = {stage.index: stage for stage in model.stages}
+
+    def compute(stage: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        with nullcontext() if batch.targets is None else autocast():
+            return model.part(stages[stage], x, batch)
+
+    modules = {index: model.modules_of(stage) for index, stage in stages.items()}
+    return Runner(pipeline_order(options), compute, modules, group, device)
+
+
+@torch.no_grad()
+def pipeline_logits(model: LanguageModel, runner: Runner, batch: MicroBatch) -> Tensor:
+    """Return the logits [sequences, vocabulary] of the last position, on all ranks of the pipeline."""
+    dtype = next(model.module.parameters()).dtype
+    logits = torch.zeros(len(batch.ids), model.config.vocab_size, dtype=dtype, device=runner.device)
+    for output in runner.forward([batch]):
+        logits = output[:, -1].contiguous()
+    return collectives.all_reduce(logits, runner.group)
 
 
 def outlined(

@@ -6,11 +6,12 @@ once. When a rank fails, the others end too: at first by themselves, because the
 period by SIGKILL. The parent then prints in one line why the run has ended.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -24,9 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from tpfuse.comm.errors import named
+from tpfuse.comm.collectives.collective import is_lost_peer
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.train.child import begin
-from tpfuse.train.errors import PeerLost, RunError, UserError
+from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
+from tpfuse.train.hardware import is_out_of_memory
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 10.0  # seconds that the other ranks get to end after one has failed
@@ -91,6 +94,41 @@ def join(info: RankInfo, device: torch.device, timeout: float) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise PeerLost(f"rank {info.rank} could not join the other ranks within {timeout:g} s: {reason}") from error
+
+
+@contextlib.contextmanager
+def in_group(info: RankInfo, when: Callable[[], str], cure: str) -> Iterator[None]:
+    """Raise what ends a rank's work as RunError, or as PeerLost if other ranks do not answer, and leave the group.
+
+    when: returns where the work is, for the message. cure: what helps if the memory is too small.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except PeerTimeout as error:
+        missing = () if error.peer in (None, info.rank) else (error.peer,)
+        raise PeerLost(str(error) if error.step >= 0 else f"{when()}: {error}", missing) from error
+    except (Disagreement, Unavailable) as error:
+        raise RunError(f"{when()}: {error}") from error
+    except OSError as error:
+        raise RunError(f"{when()}: rank {info.rank}: {of_disk(error)}") from error
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            reason = " ".join(str(error).split())[:200]
+            raise RunError(f"{when()}: rank {info.rank} has too little memory ({reason}): {cure}") from error
+        if info.world == 1 or not is_lost_peer(error):
+            raise
+        raise PeerLost(f"rank {info.rank} lost another rank in {when()}: {_message(error)}") from error
+    finally:
+        if info.world > 1:
+            dist.destroy_process_group()
+
+
+def _message(error: BaseException) -> str:
+    """Return Gloo's message without its source line and its advice."""
+    line = str(error).strip().splitlines()[0]
+    return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
 
 def _store(info: RankInfo, limit: timedelta) -> Any:
@@ -192,7 +230,8 @@ class _Parent:
         """Wait until all ranks have ended, kill those that end too late, and return the run's exit status.
 
         timeout: the seconds that ranks get to end after the first one has ended with status 0. Raise RunError or
-        UserError if a rank or the system has reported why the run failed, and KeyboardInterrupt after a second signal.
+        UserError if a rank or the system has reported why the run failed, and KeyboardInterrupt if a signal has ended
+        the ranks.
         """
         killed: _RankProcess | None = None
         left: float | None = None  # seconds until the others are killed; they pass only while this process runs
@@ -216,7 +255,8 @@ class _Parent:
                     rank.process.kill()
             sleep(_POLL)
             left = None if left is None else left - _POLL
-        if self.signals > 1:
+        ended = killed is not None and killed.process.exitcode == -signal.SIGTERM  # a rank that has nothing to save
+        if self.signals > 1 or (self.signals and ended):
             raise KeyboardInterrupt
         if (error := _reason(self.ranks, killed, silent, timeout)) is not None:
             # A run that was asked to stop is not started again.
@@ -265,8 +305,8 @@ def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeo
 
     The status is 0 if all ranks return 0, else that of the first rank, in rank order, with another one. timeout: the
     seconds that ranks get to end after the first one has ended. Raise the error that gives the reason: a RunError or
-    UserError of a rank, PeerLost if a rank was killed or does not answer, and KeyboardInterrupt if a second signal has
-    ended all ranks.
+    UserError of a rank, PeerLost if a rank was killed or does not answer, and KeyboardInterrupt if a second signal, or
+    the first one to ranks that let it, has ended all ranks.
     """
     store = os.memfd_create("tpfuse-store")
     parent = _Parent()

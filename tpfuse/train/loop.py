@@ -1,7 +1,7 @@
 """The work of one rank in `tpfuse train`: the loop around the steps, from joining the other ranks to the last line."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 from math import isfinite
@@ -17,24 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse._version import __version__
 from tpfuse.comm.autotune import autotune
-from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
+from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
-from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
 from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.switches import use
 from tpfuse.train import checkpoint
-from tpfuse.train.agreement import agree
+from tpfuse.train.agreement import agree, agree_to_load
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import resolved
 from tpfuse.train.continuation import check_loss
-from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
+from tpfuse.train.errors import CheckpointError, RunError, UserError
 from tpfuse.train.hardware import (
     expand_segments,
     held_bytes,
-    is_out_of_memory,
     keep_freed_memory,
     memory_bytes,
     name_and_memory,
@@ -43,7 +41,7 @@ from tpfuse.train.hardware import (
 )
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.language_model import as_json as model_as_json
-from tpfuse.train.launch import RankInfo, device_of, join
+from tpfuse.train.launch import RankInfo, device_of, in_group, join
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.pipeline_options import predicted_timeline
@@ -79,8 +77,9 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
         expand_segments()
     if info.world > 1 and not dist.is_initialized():  # under torchrun the ranks have joined already
         join(info, device, comm.timeout)
-    loop, stack = None, ExitStack()
-    try:
+    loop: TrainingLoop | None = None
+    cure = "use a smaller --train.micro-batch, --train.recompute full or more ranks"
+    with in_group(info, lambda: _when(loop), cure), ExitStack() as stack:
         if info.world > 1:
             stack.enter_context(offered_stack(run.folder))
         parallel, mesh = run.options.parallel, None
@@ -92,40 +91,11 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
         if loop.trainer.graph is not None:
             stack.callback(loop.trainer.graph.release)
         loop.run_to_end()
-    except RunError:
-        raise
-    except PeerTimeout as error:
-        missing = () if error.peer in (None, info.rank) else (error.peer,)
-        raise PeerLost(str(error) if error.step >= 0 else f"{_when(loop)}: {error}", missing) from error
-    except (Disagreement, Unavailable) as error:
-        raise RunError(f"{_when(loop)}: {error}") from error
-    except OSError as error:
-        raise RunError(f"{_when(loop)}: rank {info.rank}: {of_disk(error)}") from error
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise RunError(
-                f"{_when(loop)}: rank {info.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
-                " use a smaller --train.micro-batch, --train.recompute full or more ranks"
-            ) from error
-        if info.world == 1 or not is_lost_peer(error):
-            raise
-        lost = f"rank {info.rank} lost another rank in {_when(loop)}: {_reason(error)}"
-        raise PeerLost(lost) from error
-    finally:
-        stack.close()
-        if info.world > 1:
-            dist.destroy_process_group()
     return 0
 
 
 def _when(loop: "TrainingLoop | None") -> str:
     return "preparation" if loop is None else f"step {loop.trainer.step}"
-
-
-def _reason(error: BaseException) -> str:
-    """Return Gloo's message without its source line and its advice."""
-    line = str(error).strip().splitlines()[0]
-    return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
 
 class TrainingLoop:
@@ -162,7 +132,7 @@ class TrainingLoop:
             self._resume(run.checkpoint)
         elif run.weights is not None:
             weights, shards = run.weights, self.trainer.shards()
-            self._on_all_ranks(lambda: load_weights(weights, run.config, shards))
+            agree_to_load(world, lambda: load_weights(weights, run.config, shards))
             self.trainer.optimizer.publish()
         self.peak = 0.0  # FLOP/s, once the run is introduced
         self.trained = 0.0  # seconds of this start's steps
@@ -182,7 +152,7 @@ class TrainingLoop:
             if not self.trainer.load(saved) and self.first:
                 warn(f"{folder} has no remainders of PowerSGD for this layout: they start at zero")
 
-        self._on_all_ranks(load)
+        agree_to_load(dist.group.WORLD if self.info.world > 1 else None, load)
         state = opened[0].state
         self.trainer.restore(state)
         self.windows.ahead = self.trainer.ahead // self.run.config.n_positions
@@ -227,20 +197,6 @@ class TrainingLoop:
             "exact": (self.device.type == "cpu" or train.deterministic) and not self.decisions,
             "machine": f"{machine(self.device.type)}, {torch.get_num_threads()} threads a rank",
         }
-
-    def _on_all_ranks(self, load: Callable[[], None]) -> None:
-        """Call `load` on every rank. Raise RunError on all ranks if one cannot load."""
-
-        def outcome() -> tuple[str, int] | None:
-            try:
-                load()
-            except (UserError, checkpoint.CheckpointMismatch, checkpoint.CheckpointError) as error:
-                return str(error), error.status
-            return None
-
-        for failure in agree(dist.group.WORLD if self.info.world > 1 else None, outcome):
-            if failure is not None:
-                raise RunError(*failure)
 
     def run_to_end(self) -> None:
         """Train until the last step or until a rank is asked to stop, save, and print the result."""

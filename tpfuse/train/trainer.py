@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,9 +32,17 @@ from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
-from tpfuse.train.language_model import ModelConfig, blocks_of, language_model, outlined, tied_parameters
+from tpfuse.train.language_model import (
+    ModelConfig,
+    blocks_of,
+    language_model,
+    outlined,
+    pipeline_logits,
+    pipeline_runner,
+    tied_parameters,
+)
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order, pipeline_stages
+from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages
 from tpfuse.train.rank_model import Drawing
 from tpfuse.train.schedule import learning_rate
 from tpfuse.train.step_graph import StepGraph, replays
@@ -107,7 +114,9 @@ class Trainer:
         for group in (*groups, *self.context.groups):
             if group is not None:
                 set_timeout(group)
-        self.runner = None if self.pipeline_group is None else self._runner(self.pipeline_group)
+        self.runner: Runner | None = None
+        if self.pipeline_group is not None:
+            self.runner = pipeline_runner(self.language_model, options, self.pipeline_group, device, self._autocast)
         if draw:
             self.language_model.draw(options.train.seed)
         self.compression = compression_of(options.zero.compression, seed=options.train.seed)
@@ -159,18 +168,6 @@ class Trainer:
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
             compression=self.compression,
         )
-
-    def _runner(self, group: dist.ProcessGroup) -> Runner:
-        """Make what runs the stages of this rank."""
-        model = self.language_model
-        stages = {stage.index: stage for stage in model.stages}
-
-        def compute(stage: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
-            with nullcontext() if batch.targets is None else self._autocast():
-                return model.part(stages[stage], x, batch)
-
-        modules = {index: model.modules_of(stage) for index, stage in stages.items()}
-        return Runner(pipeline_order(self.options), compute, modules, group, self.device)
 
     @property
     def _intervals(self) -> list[Interval]:
@@ -366,17 +363,8 @@ class Trainer:
 
     def generate(self, ids: Tensor, tokens: int) -> Tensor:
         """Return the texts `ids`, [sequences, tokens] int64, each with at most `tokens` more. All ranks call this."""
-        logits = None if self.runner is None else self._logits
+        logits = None if self.runner is None else partial(pipeline_logits, self.language_model, self.runner)
         return self.language_model.generate(ids, tokens, Drawing(_TEMPERATURE), logits=logits)
-
-    @torch.no_grad()
-    def _logits(self, batch: MicroBatch) -> Tensor:
-        """Return the logits [sequences, vocabulary] of the last position, on all ranks of the pipeline."""
-        assert self.runner is not None
-        logits = torch.zeros(len(batch.ids), self.config.vocab_size, dtype=self.dtype, device=self.device)
-        for output in self.runner.forward([batch]):
-            logits = output[:, -1].contiguous()
-        return collectives.all_reduce(logits, self.pipeline_group)
 
     def shards(self) -> dict[str, list[Shard]]:
         """Return the shards of this rank for checkpoints.
