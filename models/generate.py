@@ -84,7 +84,7 @@ def generate(
         window_BT = text_BN[:, start:end]
         logits_BV = model(window_BT, cache=cached)[:, -1] if forward is None else forward(window_BT, cached)
         drawing = [generators[row] for row in rows.tolist()]
-        drawn = _choose(logits_BV[rows], temperature, top_k, top_p, drawing).to(ids_BT.device)
+        drawn = choose(logits_BV[rows], temperature, top_k, top_p, drawing).to(ids_BT.device)
         text_BN[rows, end] = drawn
         produced_B[rows] += 1
         ended_B[rows] = (produced_B[rows] == tokens) | (drawn == (-1 if eos is None else eos))
@@ -97,10 +97,10 @@ def _empty_cache(model: GPT, batch: int) -> KeyValueCache:
     return KeyValueCache(model.config, batch, model.tp, weight.device, weight.dtype)
 
 
-def _choose(
+def choose(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generators: list[torch.Generator]
 ) -> Tensor:
-    """Return one token for each row of logits, [B]."""
+    """Return one token for each row of logits, [B], drawn as `generate` says by a generator of its own."""
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
     logits_BV = logits_BV.cpu().double()

@@ -167,8 +167,7 @@ _MODEL = "the folder of a run or of a Hugging Face model"
 COMMANDS = {
     "train": Subcommand("train a GPT on text, on one rank or many", "tpfuse.cli:_train", parses=True),
     "evaluate": Subcommand(
-        "measure the loss of a trained model on a whole text", "tpfuse.train.evaluate:evaluate", "FOLDER", _MODEL,
-        unpacked=True,
+        "measure the loss of a trained model on a whole text", "tpfuse.train.evaluate:evaluate", "FOLDER", _MODEL
     ),
     "sample": Subcommand("generate text with a trained model", "tpfuse.train.sample:sample", "FOLDER", _MODEL),
     "export": Subcommand(

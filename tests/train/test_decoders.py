@@ -25,7 +25,7 @@ from tpfuse.train.errors import RunError
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.rank_model import Drawing
-from tpfuse.train.sample import load_run
+from tpfuse.train.shared_model import load_run
 
 TRAINING = (
     "--train.steps 4 --train.batch 4 --model.n-positions 13 --train.eval-every 4 --train.eval-batches 2"

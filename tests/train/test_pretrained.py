@@ -27,7 +27,8 @@ from tpfuse.train.batches import Windows
 from tpfuse.train.config import read_toml
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.metrics import read_metrics
-from tpfuse.train.sample import BETWEEN, load_run
+from tpfuse.train.sample import BETWEEN
+from tpfuse.train.shared_model import load_run
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 TRAINING = (

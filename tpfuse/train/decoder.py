@@ -22,10 +22,21 @@ from tpfuse.comm.layout import Slices, copy_whole_
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
-from tpfuse.drop_in.huggingface import adapt, causal_model, check_context, configuration, cut, quiet, replace_forward
+from tpfuse.drop_in.huggingface import (
+    adapt,
+    causal_model,
+    check_context,
+    configuration,
+    cut,
+    quiet,
+    replace_forward,
+    takes_labels,
+)
+from tpfuse.drop_in.parallel_forward import causal_loss
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
 from tpfuse.drop_in.structure import Recognised, decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_weights
+from tpfuse.models.generate import choose
 from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents
 from tpfuse.parallel.initialize import seed_of
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
@@ -160,13 +171,7 @@ class DecoderConfig:
 
     def check(self, tp: int = 1) -> None:
         """Raise ValueError for a model that tpfuse cannot train on `tp` tensor-parallel ranks."""
-        if not 1 <= self.n_positions <= self.longest:
-            raise ValueError(f"n_positions {self.n_positions}: expected 1 to {self.longest}, the model's context")
-        if self.settings.get("output_router_logits"):
-            raise ValueError(
-                "output_router_logits is true: tpfuse train adds no loss of routers to that of the tokens: set it to"
-                " false in config.json"
-            )
+        self.check_whole()
         model = self.empty(torch.float32)
         decoder_layers(model)
         if tp > 1 and dist.is_initialized():  # under torchrun; the ranks find sizes that they cannot divide
@@ -174,6 +179,16 @@ class DecoderConfig:
             return
         with shape_mesh(tp) as mesh:
             self.outlined(mesh, torch.float32)
+
+    def check_whole(self) -> None:
+        """Raise ValueError for a model whose losses and texts tpfuse cannot compute even on one rank."""
+        if not 1 <= self.n_positions <= self.longest:
+            raise ValueError(f"n_positions {self.n_positions}: expected 1 to {self.longest}, the model's context")
+        if self.settings.get("output_router_logits"):
+            raise ValueError(
+                "output_router_logits is true: tpfuse train adds no loss of routers to that of the tokens: set it to"
+                " false in config.json"
+            )
 
     def check_context(self, tp: int) -> None:
         """Raise ValueError if context-parallel ranks cannot share the model's sequences."""
@@ -222,6 +237,7 @@ class DecoderModel(LanguageModel):
         model: Any = config.empty(dtype)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._flops = _flops_per_token(config, model)
+        self._takes_labels = takes_labels(model)  # else its forward computes another loss from them, or none
         schedule = options.parallel.cp_schedule
         self.context = ContextParallel(context_mesh(mesh), schedule)
         self.device_mesh = tensor_mesh(mesh)
@@ -270,7 +286,7 @@ class DecoderModel(LanguageModel):
         elif self.document_start is not None:  # transformers masks documents by positions that do not increase by one
             documents = Documents(ids == self.document_start)
             more["position_ids"] = documents.positions.view(ids.shape)
-        if targets is not None and stage.last:
+        if targets is not None and stage.last and self._takes_labels:
             self.module.training = True  # with labels, the model in eval mode would return whole logits
             more |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
         out = (self._forward if training else self.module)(input_ids=ids, use_cache=False, **more)
@@ -278,7 +294,13 @@ class DecoderModel(LanguageModel):
             return out  # type: ignore[no-any-return]
         if targets is None:
             return out.logits  # type: ignore[no-any-return]
-        loss: Tensor = out.loss * weight
+        loss: Tensor = (
+            out.loss
+            if self._takes_labels
+            else causal_loss(out.logits, targets, out.logits.shape[-1], 1, shift_labels=targets)
+        )
+        if weight is not None:
+            loss = loss * weight
         ranks = self.context.size  # each of them returns the whole loss, with the gradients of its own tokens
         return loss if ranks == 1 else loss - (1 - 1 / ranks) * loss.detach()
 
@@ -308,13 +330,8 @@ class DecoderModel(LanguageModel):
                 return compute(MicroBatch(padded, length=ids.shape[1]))
 
             model = replace_forward(self.config.empty(torch.float32), of_last)
-        chosen: dict[str, Any] = {"do_sample": False}
-        if drawing.temperature:
-            chosen = {"do_sample": True, "temperature": drawing.temperature}
-            chosen |= {"top_k": drawing.top_k or 0, "top_p": drawing.top_p or 1.0}
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(drawing.seed)
+        draws = [] if drawing.temperature == 0 else [_draws(drawing, len(ids))]
+        with torch.no_grad():
             out: Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -322,7 +339,8 @@ class DecoderModel(LanguageModel):
                 use_cache=logits is None,
                 eos_token_id=list(ends) or None,
                 pad_token_id=ends[0] if ends else 0,
-                **chosen,
+                do_sample=False,
+                logits_processor=draws,
             )
         return out
 
@@ -335,6 +353,17 @@ class DecoderModel(LanguageModel):
         """Yield this shard's rectangles of the tensor of Hugging Face, which packs projections in one dimension."""
         for piece, ranges in file_pieces(tensor, slices, shape, self._shapes[name]):
             yield self._shapes[name], piece, ranges
+
+
+def _draws(drawing: Drawing, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what leaves transformers one token for each row of logits: the one that is drawn as for the GPT."""
+    generators = [torch.Generator("cpu").manual_seed(drawing.seed + row) for row in range(rows)]
+
+    def draw(_ids: Tensor, logits: Tensor) -> Tensor:
+        drawn = choose(logits, drawing.temperature, drawing.top_k, drawing.top_p, generators).to(logits.device)
+        return torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
+
+    return draw
 
 
 def _dropouts(settings: dict[str, Any]) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import longest
 from tpfuse.train.rank_model import LanguageModel
-from tpfuse.train.sample import load_run
+from tpfuse.train.shared_model import load_run
 
 
 def export(run: Path, folder: Path) -> str:

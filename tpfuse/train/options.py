@@ -316,6 +316,20 @@ class PrepareCommand:
 
 
 @dataclass(frozen=True)
+class LayoutOptions:
+    """The ranks, which this command starts, or which torchrun has started."""
+
+    tp: int = 1
+    """Tensor-parallel ranks, which share the matrices of each layer."""
+    cp: int = 1
+    """Context-parallel ranks, which share the tokens of each sequence."""
+    dp: OptionalInt = None
+    """Data-parallel ranks, which share the windows or the texts. Default: 1, or what torchrun starts for it."""
+    pp: int = 1
+    """Pipeline ranks, which share the layers."""
+
+
+@dataclass(frozen=True)
 class EvaluateDataOptions:
     """The text to evaluate on."""
 
@@ -327,23 +341,27 @@ class EvaluateDataOptions:
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Measure the loss of a model on a whole text, on one rank.
+    """Measure the loss of a model on a whole text, on one rank or many.
 
     FOLDER is a run of `tpfuse train`, or a model of Hugging Face.
     """
 
     data: EvaluateDataOptions = field(default_factory=EvaluateDataOptions)
+    parallel: LayoutOptions = field(default_factory=LayoutOptions)
+    comm: CommOptions = field(default_factory=CommOptions)
     length: OptionalInt = None
     """Window length in tokens. Default: the sequence length of training."""
 
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Generate text with a model.
+    """Generate text with a model, on one rank or many.
 
     FOLDER is a run of `tpfuse train`, or a model of Hugging Face.
     """
 
+    parallel: LayoutOptions = field(default_factory=LayoutOptions)
+    comm: CommOptions = field(default_factory=CommOptions)
     prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
     """Text to continue."""
     prompt_file: OptionalPath = None

@@ -97,15 +97,14 @@ def _check_ranges(options: TrainCommand) -> None:
         "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 1),
         "train.eval-every": (train.eval_every, 0), "train.eval-batches": (train.eval_batches, 1),
         "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0),
-        "train.log-every": (train.log_every, 1), "comm.timeout": (options.comm.timeout, 1),
+        "train.log-every": (train.log_every, 1),
         "optim.clip": (optim.clip, 0), "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0),
         "optim.min-lr": (optim.min_lr, 0), "parallel.measure-seconds": (parallel.measure_seconds, 0),
         "parallel.cp-ulysses": (parallel.cp_ulysses, 1), "restarts": (options.restarts, 0),
         "parallel.pp-stages-per-rank": (parallel.pp_stages_per_rank, 1),
     }  # fmt: skip
     check_at_least(at_least)
-    if options.comm.timeout > _LONGEST_TIMEOUT:
-        raise UserError(f"--comm.timeout {options.comm.timeout}: expected at most {_LONGEST_TIMEOUT:g} seconds")
+    check_timeout(options.comm.timeout)
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
@@ -113,6 +112,13 @@ def _check_ranges(options: TrainCommand) -> None:
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
     if options.data.documents == "mask" and train.compile:
         raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
+
+
+def check_timeout(seconds: float) -> None:
+    """Raise UserError for a --comm.timeout that is none."""
+    check_at_least({"comm.timeout": (seconds, 1)})
+    if seconds > _LONGEST_TIMEOUT:
+        raise UserError(f"--comm.timeout {seconds}: expected at most {_LONGEST_TIMEOUT:g} seconds")
 
 
 def _check_batch(options: TrainCommand) -> None:
@@ -272,10 +278,35 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
     shape = {item.name: getattr(model, item.name) for item in fields(model) if item.name not in ("preset", "from_")}
     config = GPTConfig(vocab_size, **shape)
     with refusing():
-        config.check(options.parallel.tp)
-        _check_context(options.parallel, config)
+        _check_shared(options.parallel, config)
     _check_cut(options, config)
     return config
+
+
+def check_layout(options: TrainCommand, config: ModelConfig, name: Path) -> None:
+    """Raise UserError if the ranks of these options, whose layout is filled in, cannot share a trained model.
+
+    A rank may have a whole model of any family. name: that of the model in the message.
+    """
+    parallel = options.parallel
+    if isinstance(config, DecoderConfig) and rank_count(parallel) == parallel.data_ranks:
+        with refusing(f"{name}: "):
+            config.check_whole()
+        return
+    with refusing(f"{name}: ", "; with --parallel.dp alone each rank has the whole model"):
+        _check_shared(parallel, config)
+    if parallel.pp > 1:
+        _check_cut(options, config)
+
+
+def _check_shared(parallel: ParallelOptions, config: ModelConfig) -> None:
+    """Raise ValueError, or UserError, if the ranks of a layout cannot share the layers or sequences of a model."""
+    config.check(parallel.tp)
+    if isinstance(config, DecoderConfig):
+        if parallel.cp == 1:
+            return
+        config.check_context(parallel.tp)
+    _check_context(parallel, config)
 
 
 def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
@@ -301,10 +332,7 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
         raise UserError(f"--parallel.cp-balance {parallel.cp_balance} is for the GPT: with --model.from, give zigzag")
     with refusing(f"--model.from {folder}: "):
         config = DecoderConfig.read(folder, options.model.n_positions)
-        config.check(parallel.tp)
-        if parallel.cp > 1:
-            config.check_context(parallel.tp)
-            _check_context(parallel, config)
+        _check_shared(parallel, config)
         if options.data.documents == "mask":
             config.check_documents()
     return config
