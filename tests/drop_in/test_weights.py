@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,15 @@ from torch.distributed.tensor import DTensor
 from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
+from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.settings import set_settings, settings
 from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in.parallelize import parallelize, restore
 from tpfuse.drop_in.styles import FusedColwiseParallel
-from tpfuse.drop_in.weights import empty_model, find_weights
+from tpfuse.drop_in.weights import agreement, empty_model, find_weights
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 
@@ -412,3 +417,27 @@ def _context_alone(folder: Path, out: Path) -> None:
 def test_one_rank_writes_a_model_that_every_rank_holds_whole(folders: Any, tmp_path: Path) -> None:
     pool(2).run(_context_alone, folders("llama_one_kv_head"), tmp_path / "out")
     _same(_tensors(folders("llama_one_kv_head")), _tensors(tmp_path / "out"))
+
+
+def _slow_writer() -> str:
+    """Return what a rank learns whose peer writes longer than a wait of an operator may take, and then fails."""
+    before = settings().timeout
+    set_settings(timeout=1.0)
+    try:
+        mesh = build_mesh("cpu", dp=1, tp=2)
+        anywhere(False, mesh)  # it connects the ranks' memory
+        with agreement("writing", mesh):
+            time.sleep(2.5 * (dist.get_rank() == 0))
+            if dist.get_rank() == 0:
+                raise OSError("the disk is full")
+    except (OSError, ValueError, PeerTimeout) as error:
+        return str(error)
+    finally:
+        set_settings(timeout=before)
+    return ""
+
+
+@pytest.mark.exhaustive
+def test_ranks_wait_for_one_that_writes_and_learn_why_it_fails() -> None:
+    expected = ["the disk is full", "writing failed on another rank: OSError: the disk is full"]
+    assert pool(2).run(_slow_writer) == expected

@@ -23,8 +23,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import Slices, gather_whole, has_values, local_slices, local_tensor
+from tpfuse.comm.mesh import default_group, groups_of
 from tpfuse.comm.stored_tensors import StoredTensor, stored_tensors
 from tpfuse.drop_in.loaded_tensors import loaded_tensors
 from tpfuse.drop_in.structure import HEADS
@@ -81,21 +82,25 @@ class _Emptied:
 
 
 @contextlib.contextmanager
-def agreement(what: str, mesh: DeviceMesh) -> Iterator[None]:
+def agreement(what: str, mesh: DeviceMesh | None) -> Iterator[None]:
     """Run the block on all ranks of a mesh. If it fails on one rank, raise on all: an error elsewhere is a ValueError.
 
-    The end of the block is a collective of the mesh.
+    The end of the block is a collective of the mesh. Its deadline is that of torch's groups, 10 or 30 minutes unless
+    they were made with another one, since a rank that reads or writes files may take long.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as own:
         error = own
-    failed = anywhere(error is not None, mesh)
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    everyone = default_group()
+    for group in [everyone] if mesh and everyone and mesh.size() == everyone.size() else groups_of(mesh):
+        text = max(gather_objects(text, group, op=what), key=bool)
     if error is not None:
         raise error
-    if failed:
-        raise ValueError(f"{what} failed on another rank, which says why")
+    if text:
+        raise ValueError(f"{what} failed on another rank: {text}")
 
 
 def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[StoredTensor]]:
@@ -119,7 +124,7 @@ def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[Store
         stored[short(name)] = tensor
     values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     computed = dict(model.named_buffers(remove_duplicate=False))
-    values |= {name: computed.pop(name) for name in list(computed) if _is_persistent(model, name)}
+    values |= {name: computed.pop(name) for name in list(computed) if is_persistent(model, name)}
     groups: dict[int, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(id(value), []).append(name)
@@ -145,7 +150,8 @@ def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[Store
     return found
 
 
-def _is_persistent(model: nn.Module, buffer: str) -> bool:
+def is_persistent(model: nn.Module, buffer: str) -> bool:
+    """Return whether a buffer is in the model's files."""
     module, _, name = buffer.rpartition(".")
     return name not in model.get_submodule(module)._non_persistent_buffers_set
 
