@@ -1,10 +1,6 @@
 """A parallelized model trains as the whole model does on one rank: plain loops, ZeRO, and what wraps a model."""
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +23,6 @@ from tpfuse.comm.layout import gather_whole
 from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedRowLinear
 from tpfuse.drop_in.parallelize import replacements
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import decays
@@ -299,29 +294,3 @@ def test_dropout_before_a_row_parallel_adapter_differs_between_ranks() -> None:
     both = torch.cat([first, second], -1)
     assert set(both.unique().tolist()) == {0.0, 2.0} and abs(both.mean() - 1) < 0.1
     assert 0.4 < (first == second).double().mean() < 0.6
-
-
-@pytest.mark.processes
-def test_trainer_and_accelerate_train_as_on_one_rank(tmp_path: Path) -> None:
-    """They see one process, as docs/existing_models.md says, and each rank trains on the same batches."""
-    program = str(Path(__file__).with_name("trainer_program.py"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    results: list[Any] = []
-    for name, start in (("one", []), ("two", torchrun)):
-        folder = tmp_path / name
-        folder.mkdir()
-        command = [sys.executable, *start, program, str(folder)]
-        done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=patient(200.0))
-        assert done.returncode == 0, done.stderr
-        results += [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(results) + 1)]
-    expected, *found = results
-    assert len(found) == 2 and len(expected["trainer"]) >= 5 and len(expected["accelerate"]) == 4
-    for result in found:
-        for theirs, row in zip(expected["trainer"], result["trainer"], strict=True):
-            assert row == pytest.approx(theirs, rel=1e-4)
-        for theirs, row in zip(expected["accelerate"], result["accelerate"], strict=True):
-            assert row == pytest.approx(theirs, rel=1e-4)
-    saved = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")]
-    assert saved[0].keys() == saved[1].keys()
-    assert all((saved[1][name] - x).abs().max() < 1e-3 for name, x in saved[0].items())

@@ -5,14 +5,16 @@ This is the one module that knows transformers; it imports it inside functions, 
 file.
 """
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -196,7 +198,8 @@ def _has_causal_loss(model: Any) -> bool:
 
 def takes_labels(model: Any) -> bool:
     """Return whether the model of transformers computes the loss of a causal language model from labels."""
-    return not _is_base(model) and _has_causal_loss(model)
+    adapted = model.__dict__.get("_loss_function") is causal_loss
+    return adapted or (not _is_base(model) and _has_causal_loss(model))
 
 
 def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None) -> None:
@@ -207,6 +210,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     model = outermost(whole)
     if model is None:
         return
+    refuse_plain_trainers()
     their: Any = model
     causal = takes_labels(their)
     head = their.get_output_embeddings() if causal else None
@@ -256,6 +260,36 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
         f"{name}: the model is parallelized: call {name} before tpfuse.parallelize(model, mesh), or after"
         " tpfuse.restore(model)"
     )
+
+
+@cache
+def refuse_plain_trainers() -> None:
+    """Let transformers' Trainer refuse parallelized models that it would train or save wrongly, when it is made.
+
+    It learns so by one of its default callbacks. `tpfuse.drop_in.trainer.ParallelTrainer` marks its models.
+    """
+    if importlib.util.find_spec("accelerate") is None:  # Trainer needs it
+        return
+    from transformers import TrainerCallback, trainer
+
+    class RefusePlainTrainers(TrainerCallback):
+        """Refuse parallelized models."""
+
+        def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            """Raise ValueError for a parallelized model, unless each rank trains it on its own and saves no state."""
+            if "replacements" not in model.__dict__ or "trained_by_all_ranks" in model.__dict__:
+                return
+            way = "the model is parallelized: use tpfuse.drop_in.trainer.ParallelTrainer"
+            if args.world_size > 1:
+                raise ValueError(f"Trainer would give the {args.world_size} ranks different batches: {way}")
+            if dist.is_initialized() and dist.get_world_size() > 1 and args.save_strategy != "no":
+                raise ValueError(
+                    f"save_strategy={args.save_strategy.value!r}: Trainer would write the checkpoints of all"
+                    f' {dist.get_world_size()} ranks to the same files: {way}, or save_strategy="no"'
+                )
+
+    callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
+    callbacks.append(RefusePlainTrainers)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Any:

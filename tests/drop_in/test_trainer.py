@@ -1,0 +1,371 @@
+"""ParallelTrainer trains, evaluates, saves and resumes as transformers' Trainer does in one process."""
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tpfuse
+from tests.support.decoders import decoder
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
+from tpfuse.comm.layout import gather_whole
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.ranks import pool
+from tpfuse.zero.optimizer import ZeroOptimizer
+
+SAMPLES, STEPS, SAVED = 7, 6, 3  # of 4 samples a step: 2 steps in an epoch, the last one of 3 samples
+
+
+def _data(samples: int = SAMPLES) -> list[dict[str, Tensor]]:
+    """Return texts of 13 tokens, of which other numbers have a label: 12, 1, 6, 12, …"""
+    rows = []
+    for index, ids in enumerate(integers(1, samples, 13, low=3, high=100, dtype=torch.int64)):
+        labels = ids.clone()
+        labels[[0, 12, 7][index % 3] :] = -100
+        rows.append({"input_ids": ids, "labels": ids.clone() if index % 3 == 0 else labels})
+    return rows
+
+
+def _arguments(folder: Path, data_ranks: int, **settings: Any) -> Any:
+    from transformers import TrainingArguments
+
+    own: dict[str, Any] = {
+        "per_device_train_batch_size": 2 // data_ranks, "gradient_accumulation_steps": 2, "max_steps": STEPS,
+        "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 2, "logging_steps": 1,
+        "per_device_eval_batch_size": 2 // data_ranks, "use_cpu": True, "report_to": [], "save_strategy": "steps",
+        "save_steps": SAVED, "eval_strategy": "steps", "eval_steps": SAVED, "seed": 3, "disable_tqdm": True,
+        "include_num_input_tokens_seen": "all",
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **(own | settings))
+
+
+def _result(trainer: Any) -> dict[str, Any]:
+    """Return the losses, norms, evaluations, whole weights, and what Trainer has counted."""
+    rows = {kind: [row[kind] for row in trainer.state.log_history if kind in row] for kind in KINDS}
+    shapes = {name: p.shape for name, p in decoder(FAMILY, torch.float32).named_parameters()}
+    model, state = trainer.model, trainer.state
+    rows["counts"] = [state.total_flos, state.num_input_tokens_seen, trainer.get_total_train_batch_size(trainer.args)]
+    rows["weights"] = {n: gather_whole(p.detach()).reshape(shapes[n]).clone() for n, p in model.named_parameters()}
+    return rows
+
+
+KINDS, FAMILY = ("loss", "grad_norm", "eval_loss", "learning_rate"), "llama"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the result of transformers' Trainer in this process."""
+    from transformers import Trainer
+
+    data = _data()
+    trainer = Trainer(
+        decoder(FAMILY, torch.float32),
+        _arguments(tmp_path_factory.mktemp("plain"), 1),
+        train_dataset=data,
+        eval_dataset=data[:5],
+    )
+    trainer.train()
+    return _result(trainer)
+
+
+def _torchrun() -> Any:
+    """Return a patch of the environment to that of a rank of torchrun."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": "1"}
+    return mock.patch.dict(os.environ, {**names, "MASTER_ADDR": "localhost"})
+
+
+def _trainer(folder: Path, layout: tuple[int, int, int], stage: int = 1, model: Any = None, **options: Any) -> Any:
+    """Return a ParallelTrainer, which needs the environment of `_torchrun`. options: settings of the arguments too."""
+    from tpfuse.drop_in.trainer import ParallelTrainer
+
+    dp, tp, cp = layout
+    data = options.pop("data", _data())
+    own = {name: options.pop(name) for name in ("callbacks", "compute_metrics") if name in options}
+    return ParallelTrainer(
+        decoder(FAMILY, torch.float32) if model is None else model, _arguments(folder, dp, **options),
+        train_dataset=data, eval_dataset=_data()[:5], mesh=mesh_of(dp, tp, cp), zero_stage=stage, **own,
+    )  # fmt: skip
+
+
+def _parallel(folder: Path, layout: tuple[int, int, int], stage: int, resume: Path | None = None) -> dict[str, Any]:
+    with _torchrun():
+        trainer = _trainer(folder, layout, stage, gradient_checkpointing=stage == 2)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return _result(trainer)
+
+
+def _agree(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    for kind in KINDS:
+        assert found[kind] == pytest.approx(expected[kind], rel=1e-6, abs=1e-7), kind
+    for name, weight in expected["weights"].items():
+        error = float((found["weights"][name] - weight).abs().max())
+        assert error <= 1e-6, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"), [((1, 2, 1), 1), *exhaustive(((2, 1, 1), 2), ((1, 1, 2), 1), ((2, 2, 1), 2), ((2, 1, 1), 3))]
+)
+def test_it_trains_and_resumes_as_one_process(
+    layout: tuple[int, int, int], stage: int, plain: Any, tmp_path: Path
+) -> None:
+    ranks = pool(layout[0] * layout[1] * layout[2])
+    for found in ranks.run(_parallel, tmp_path / "first", layout, stage):
+        _agree(plain, found)
+    for found in ranks.run(_parallel, tmp_path / "second", layout, stage, tmp_path / "first" / f"checkpoint-{SAVED}"):
+        _agree(plain, found)
+        if layout[0] == 1:  # data-parallel ranks repeat samples to fill the last batches
+            assert found["counts"] == plain["counts"]
+
+
+def _one_process(folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return the result of a ParallelTrainer without a mesh in this process, which resumes from a checkpoint."""
+    from tpfuse.drop_in.trainer import ParallelTrainer
+
+    data, model = _data(), decoder(FAMILY, torch.float32)
+    trainer = ParallelTrainer(model, _arguments(folder, 1), train_dataset=data, eval_dataset=data[:5])
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return _result(trainer)
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_resumes_in_another_layout(plain: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = f"checkpoint-{SAVED}"
+    pool(4).run(_parallel, tmp_path / "four", (2, 2, 1), 2)
+    for folder, layout, stage in (("three", (2, 1, 1), 3), ("tp", (1, 2, 1), 0)):
+        for found in pool(2).run(_parallel, tmp_path / folder, layout, stage, tmp_path / "four" / saved):
+            _agree(plain, found)
+    _agree(plain, _one_process(tmp_path / "one", tmp_path / "four" / saved))
+    for folder in ("four", "three"):  # whole weights, which transformers reads
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder / f"checkpoint-{STEPS}")
+        _agree(plain, plain | {"weights": model.state_dict()})
+
+
+def _by_accelerate(zero: bool) -> list[list[float]]:
+    """Train in a loop of accelerate, with ZeroOptimizer on the ranks of a pool; return losses of rank 0 and norms."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True), decoder(FAMILY, torch.float32)
+    texts: Any = [sample["input_ids"] for sample in _data(16)]
+    loader = torch.utils.data.DataLoader(texts, batch_size=2 if zero else 4)
+    settings = {"lr": 1e-3, "weight_decay": 0.0}
+    own: Any = ZeroOptimizer(model, stage=2, **settings) if zero else torch.optim.AdamW(model.parameters(), **settings)
+    optimizer, loader = accelerator.prepare(own, loader)
+    rows = []
+    for ids in loader:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        norm = own.clip_grad_norm_(0.5) if zero else accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        rows.append([float(accelerator.gather(loss.detach()).mean()), float(norm)])
+    return rows
+
+
+def _on_ranks() -> list[list[float]]:
+    with _torchrun():
+        return _by_accelerate(zero=True)
+
+
+@pytest.mark.exhaustive
+def test_accelerate_trains_with_zero_as_in_one_process() -> None:
+    expected = _by_accelerate(zero=False)
+    for found in pool(2).run(_on_ranks):
+        assert len(found) == 4
+        for row, theirs in zip(found, expected, strict=True):
+            assert row == pytest.approx(theirs, rel=1e-6)
+
+
+def _refusals(folder: Path) -> list[str]:
+    """Return the errors of trainers that are made or trained wrongly."""
+    from transformers import LlamaForSequenceClassification, Trainer
+
+    model, messages = tpfuse.parallelize(decoder(FAMILY, torch.float32), mesh_of(1, 2)), []
+
+    def refused(make: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError) as caught:
+            make()
+        messages.append(str(caught.value))
+
+    refused(lambda: Trainer(model, _arguments(folder, 1, eval_strategy="no")))
+    Trainer(model, _arguments(folder, 1, eval_strategy="no", save_strategy="no"))
+    refused(lambda: _trainer(folder, (1, 2, 1), model=model))  # outside of torchrun
+    with _torchrun():
+        refused(lambda: Trainer(model, _arguments(folder, 1, save_strategy="no", eval_strategy="no")))
+        refused(lambda: _trainer(folder, (1, 2, 1), optim="sgd", neftune_noise_alpha=5.0))
+        classifier = LlamaForSequenceClassification(decoder(FAMILY).config)
+        refused(lambda: _trainer(folder, (2, 1, 1), model=classifier))
+        refused(lambda: _trainer(folder, (1, 2, 1)).train(resume_from_checkpoint=str(folder)))
+        texts = _data()[dist.get_rank() :]
+        refused(lambda: _trainer(folder, (1, 2, 1), data=texts, max_steps=1).train())
+    return messages
+
+
+def test_it_refuses_what_would_be_wrong(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    for messages in pool(2).run(_refusals, tmp_path):
+        plain, outside, batches, unsupported, loss, nothing, different = messages
+        way = "the model is parallelized: use tpfuse.drop_in.trainer.ParallelTrainer"
+        assert plain == (
+            "save_strategy='steps': Trainer would write the checkpoints of all 2 ranks to the same files:"
+            f' {way}, or save_strategy="no"'
+        )
+        assert batches == f"Trainer would give the 2 ranks different batches: {way}"
+        assert outside.startswith(
+            "accelerate sees 1 processes, and the mesh has 2 ranks: start the program by torchrun"
+        )
+        assert unsupported == "ParallelTrainer does not support optim='sgd', neftune_noise_alpha: leave it out"
+        assert "a loss other than that of causal language models over data-parallel ranks" in loss
+        assert nothing.startswith(f"{tmp_path} has no whole optimizer state of ParallelTrainer")
+        assert different.startswith("the ranks [0, 1] of one model have different batches")
+
+
+def _together(folder: Path) -> tuple[int, list[str]]:
+    """Return the step at which the first rank's callback has stopped all, and the errors of all when disks are full."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == (2 if state.is_world_process_zero else 1)
+
+    messages = []
+    full = OSError(28, "No space left on device")
+    with _torchrun():
+        stopped = _trainer(folder, (1, 2, 1), callbacks=[Stop()])
+        stopped.train()
+        for rank, what in ((1, "tpfuse.train.checkpoint.write_safetensors"), (0, "torch.save")):
+            failing = mock.patch(what, side_effect=full if dist.get_rank() == rank else None, wraps=_named(what))
+            with failing, pytest.raises((ValueError, OSError)) as caught:
+                _trainer(folder, (1, 2, 1), save_steps=1).train()
+            messages.append(str(caught.value))
+    return stopped.state.global_step, messages
+
+
+def _named(what: str) -> Any:
+    module, _, name = what.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_ranks_stop_and_fail_together(tmp_path: Path) -> None:
+    (step, first), (other, second) = pool(2).run(_together, tmp_path)
+    assert step == other == 2
+    assert "rank 1: OSError: [Errno 28] No space left on device" in first[0] and first[0] in second[0]
+    assert first[1] == "[Errno 28] No space left on device"
+    assert second[1].endswith("failed on another rank: OSError: [Errno 28] No space left on device")
+
+
+def _best(folder: Path, layout: tuple[int, int, int]) -> tuple[list[tuple[int, ...]], dict[str, Tensor]]:
+    """Return the shapes of what the metrics are computed from, and the weights after training, those of the best."""
+    shapes = []
+
+    def worse(predicted: Any) -> dict[str, float]:
+        shapes.append((*predicted.predictions.shape[:2], *predicted.label_ids.shape))
+        return {"fit": -float(len(shapes))}
+
+    with _torchrun():
+        trainer = _trainer(
+            folder, layout, 2, compute_metrics=worse, load_best_model_at_end=True, metric_for_best_model="fit",
+            greater_is_better=True,
+        )  # fmt: skip
+        trainer.train()
+        return shapes, _result(trainer)["weights"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)])
+def test_the_best_model_is_that_of_its_checkpoint(layout: tuple[int, int, int], tmp_path: Path) -> None:
+    for shapes, weights in pool(2).run(_best, tmp_path, layout):
+        assert shapes == [(5, 13, 5, 13)] * 2  # each sample once
+        saved = load_file(tmp_path / f"checkpoint-{SAVED}" / "model.safetensors")
+        assert all(torch.equal(weights[name], x) for name, x in saved.items())
+
+
+def _pushed(folder: Path) -> list[str]:
+    """Return the names of the files that are in the folder when it is pushed, on the first rank."""
+    names: list[str] = []
+
+    class Hub:
+        def create_repo(self, *_: Any, **__: Any) -> Any:
+            return mock.Mock(repo_id="someone/run")
+
+        def upload_folder(self, *, folder_path: str, run_as_future: bool = False, **_: Any) -> Any:
+            names.extend(each.name for each in Path(folder_path).iterdir())
+
+    with _torchrun(), mock.patch("transformers.trainer.hf_api", Hub):
+        settings = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1}
+        trainer = _trainer(folder, (1, 2, 1), push_to_hub=True, **settings)
+        trainer.train()
+        trainer.push_to_hub()
+    return names
+
+
+@pytest.mark.exhaustive
+def test_the_first_rank_pushes_whole_weights(tmp_path: Path) -> None:
+    first, second = pool(2).run(_pushed, tmp_path)
+    assert {"model.safetensors", "config.json", "README.md"} <= set(first) and second == []
+    shapes = {name: tuple(p.shape) for name, p in decoder(FAMILY).named_parameters()}
+    assert {name: tuple(x.shape) for name, x in load_file(tmp_path / "model.safetensors").items()} == shapes
+
+
+def _adapted(folder: Path, layout: tuple[int, int, int] | None, resume: Path | None = None) -> dict[str, Any]:
+    """Train adapters of PEFT, by transformers' Trainer if there is no layout; return losses, norms and adapters."""
+    import peft
+    from transformers import Trainer
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(decoder(FAMILY, torch.float32), config)
+    if layout is None:
+        data = _data()
+        trainer = Trainer(model, _arguments(folder, 1), train_dataset=data, eval_dataset=data[:5])
+    else:
+        trainer = _trainer(folder, layout, 2, model)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    rows = {kind: [row[kind] for row in trainer.state.log_history if kind in row] for kind in KINDS}
+    trained = {name: gather_whole(p.detach()).clone() for name, p in model.named_parameters() if p.requires_grad}
+    return rows | {"weights": trained}
+
+
+def _adapted_on_ranks(folder: Path, resume: Path | None = None) -> dict[str, Any]:
+    with _torchrun():
+        return _adapted(folder, (2, 2, 1), resume)
+
+
+@pytest.mark.exhaustive
+def test_adapters_train_and_resume_as_in_one_process(tmp_path: Path) -> None:
+    expected = _adapted(tmp_path / "one", None)
+    for found in pool(4).run(_adapted_on_ranks, tmp_path / "four"):
+        _agree(expected, found)
+    saved = f"checkpoint-{SAVED}"
+    for found in pool(4).run(_adapted_on_ranks, tmp_path / "again", tmp_path / "four" / saved):
+        _agree(expected, found)
+    one, four = (load_file(tmp_path / name / saved / "adapter_model.safetensors") for name in ("one", "four"))
+    assert one.keys() == four.keys() and all((four[name] - x).abs().max() < 1e-6 for name, x in one.items())
+
+
+def _dropped(folder: Path, resume: Path | None) -> list[float]:
+    with _torchrun():
+        model = decoder(FAMILY, torch.float32, attention_dropout=0.3)
+        trainer = _trainer(folder, (2, 2, 1), 2, model, bf16=True)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.exhaustive
+def test_dropout_in_bfloat16_resumes_with_the_same_masks(tmp_path: Path) -> None:
+    first = pool(4).run(_dropped, tmp_path / "first", None)
+    again = pool(4).run(_dropped, tmp_path / "again", tmp_path / "first" / f"checkpoint-{SAVED}")
+    assert first == again and first[0] == first[3] and len(first[0]) == STEPS
