@@ -1,5 +1,6 @@
 """ParallelTrainer trains, evaluates, saves and resumes as transformers' Trainer does in one process."""
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
+from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 SAMPLES, STEPS, SAVED = 7, 6, 3  # of 4 samples a step: 2 steps in an epoch, the last one of 3 samples
@@ -152,6 +154,34 @@ def test_a_checkpoint_resumes_in_another_layout(plain: Any, tmp_path: Path) -> N
         _agree(plain, plain | {"weights": model.state_dict()})
 
 
+def _family(folder: Path, family: str, layout: tuple[int, int, int] | None, stage: int = 0) -> None:
+    """Train a model for two steps, by transformers' Trainer if there is no layout, and save it."""
+    from transformers import Trainer
+
+    model = decoder(family, torch.float32)
+    # The biases of keys have no gradient but rounding, which AdamW would divide by itself.
+    settings = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no", "adam_epsilon": 1e-4}
+    with contextlib.nullcontext() if layout is None else _torchrun():
+        if layout is None:
+            trainer = Trainer(model, _arguments(folder, 1, **settings), train_dataset=_data())
+        else:
+            trainer = _trainer(folder, layout, stage, model, **settings)
+        trainer.train()
+        trainer.save_model()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "layout", "stage"),
+    [("gpt2", (2, 2, 1), 3), ("phi3_shared", (2, 2, 1), 3), ("llama_tied", (1, 2, 2), 1), ("mixtral", (2, 2, 1), 1)],
+)
+def test_whole_weights_are_those_of_one_process(family: str, layout: Any, stage: int, tmp_path: Path) -> None:
+    _family(tmp_path / "one", family, None)
+    pool(4).run(_family, tmp_path / "four", family, layout, stage)
+    one, four = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "four"))
+    assert one.keys() == four.keys() and all((four[name] - x).abs().max() < 1e-6 for name, x in one.items())
+
+
 def _by_accelerate(zero: bool) -> list[list[float]]:
     """Train in a loop of accelerate, with ZeroOptimizer on the ranks of a pool; return losses of rank 0 and norms."""
     from accelerate import Accelerator
@@ -251,6 +281,7 @@ def _together(folder: Path) -> tuple[int, list[str]]:
             with failing, pytest.raises((ValueError, OSError)) as caught:
                 _trainer(folder, (1, 2, 1), save_steps=1).train()
             messages.append(str(caught.value))
+        _trainer(folder, (1, 2, 1), max_steps=1, learning_rate=5e-3).train()  # it replaces what these runs have saved
     return stopped.state.global_step, messages
 
 
@@ -265,6 +296,8 @@ def test_ranks_stop_and_fail_together(tmp_path: Path) -> None:
     assert "rank 1: OSError: [Errno 28] No space left on device" in first[0] and first[0] in second[0]
     assert first[1] == "[Errno 28] No space left on device"
     assert second[1].endswith("failed on another rank: OSError: [Errno 28] No space left on device")
+    saved = Checkpoint(tmp_path / "checkpoint-1" / "optimizer" / "step-1")
+    assert saved.state["param_groups"][0]["initial_lr"] == 5e-3
 
 
 def _best(folder: Path, layout: tuple[int, int, int]) -> tuple[list[tuple[int, ...]], dict[str, Tensor]]:
