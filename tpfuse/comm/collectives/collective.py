@@ -162,11 +162,16 @@ def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Co
     return CollectiveHandle("reduce_scatter", group, _reduce_scatter(out, x.view(-1), group=group, async_op=True))
 
 
-def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
-    """Begin an all-to-all: out[r] becomes rank r's x[this rank]. x, out: [world, n] contiguous."""
-    return CollectiveHandle(
-        "all_to_all", group, dist.all_to_all_single(out.view(-1), x.view(-1), group=group, async_op=True)
-    )
+def start_all_to_all(
+    x: Tensor, out: Tensor, group: dist.ProcessGroup, counts: tuple[list[int], list[int]] | None = None
+) -> CollectiveHandle:
+    """Begin an all-to-all: out[r] becomes rank r's x[this rank]. x, out: [world, n] contiguous.
+
+    counts: the elements for each rank and those from each rank, in flat x and out; None if all are equally many.
+    """
+    to, of = counts or (None, None)
+    work = dist.all_to_all_single(out.view(-1), x.view(-1), of, to, group=group, async_op=True)
+    return CollectiveHandle("all_to_all", group, work)
 
 
 def start_all_reduce(
