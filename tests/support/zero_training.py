@@ -1,10 +1,11 @@
-"""Models that ZeRO trains on any layout in tests, and the same training by torch's AdamW on one rank."""
+"""Models that ZeRO trains on any layout in tests, and the same training by torch's AdamW and Muon on one rank."""
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from math import inf, nan
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
-from tpfuse.zero import adamw, shard
+from tpfuse.zero import MuonOptions, adamw, hidden_matrices, shard
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -120,19 +121,52 @@ def torchs_adamw(parameters: Mapping[str, Tensor], lr: float = LR, **options: An
     return torch.optim.AdamW(groups, lr=lr, **{**ADAMW, **options})
 
 
+class TorchsMuon:
+    """torch.optim.Muon for the matrices of these parameters, each by itself, also where a parameter packs several.
+
+    Newton-Schulz computes float64 parameters in float64, and not in bfloat16 as torch does.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], **options: Any) -> None:
+        self.parts = [(p, part) for p in parameters for part in ([()] if p.ndim == 2 else range(len(p)))]
+        self.views = [nn.Parameter(p.detach()[part]) for p, part in self.parts]
+        self.muon = torch.optim.Muon(self.views, **options)
+
+    def step(self) -> None:
+        for view, (parameter, part) in zip(self.views, self.parts, strict=True):
+            assert parameter.grad is not None
+            view.grad = parameter.grad[part]
+        own = torch.Tensor.bfloat16
+        with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.clone() if x.dtype is torch.float64 else own(x)):
+            self.muon.step()
+
+
+def matrices_and_others(trained: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the matrices of the blocks of these models, which Muon updates, and all other parameters."""
+    found = {name: p for name, p in trained.items() if p.ndim > 1 and (".h." in name or name.startswith("blocks."))}
+    return found, {name: p for name, p in trained.items() if name not in found}
+
+
 @functools.cache
-def plain(name: str, clip: float = CLIP, dtype: torch.dtype = torch.float64) -> Result:
-    """Return the weights after STEPS steps of torch's AdamW on one rank, and the norms before clipping."""
+def plain(name: str, clip: float = CLIP, dtype: torch.dtype = torch.float64, muon: MuonOptions | None = None) -> Result:
+    """Return the weights after STEPS steps of torch's AdamW on one rank, and the norms before clipping.
+
+    muon: the options of torch's Muon, if it updates the matrices.
+    """
     case = CASES[name](dtype)
     trained = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
-    optimizer, norms = torchs_adamw(trained), []
+    matrices, others = matrices_and_others(trained) if muon else ({}, trained)
+    optimizer, norms = torchs_adamw(others), []
+    options = {} if muon is None else {name: x for name, x in asdict(muon).items() if x is not None}
+    theirs = TorchsMuon(matrices.values(), **{"lr": LR, "weight_decay": ADAMW["weight_decay"], **options})
     for step in range(STEPS):
         case.loss(torch.arange(BATCH), step).backward()  # type: ignore[no-untyped-call]
         for parameter in trained.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norms.append(float(nn.utils.clip_grad_norm_(trained.values(), clip)))
         optimizer.step()
-        optimizer.zero_grad()
+        theirs.step()
+        case.model.zero_grad()
     return {name: p.detach() for name, p in case.model.named_parameters()}, norms
 
 
@@ -161,15 +195,21 @@ def engine_of(
     layout: Layout,
     dtype: torch.dtype = torch.float64,
     group: dist.ProcessGroup | None = None,
+    muon: MuonOptions | None = None,
     **options: Any,
 ) -> tuple[Case, Any]:
-    """Return a case and the engine of its model, with options of both. group: replaces all groups of the mesh."""
+    """Return a case and the engine of its model, with options of both. group: replaces all groups of the mesh.
+
+    muon: given if Muon updates the matrices.
+    """
     mesh = mesh_of(layout.dp, layout.tp, layout.cp) if group is None else mesh_from(group)
     of_engine = [key for key in ("reduce_dtype", "bucket_bytes", "accumulate") if key in options]
     kept: dict[str, Any] = {key: options.pop(key) for key in of_engine}
     if name == "gpt":
         options |= {"device_mesh": mesh["tp"] if layout.tp > 1 else None, "context_mesh": context_mesh(mesh)}
     case = CASES[name](dtype, **options)
+    if muon is not None:
+        kept["matrices"] = hidden_matrices(case.model)
     return case, shard(case.model, mesh, stage=layout.stage, units=case.units, replicas=layout.replicas, **kept)
 
 
@@ -205,13 +245,15 @@ def whole(engine: Engine) -> dict[str, Tensor]:
     return weights
 
 
-def run(name: str, layout: Layout, accumulation: int, clip: float = CLIP, **options: Any) -> tuple[Result, int]:
+def run(
+    name: str, layout: Layout, accumulation: int, clip: float = CLIP, muon: MuonOptions | None = None, **options: Any
+) -> tuple[Result, int]:
     """Train on this rank of a pool. Return weights and norms, and the bytes that this rank received in the last step.
 
     A forward pass without gradients, as of an evaluation, comes between two steps.
     """
-    case, engine = engine_of(name, layout, **options)
-    optimizer, norms, received = adamw(engine, **ADAMW), [], 0
+    case, engine = engine_of(name, layout, muon=muon, **options)
+    optimizer, norms, received = adamw(engine, **ADAMW, muon=muon), [], 0
     batches = micro_batches(layout, accumulation)
     for step in range(STEPS):
         received = engine.traffic.received

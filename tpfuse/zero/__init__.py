@@ -2,3 +2,5 @@
 
 from tpfuse.zero.engine import adamw as adamw
 from tpfuse.zero.engine import shard as shard
+from tpfuse.zero.muon import MuonOptions as MuonOptions
+from tpfuse.zero.muon_matrices import hidden_matrices as hidden_matrices

@@ -12,9 +12,9 @@ Four kinds of parameters must not share a bucket:
 
 Tied buckets are the last ones: `tpfuse.zero.gradient_buckets` says why they are reduced last.
 
-A bucket holds parameters of one dtype. Parameters with weight decay come before those without, and a bucket is padded
-until all ranks have equal shards. This module allocates no memory, so `tpfuse memory` counts with the same numbers as
-training.
+A bucket holds parameters of one dtype, which have one moment if Muon updates them (`tpfuse.zero.muon`) or two if AdamW
+does. Parameters with weight decay come before those without, and a bucket is padded until all ranks have equal shards.
+This module allocates no memory, so `tpfuse memory` counts with the same numbers as training.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -54,6 +54,7 @@ class BucketLayout:
     size: int
     decay_end: int
     world: int
+    muon: bool = False  # whether Muon updates its parameters
 
     def shard(self, rank: int) -> range:
         """Return the elements that rank `rank` of the bucket's group owns if the bucket is sharded."""
@@ -102,28 +103,32 @@ def plan_buckets(
     worlds: Mapping[Kind, int],
     bucket_bytes: int,
     tied: Iterable[str] = (),
+    matrices: Collection[str] = (),
 ) -> list[BucketLayout]:
     """Return the buckets of `parameters`, which are given in the order in which their gradients arrive.
 
     parameters: on any device, also meta. partial, tied: names, as in `kind_of`. worlds: the number of ranks that share
-    each kind. bucket_bytes: a bucket is full when its gradients take this many bytes in float32.
+    each kind. bucket_bytes: a bucket is full when its gradients take this many bytes in float32. matrices: the names of
+    parameters that Muon updates. Raise ValueError if one of these is tied.
     """
     partial, tied = frozenset(partial), frozenset(tied)
     layouts: list[BucketLayout] = []
-    pending: dict[tuple[Kind, torch.dtype], list[tuple[str, Tensor]]] = {}
+    pending: dict[tuple[Kind, torch.dtype, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         kind = kind_of(name, parameter, partial, tied)
-        members = pending.setdefault((kind, parameter.dtype), [])
+        if kind == "tied" and name in matrices:
+            raise ValueError(f"{name} is shared by stages of a pipeline: expected AdamW to update it, not Muon")
+        key = kind, parameter.dtype, name in matrices
+        members = pending.setdefault(key, [])
         members.append((name, parameter))
         if sum(local_tensor(p).numel() for _, p in members) * 4 >= bucket_bytes:
-            layouts.append(_layout(kind, parameter.dtype, members, worlds[kind]))
-            del pending[kind, parameter.dtype]
-    for (kind, dtype), members in pending.items():
-        layouts.append(_layout(kind, dtype, members, worlds[kind]))
+            layouts.append(_layout(*key, pending.pop(key), worlds[kind]))
+    for key, members in pending.items():
+        layouts.append(_layout(*key, members, worlds[key[0]]))
     return sorted(layouts, key=lambda layout: layout.kind == "tied")
 
 
-def _layout(kind: Kind, dtype: torch.dtype, members: list[tuple[str, Tensor]], world: int) -> BucketLayout:
+def _layout(kind: Kind, dtype: torch.dtype, muon: bool, members: list[tuple[str, Tensor]], world: int) -> BucketLayout:
     segments: list[Segment] = []
     decay_end = end = 0
     for name, parameter in sorted(members, key=lambda member: not decays(*member)):
@@ -131,7 +136,7 @@ def _layout(kind: Kind, dtype: torch.dtype, members: list[tuple[str, Tensor]], w
         segments.append(Segment(name, shape, end, end + shape.numel(), decay))
         end = _rounded_up(end + shape.numel(), ALIGNMENT)
         decay_end = end if decay else decay_end
-    return BucketLayout(kind, dtype, tuple(segments), _rounded_up(end, world * ALIGNMENT), decay_end, world)
+    return BucketLayout(kind, dtype, tuple(segments), _rounded_up(end, world * ALIGNMENT), decay_end, world, muon)
 
 
 def _rounded_up(count: int, unit: int) -> int:

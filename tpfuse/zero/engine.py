@@ -14,7 +14,7 @@
 `tpfuse.ZeroOptimizer` does this for loops that were written for PyTorch's DDP.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import get_args
 
@@ -32,6 +32,8 @@ from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.micro_batches import RankGroups, check_gradient_dtype
+from tpfuse.zero.muon import MuonOptions
+from tpfuse.zero.muon_matrices import Rows, matrices_of
 from tpfuse.zero.offload import FileStore, state_bytes, state_store
 from tpfuse.zero.parameter_takeover import partial_gradients
 from tpfuse.zero.reducer.inter_node import Compression
@@ -54,6 +56,7 @@ def shard(
     reduce_dtype: GradientDtype | None = None,
     accumulate: Accumulate = "sharded",
     compression: Compression | None = None,
+    matrices: Mapping[str, int | Sequence[Rows]] | None = None,
 ) -> GradientBuckets | FullySharded:
     """Return the engine that takes over the parameters of `model` at this stage of ZeRO (arXiv:1910.02054).
 
@@ -86,6 +89,9 @@ def shard(
     compression: for stages 0 to 2: the compression of gradients that nodes send each other
     (`tpfuse.zero.compression`). It compresses the sum of a step, so gradients accumulate whole.
 
+    matrices: the parameters that Muon updates, as `tpfuse.zero.hidden_matrices` returns them; a number instead of rows
+    says how many matrices of equal height a parameter packs. AdamW updates all others, and without this argument all.
+
     Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
     parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
     that two units share). Raise ValueError on every rank if data-parallel ranks have parameters of other names, shapes
@@ -114,6 +120,7 @@ def shard(
             raise ValueError(f"shard: {name} is not for stage {stage}: expected stage {' or '.join(map(str, stages))}")
     _check_mesh(mesh)
     _check_tensor_parallel(model, mesh)
+    hidden = matrices_of(model, matrices or {})
     shared = SharedParameters() if shared is None else shared
     if shared.ends is not None and "pp" not in (mesh.mesh_dim_names or () if mesh else ()):
         raise ValueError('shard: mesh has no dimension "pp", along which the stages that share parameters are')
@@ -140,6 +147,7 @@ def shard(
             reduce_dtype=reduce_dtype or "float32",
             accumulate=accumulate,
             tied=shared.tied,
+            matrices=hidden,
         )
     return GradientBuckets(
         model,
@@ -152,6 +160,7 @@ def shard(
         compression=compression,
         uses=shared.uses,
         tied=shared.tied,
+        matrices=hidden,
     )
 
 
@@ -161,16 +170,18 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
+    muon: MuonOptions | None = None,
     offload: str | PathLike[str] = "none",
 ) -> FlatAdamW | ShardedAdamW:
     """Return the AdamW of the shards of an engine; its method `step(lr, factor)` updates all parameters.
 
-    betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. offload: for stages 0 to
+    betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. muon: the options of Muon,
+    which updates the engine's `matrices`, if it has any. offload: for stages 0 to
     2: the place of moments and float32 masters (`tpfuse.zero.offload`): "none" (the parameters' device), "host" (the
     host's memory) or a folder on a local disk. Collective for a folder. Raise ValueError, on every rank, if a rank
     cannot use the folder.
     """
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": muon or MuonOptions()}
     if isinstance(engine, FullySharded):
         if offload != "none":
             raise ValueError(f"offload {offload} is for stages 0, 1 and 2: expected none at stage 3")

@@ -1,6 +1,10 @@
-"""AdamW on this rank's shards of the gradient buckets (`tpfuse.zero.reducer.base` describes the order of work)."""
+"""AdamW on this rank's shards of the gradient buckets (`tpfuse.zero.reducer.base` describes the order of work).
 
-from collections.abc import Iterator
+Muon updates buckets of matrices (`tpfuse.zero.muon`) before that; the reducers then only send the new parameters.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -9,10 +13,11 @@ from tpfuse.comm.layout import local_slices
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
 from tpfuse.zero.offload import MemoryStore
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.base import GradientReducer
-from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
+from tpfuse.zero.reducer.shard_update import CPU_BLOCK, Rates, ShardUpdate, Staging, StateStore
 from tpfuse.zero.shard_slices import StateKind, StateRectangle, state_rectangles
 
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
@@ -22,8 +27,9 @@ class FlatAdamW:
     """AdamW that keeps the state of this rank's shards only. At stage 0 a rank's shards are the whole buckets.
 
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
-    weight decay (`tpfuse.zero.bucket_layout.decays`). store: the memory of the moments and float32 masters, by default
-    on the device of the parameters (`tpfuse.zero.offload`).
+    weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
+    they may be changed too. store: the memory of the moments and float32 masters, by default on the device of the
+    parameters (`tpfuse.zero.offload`).
 
     Values that are written into parameters of a half type between two updates (for example by load_state_dict) replace
     the masters, except those equal to the rounded master.
@@ -36,9 +42,11 @@ class FlatAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        muon: MuonOptions | None = None,
         store: StateStore | None = None,
     ) -> None:
         self._buckets, self.betas, self.eps, self.weight_decay = buckets, betas, eps, weight_decay
+        self.muon = muon or MuonOptions()
         device = buckets.buckets[0].values.device
         self._store = MemoryStore(device) if store is None else store
         self._state = {bucket: self._new_state(bucket) for bucket in buckets.buckets}
@@ -50,6 +58,18 @@ class FlatAdamW:
                 for part in self._store.blocks([state["model"]]):
                     state["model"][part].copy_(bucket.shard_values[part])
         self._versions = self._current_versions()
+        self._matrices = [bucket for bucket in buckets.buckets if bucket.layout.muon]
+        masters = [
+            piece
+            for bucket in self._matrices
+            for piece in self._rectangles(bucket, {"model": self._state[bucket].get("model", bucket.shard_values)})
+        ]
+        self._masters = [piece.tensor for piece in masters]
+        self._muon = None
+        if buckets.matrices:
+            slices = [(piece.name, piece.slices) for piece in masters]
+            dtype = self._matrices[0].layout.state_dtype
+            self._muon = Muon(buckets.matrices, slices, buckets.stage_group, dtype, device)
 
     def _current_versions(self) -> dict[str, int]:
         """Return how often each parameter was written; writes into the bucket do not count."""
@@ -71,22 +91,28 @@ class FlatAdamW:
 
     def _new_state(self, bucket: Bucket) -> dict[StateKind, Tensor]:
         layout, size = bucket.layout, len(bucket.shard)
-        kinds: tuple[StateKind, ...] = ("model", *MOMENTS) if layout.dtype in HALF else MOMENTS
+        moments = MOMENTS[:1] if layout.muon else MOMENTS
+        kinds: tuple[StateKind, ...] = ("model", *moments) if layout.dtype in HALF else moments
         return {name: self._store.tensor(name, size, layout.state_dtype) for name in kinds}
 
-    def step(self, lr: float, factor: float = 1.0) -> None:
+    def step(self, lr: float, factor: float = 1.0, muon_lr: float | None = None) -> None:
         """Update the parameters with the buckets' gradients times `factor`. Then every rank has all new parameters.
 
-        Raise ValueError if the buckets were not finished (`finish()`) since the last update. Raise PeerTimeout; some
-        parameters may then be new and others old, so continue from a checkpoint.
+        muon_lr: the learning rate of Muon's matrices, by default that of its options, or else `lr`. Raise ValueError if
+        the buckets were not finished (`finish()`) since the last update. Raise PeerTimeout; some parameters may then be
+        new and others old, so continue from a checkpoint.
         """
         self._buckets.take_sums()
         self._take_written()
         self._step += 1
+        self._update_matrices(self.muon.rate(lr, muon_lr), factor)
         rates = Rates(lr, *self.betas, self.eps, self.weight_decay, self._step, factor)
-        updates: dict[GradientReducer, list[ShardUpdate]] = {}
+        updates: dict[GradientReducer, list[ShardUpdate | None]] = {}
         following: tuple[Tensor, ...] = ()
         for bucket, state in reversed(self._state.items()):
+            if bucket.layout.muon:
+                updates.setdefault(bucket.reducer, []).insert(0, None)
+                continue
             update = ShardUpdate(
                 state["exp_avg"],
                 state["exp_avg_sq"],
@@ -104,10 +130,33 @@ class FlatAdamW:
         count_write(list(self._buckets.trained.values()))
         self._versions = self._current_versions()
 
+    def _update_matrices(self, lr: float, factor: float) -> None:
+        """Update the shards of Muon's matrices, which other ranks do not get yet."""
+        if self._muon is None:
+            return
+        directions: list[Tensor] = []
+        for bucket in self._matrices:
+            sums, momentum = bucket.reduced_shard, self._state[bucket]["exp_avg"]
+            direction = torch.empty(len(momentum), dtype=self._muon.dtype, device=sums.device)
+            for part in self._store.blocks([momentum]):
+                size = CPU_BLOCK if momentum.device.type == "cpu" else max(1, len(momentum))
+                for start in range(part.start, part.stop, size):
+                    block = slice(start, min(start + size, part.stop))
+                    pair = sums[block], direction[block]
+                    with nullcontext(pair) if self._staging is None else self._staging.host(*pair) as (gradient, out):
+                        update_momentum(gradient, momentum[block], out, factor, self.muon)
+            directions += [piece.tensor for piece in self._rectangles(bucket, {"exp_avg": direction})]
+        self._muon.step(directions, self._masters, lr, self.weight_decay, self.muon)
+        for bucket in self._matrices:
+            if "model" in self._state[bucket]:
+                bucket.shard_values.copy_(self._state[bucket]["model"])
+        self._store.release()
+
     def state(self, bucket: Bucket) -> dict[StateKind, Tensor]:
         """Return "model", "exp_avg" and "exp_avg_sq" of this rank's shard of a bucket, flat.
 
-        "model" is the master; parameters that are not of a half type are their own masters.
+        "model" is the master; parameters that are not of a half type are their own masters. Muon's matrices have no
+        "exp_avg_sq", and "exp_avg" is their momentum.
         """
         return {"model": bucket.shard_values, **self._state[bucket]}
 
@@ -125,18 +174,21 @@ class FlatAdamW:
     def rectangles(self) -> Iterator[StateRectangle]:
         """Yield the masters and moments that this rank holds, as rectangles for checkpoints; one rank owns each."""
         for bucket in self._buckets.buckets:
-            state = self.state(bucket)
-            for index, (segment, part) in enumerate(bucket.layout.segments_in(bucket.shard)):
-                parameter = self._buckets.model.get_parameter(segment.name)
-                local = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
-                yield from state_rectangles(
-                    segment.name,
-                    tuple(parameter.shape),
-                    local_slices(parameter),
-                    range(part.start - segment.start, part.stop - segment.start),
-                    {kind: flat[local] for kind, flat in state.items()},
-                    self._buckets.is_owner(bucket, index),
-                )
+            yield from self._rectangles(bucket, self.state(bucket))
+
+    def _rectangles(self, bucket: Bucket, state: Mapping[StateKind, Tensor]) -> Iterator[StateRectangle]:
+        """Yield the rectangles of this rank's shard of a bucket. state: flat tensors of the shard by kind."""
+        for index, (segment, part) in enumerate(bucket.layout.segments_in(bucket.shard)):
+            parameter = self._buckets.model.get_parameter(segment.name)
+            local = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
+            yield from state_rectangles(
+                segment.name,
+                tuple(parameter.shape),
+                local_slices(parameter),
+                range(part.start - segment.start, part.stop - segment.start),
+                {kind: flat[local] for kind, flat in state.items()},
+                self._buckets.is_owner(bucket, index),
+            )
 
     def release(self) -> None:
         """Release the memory that is not needed after a checkpoint has read the state."""

@@ -45,6 +45,7 @@ from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
+from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import count_write, take_context_sums, taken_gradient, writes
 from tpfuse.zero.reducer.collective import reserve
 from tpfuse.zero.unit_order import UnitOrder
@@ -108,11 +109,12 @@ class FullySharded(MicroBatches):
         reduce_dtype: GradientDtype = "float32",
         accumulate: Accumulate = "sharded",
         tied: Iterable[str] = (),
+        matrices: Sequence[HiddenMatrix] = (),
     ) -> None:
         super().__init__(model)
         self.accumulate = accumulate
         self.traffic = Traffic()
-        self.world_group = groups.world
+        self.world_group, self.stage_group, self.matrices = groups.world, groups.stage, matrices
         units = list(units)
         _check_units(model, units)
         dtype = _checked(model, units)

@@ -23,7 +23,7 @@ time, because the first stage is the last to compute.
 `tpfuse.zero.reducer.base` describes the reduction.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
@@ -44,6 +44,7 @@ from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
+from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
     TakenGradient,
     in_backward,
@@ -101,9 +102,10 @@ class GradientBuckets(MicroBatches):
         compression: Compression | None = None,
         uses: Mapping[str, int] | None = None,
         tied: Iterable[str] = (),
+        matrices: Sequence[HiddenMatrix] = (),
     ) -> None:
         super().__init__(model)
-        self.stage = stage
+        self.stage, self.stage_group, self.matrices = stage, groups.stage, matrices
         self.data_ranks = rank_and_size(groups.data)[1] // take_context_sums(model, groups.data)
         self.compression, self.world_group = compression, groups.world
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
@@ -126,6 +128,7 @@ class GradientBuckets(MicroBatches):
             {kind: rank_and_size(group)[1] for kind, group in group_of.items()},
             bucket_bytes,
             tied,
+            {matrix.name for matrix in matrices},
         )
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, group_of, local_tensor(first).device)

@@ -1,6 +1,7 @@
 """The base class of the engines of all stages: the micro-batches of a step, and the check that a model is unchanged."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 
 from tpfuse.choices import Accumulate, GradientDtype
 from tpfuse.comm.mesh import shown
+from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import location
 from tpfuse.zero.reducer.inter_node import Compression
 
@@ -46,6 +48,8 @@ class MicroBatches(ABC):
 
     data_ranks: int  # the number of ranks with different sequences: the ranks of a model's context share one loss
     world_group: dist.ProcessGroup | None  # all ranks that train the model; None for one rank
+    stage_group: dist.ProcessGroup | None  # the ranks with the same layers, which share the matrices of Muon
+    matrices: Sequence[HiddenMatrix] = ()  # those that Muon updates
     compression: Compression | None = None  # of the gradients that are sent between nodes
     accumulate: Accumulate  # "sharded": every backward pass is reduced; "whole": the last one of a step
     _advice = ""  # what the user should do after a change of the model; the end of an error message

@@ -14,8 +14,9 @@ ranks. If ranks or micro-batches have different numbers of labels, compute sums,
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +25,33 @@ from torch.optim import Optimizer
 
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
-from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.mesh import rank_and_size, shown
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.engine import adamw, shard
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.micro_batches import StepState
+from tpfuse.zero.muon import MuonOptions
+from tpfuse.zero.muon_matrices import hidden_matrices
 
-_SHARED = ("lr", "betas", "eps")  # hyperparameters that must be equal in both groups of parameters
+_SHARED = ("lr", "betas", "eps")  # hyperparameters that must be equal in both of AdamW's groups of parameters
 
 
 class ZeroOptimizer(Optimizer):
-    """AdamW that takes over the parameters of `model` and shards its state over the data-parallel ranks.
+    """AdamW, or Muon and AdamW, for the parameters of `model`, with its state in shards on the data-parallel ranks.
 
     model, mesh, stage, sharding: the arguments of `tpfuse.zero.shard`, which takes a model of any parallelism; the
     engine that it returns is `engine`. lr, betas, eps, weight_decay: as in torch.optim.AdamW. offload: as in
     `tpfuse.zero.adamw`.
 
+    algorithm: with "muon", Muon updates the matrices of the model's blocks (`tpfuse.zero.hidden_matrices`), or those
+    that the argument `matrices` of `tpfuse.zero.shard` names, and AdamW all other parameters. muon: its options, whose
+    learning rate and weight decay are by default those of AdamW.
+
     param_groups: the first has the parameters with weight decay, the second biases and norms, whose weight decay is 0
     (`tpfuse.zero.bucket_layout.decays`). `step` reads them each time, so that torch's schedulers work; lr, betas
-    and eps must be the same in both. `state` stays empty: a rank's state is in flat shards, which `state_dict` returns.
+    and eps must be the same in both. With Muon there is a third group, of its matrices, with the fields of
+    `MuonOptions` and a learning rate and a weight decay of its own. `state` stays empty: a rank's state is in flat
+    shards, which `state_dict` returns.
 
     Every rank must make its optimizer and call its methods in the same order. If a rank does not, ranks that share
     memory raise Disagreement at once, others raise PeerTimeout; after that, and after an error in a backward pass, call
@@ -59,25 +68,37 @@ class ZeroOptimizer(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        algorithm: Literal["adamw", "muon"] = "adamw",
+        muon: MuonOptions | None = None,
         offload: str | PathLike[str] = "none",
         **sharding: Any,
     ) -> None:
+        if algorithm not in ("adamw", "muon"):
+            raise ValueError(f'ZeroOptimizer: algorithm is {shown(algorithm)}: expected "adamw" or "muon"')
+        if algorithm == "adamw" and (muon is not None or "matrices" in sharding):
+            raise ValueError('ZeroOptimizer: muon and matrices are for algorithm="muon"')
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(
                 f"ZeroOptimizer: lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}: expected betas from 0"
                 " to below 1, and no number below 0"
             )
+        if algorithm == "muon" and "matrices" not in sharding and isinstance(model, nn.Module):
+            sharding["matrices"] = hidden_matrices(model)
         self.engine = engine = shard(model, mesh, stage=stage, **sharding)
-        self._adamw = adamw(engine, betas=betas, eps=eps, weight_decay=weight_decay, offload=offload)
+        self._adamw = adamw(engine, betas=betas, eps=eps, weight_decay=weight_decay, muon=muon, offload=offload)
         if isinstance(engine, FullySharded):
             trained = {member.name: member.sharded for member in engine.members}
         else:
             trained = engine.trained
-        decayed = {name: decays(name, parameter) for name, parameter in trained.items()}
+        names = {matrix.name for matrix in engine.matrices}
+        decayed = {name: decays(name, parameter) for name, parameter in trained.items() if name not in names}
         groups: list[dict[str, Any]] = [
-            {"params": [trained[name] for name in trained if decayed[name]]},
-            {"params": [trained[name] for name in trained if not decayed[name]], "weight_decay": 0.0},
+            {"params": [trained[name] for name in decayed if decayed[name]]},
+            {"params": [trained[name] for name in decayed if not decayed[name]], "weight_decay": 0.0},
         ]
+        if names:
+            options = {name: value for name, value in asdict(self._adamw.muon).items() if value is not None}
+            groups.append({"params": [trained[name] for name in trained if name in names], **options})
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._clip: float | None = None  # the factor of the mean gradient in the next update; None before it is summed
         self._divisor = 1.0  # of the summed gradient in the next update
@@ -95,7 +116,7 @@ class ZeroOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError, except in the constructor: the parameters of an engine and their groups do not change."""
-        if len(self.param_groups) == 2:
+        if len(self.param_groups) == 2 + bool(self.engine.matrices):
             raise ValueError(
                 "ZeroOptimizer has the parameters of its engine: for a changed model, make a new engine and optimizer"
             )
@@ -206,7 +227,7 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        decayed, rest = self.param_groups
+        decayed, rest, *matrices = self.param_groups
         differing = [name for name in _SHARED if decayed[name] != rest[name]]
         if differing or rest["weight_decay"]:
             name = differing[0] if differing else "weight_decay"
@@ -215,6 +236,9 @@ class ZeroOptimizer(Optimizer):
                 " both groups, and no weight decay in the second"
             )
         adamw, clip = self._adamw, self._clip
+        for group in matrices:
+            given = {name: group[name] for name in asdict(adamw.muon)}
+            adamw.muon = MuonOptions(**given | {"lr": float(group["lr"])})
         adamw.betas, adamw.eps, adamw.weight_decay = decayed["betas"], decayed["eps"], decayed["weight_decay"]
         with _explained():
             if clip is None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
 from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
+from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.shard_slices import StateRectangle
 
@@ -16,7 +17,8 @@ class ShardedAdamW:
     """AdamW that keeps the moments of this rank's shards. The shards are the master weights.
 
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
-    weight decay (`tpfuse.zero.bucket_layout.decays`).
+    weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
+    they may be changed too.
     """
 
     def __init__(
@@ -26,27 +28,51 @@ class ShardedAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        muon: MuonOptions | None = None,
     ) -> None:
         self._engine, self.betas, self.eps, self.weight_decay = engine, betas, eps, weight_decay
+        self.muon = muon or MuonOptions()
         self._step = torch.zeros((), dtype=torch.float32, device=engine.device)
         shards = {member.name: local_tensor(member.sharded) for member in engine.members}
         self._exp_avg = {name: torch.zeros_like(shard) for name, shard in shards.items()}
-        self._exp_avg_sq = {name: torch.zeros_like(shard) for name, shard in shards.items()}
+        names = {matrix.name for matrix in engine.matrices}
+        self._exp_avg_sq = {name: torch.zeros_like(shard) for name, shard in shards.items() if name not in names}
+        self._matrices = [member for member in engine.members if member.name in names]
+        self._muon = None
+        if engine.matrices:
+            slices = [(member.name, local_slices(member.sharded)) for member in self._matrices]
+            dtype = self._matrices[0].sharded.dtype
+            self._muon = Muon(engine.matrices, slices, engine.stage_group, dtype, engine.device)
 
-    def step(self, lr: float, factor: float = 1.0) -> None:
+    def step(self, lr: float, factor: float = 1.0, muon_lr: float | None = None) -> None:
         """Update the shards with the gradients times `factor`, then free the gradients.
 
-        Raise ValueError if the engine was not finished (`finish()`) since the last update.
+        muon_lr: the learning rate of Muon's matrices, by default that of its options, or else `lr`. Raise ValueError if
+        the engine was not finished (`finish()`) since the last update.
         """
         self._engine.take_sums()
         self._step += 1
+        self._update_matrices(self.muon.rate(lr, muon_lr), factor)
+        others = [m for m in self._engine.members if m.name in self._exp_avg_sq and local_tensor(m.sharded).numel()]
         for decay in (True, False):
-            members = [m for m in self._engine.members if m.decay == decay and local_tensor(m.sharded).numel()]
+            members = [member for member in others if member.decay == decay]
             if members:
                 self._update(members, lr, factor, self.weight_decay if decay else 0.0)
         count_write([member.sharded for member in self._engine.members])
         self._engine.clear_gradients()
         self._engine.free_gathered()
+
+    def _update_matrices(self, lr: float, factor: float) -> None:
+        """Update the shards of Muon's matrices."""
+        if self._muon is None:
+            return
+        directions: list[Tensor] = []
+        for member in self._matrices:
+            momentum = self._exp_avg[member.name]
+            directions.append(torch.empty_like(momentum, dtype=self._muon.dtype))
+            update_momentum(member.gradient, momentum, directions[-1], factor, self.muon)
+        masters = [local_tensor(member.sharded) for member in self._matrices]
+        self._muon.step(directions, masters, lr, self.weight_decay, self.muon)
 
     def _update(self, members: list[ShardedParameter], lr: float, factor: float, weight_decay: float) -> None:
         masters = [local_tensor(member.sharded).view(-1) for member in members]
@@ -74,7 +100,9 @@ class ShardedAdamW:
         for member in self._engine.members:
             shape, slices = tuple(member.sharded.shape), local_slices(member.sharded)
             shard: Tensor = local_tensor(member.sharded)
-            state = {"model": shard, "exp_avg": self._exp_avg[member.name], "exp_avg_sq": self._exp_avg_sq[member.name]}
+            state = {"model": shard, "exp_avg": self._exp_avg[member.name]}
+            if member.name in self._exp_avg_sq:
+                state["exp_avg_sq"] = self._exp_avg_sq[member.name]
             for kind, tensor in state.items():
                 yield StateRectangle(member.name, kind, shape, slices, tensor, member.is_owner)  # type: ignore[arg-type]
 

@@ -130,10 +130,11 @@ class GradientReducer(ABC):
         return norm.double().square()
 
     @abstractmethod
-    def update(self, updates: Sequence[ShardUpdate]) -> None:
+    def update(self, updates: Sequence[ShardUpdate | None]) -> None:
         """Apply one update to each bucket, and wait until all ranks' new parameters are here. Raise PeerTimeout.
 
-        If `reduced_shard` of a bucket was not requested in this step, the update sums its gradients too.
+        If `reduced_shard` of a bucket was not requested in this step, the update sums its gradients too. An update that
+        is None was applied before: the parameters of the shard are new, and only have to be sent.
         """
 
     @abstractmethod

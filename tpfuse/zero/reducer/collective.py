@@ -116,11 +116,12 @@ class CollectiveReducer(GradientReducer):
             self._under_way.remove(index)
         return out
 
-    def update(self, updates: Sequence[ShardUpdate]) -> None:
+    def update(self, updates: Sequence[ShardUpdate | None]) -> None:
         gathered = []
         for index, update in enumerate(updates):
             sums, shard = self.reduced_shard(index), self.shard(index)
-            update.apply(sums, self.values(index)[shard.start : shard.stop])
+            if update is not None:
+                update.apply(sums, self.values(index)[shard.start : shard.stop])
             self._reductions[index] = None
             gathered += self._gather(index)
         for handle in gathered:

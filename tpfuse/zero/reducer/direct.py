@@ -296,21 +296,25 @@ class DirectReducer(GradientReducer):
             self._reduced_shards[index] = gradients[own]
         self._set_counter("steps_done", self._counters.backwards_done)
 
-    def update(self, updates: Sequence[ShardUpdate]) -> None:
+    def update(self, updates: Sequence[ShardUpdate | None]) -> None:
         if self.stage == 0:
             sums = [self.reduced_shard(index) for index in range(len(updates))]
             with self.memory.guard("update"):  # it waits for no rank, but a rank without an update raises Disagreement
                 for index, update in enumerate(updates):
-                    update.apply(sums[index], self.values(index))
+                    if update is not None:
+                        update.apply(sums[index], self.values(index))
             return
         for index, update in enumerate(updates):
-            if self._must_sum_first(index, update):
+            if update is not None and self._must_sum_first(index, update):
                 self.reduced_shard(index)
         step = self._counters.backwards_done
         with self.memory.guard("update"):
             self._wait_for_peers("backwards_done", step, "update")  # all ranks have then sent all buckets
             for index, update in enumerate(updates):
-                self._update_shard(index, update)
+                if update is None:
+                    self._write_to_peers(index)
+                else:
+                    self._update_shard(index, update)
             self._set_counter("steps_done", step)
             self._wait_for_peers("steps_done", step, "update")
 

@@ -1,0 +1,312 @@
+"""Muon on shards: every layout trains to the weights of torch.optim.Muon and torch.optim.AdamW on one rank."""
+
+import copy
+from collections import Counter
+from dataclasses import asdict
+from math import inf, prod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.support.decoders import decoder
+from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import (
+    ADAMW,
+    BATCH,
+    CLIP,
+    CONFIG,
+    LR,
+    STEPS,
+    Layout,
+    Result,
+    TorchsMuon,
+    check_same,
+    engine_of,
+    gpt,
+    matrices_and_others,
+    micro_batches,
+    plain,
+    run,
+    torchs_adamw,
+    toy,
+    train_step,
+    whole,
+)
+from tpfuse.choices import Implementation
+from tpfuse.switches import use
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.ranks import pool
+from tpfuse.zero import MuonOptions, adamw, hidden_matrices, muon, shard
+from tpfuse.zero.muon import orthogonalised
+from tpfuse.zero.muon_matrices import matrices_of
+from tpfuse.zero.optimizer import ZeroOptimizer
+
+MUON = MuonOptions(momentum=0.9)
+BUCKET = {"toy": 300, "gpt": 6000}  # bytes of gradients of a bucket, so that ranks cut matrices at stages 1 and 2
+
+
+def trained(
+    name: str, layout: Layout, accumulation: int, clip: float, options: MuonOptions, by: Implementation
+) -> Result:
+    with use(implementation=by):
+        more = {} if layout.stage == 3 else {"bucket_bytes": BUCKET[name]}
+        return run(name, layout, accumulation, clip, options, **more)[0]
+
+
+FIRST = [
+    ("gpt", Layout(tp=2, dp=2, stage=3), 3, CLIP, "auto"),
+    ("toy", Layout(dp=2, stage=2), 3, CLIP, "collective"),
+    ("gpt", Layout(tp=2, dp=2, stage=1), 1, CLIP, "auto"),
+    ("gpt", Layout(cp=2, dp=2, stage=0), 3, inf, "auto"),
+]
+MORE = [
+    ("gpt", Layout(tp, dp, cp, stage=stage), accumulation, clip, by)
+    for tp, dp, cp in ((1, 1, 1), (1, 3, 1), (1, 4, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))
+    for stage, accumulation, clip, by in (
+        (0, 1, CLIP, "collective"), (1, 3, CLIP, "auto"), (2, 3, inf, "auto"), (3, 3, CLIP, "auto"),
+    )
+]  # fmt: skip
+MORE += [
+    *(("toy", Layout(dp=dp, stage=stage), 3, CLIP, "auto") for dp in (1, 3, 4) for stage in (0, 1, 2, 3)),
+    ("gpt", Layout(dp=4, replicas=2), 3, CLIP, "auto"),
+    ("gpt", Layout(tp=2, dp=2, replicas=2), 1, CLIP, "auto"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "accumulation", "clip", "by"), [*FIRST, *exhaustive(*MORE)])
+def test_training_equals_that_of_torch_on_one_rank(
+    name: str, layout: Layout, accumulation: int, clip: float, by: Implementation
+) -> None:
+    expected, norms = plain(name, clip, muon=MUON)
+    results = pool(layout.world).run(trained, name, layout, accumulation, clip, MUON, by)
+    for weights, found in results:
+        check_same(weights, expected)
+        assert clip == inf or found == pytest.approx(norms, rel=1e-12)
+        assert all(torch.equal(weight, results[0][0][key]) for key, weight in weights.items()), "ranks differ"
+
+
+def calls(layout: Layout) -> tuple[Counter[torch.Size], int]:
+    """Train with three micro-batches. Return the shapes that this rank orthogonalises, and the matrices it has cut."""
+    shapes: Counter[torch.Size] = Counter()
+
+    def counted(x: Tensor, options: MuonOptions) -> Tensor:
+        shapes[x.shape] += 1
+        return orthogonalised(x, options)
+
+    with mock.patch.object(muon, "orthogonalised", counted):
+        trained("gpt", layout, 3, CLIP, MUON, "auto")
+    held = adamw(engine_of("gpt", layout, muon=MUON)[1])._muon
+    assert held is not None
+    elements = Counter[int]()
+    for part in held._parts:
+        elements[part.matrix] += prod(stop - start for start, stop in part.slices)
+    return shapes, sum(count < prod(held._matrices[number].shape) for number, count in elements.items())
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, stage=3), *exhaustive(Layout(tp=2), Layout(dp=2, stage=0))])
+def test_one_rank_orthogonalises_each_matrix_whole_once_a_step(layout: Layout) -> None:
+    """Not each micro-batch's gradient by itself, not a shard by itself, not q, k and v together, not on every rank."""
+    width, steps = CONFIG.n_embd, CONFIG.n_layer * STEPS
+    (first, cut), (second, _) = pool(layout.world).run(calls, layout)
+    assert first + second == {
+        (width, width): 4 * steps,  # q, k, v and the projection of attention
+        (4 * width, width): steps,
+        (width, 4 * width): steps,
+    }
+    assert sum(map(prod, first.elements())) == sum(map(prod, second.elements())), "owners have equal work"
+    assert bool(cut) == (layout.stage > 0)
+
+
+def test_float32_is_orthogonalised_in_bfloat16_as_by_torch() -> None:
+    """The original rate of a matrix is larger than AdamW's by its shape; without a gradient a matrix only decays."""
+    options = MuonOptions(lr=0.02, weight_decay=0.3, nesterov=False, adjust_lr_fn="original", ns_steps=4, eps=1e-3)
+    start = {"0.weight": normal(1, 9, 5), "1.weight": normal(2, 5, 9), "2.weight": normal(3, 4, 6)}
+    model = nn.Sequential(nn.Linear(5, 9, False), nn.Linear(9, 5, False), nn.Linear(6, 4, False))
+    model.load_state_dict(start)
+    theirs = TorchsMuon([nn.Parameter(x.clone()) for x in start.values()], **asdict(options))
+    engine = shard(model, stage=0, matrices={"0.weight": 1, "1.weight": 1, "2.weight": 2})
+    optimizer = adamw(engine, muon=options)
+    for step in range(3):
+        engine.start(last=True)
+        loss = model[1](model[0](normal(step, 7, 5))).square().mean()
+        loss.backward()
+        engine.finish()
+        gradients = [
+            bucket.layout.view(bucket.reduced_shard, s) for bucket in engine.buckets for s in bucket.layout.segments
+        ]
+        for (parameter, _), gradient in zip(theirs.parts, gradients[::-1], strict=True):
+            parameter.grad = gradient.clone()
+        theirs.step()
+        optimizer.step(lr=1.0)
+    for (parameter, _), (name, ours) in zip(theirs.parts, model.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), parameter.detach(), rtol=1e-6, atol=1e-7, msg=name)
+    assert torch.equal(
+        model[2].weight, start["2.weight"].mul_(1 - 0.02 * 0.3).mul_(1 - 0.02 * 0.3).mul_(1 - 0.02 * 0.3)
+    )
+
+
+def half_parameters(stage: int) -> dict[str, Tensor]:
+    """Train in bfloat16, and return the weights; check that they are the rounded masters of this rank's shards."""
+    case, engine = engine_of("toy", Layout(dp=2, stage=stage), torch.bfloat16, muon=MUON)
+    optimizer = adamw(engine, **ADAMW, muon=MUON)
+    train_step(case, engine, optimizer, micro_batches(Layout(dp=2), 1), 0)
+    weights = whole(engine)
+    for piece in optimizer.rectangles():
+        assert piece.tensor.dtype is torch.float32
+        if piece.kind == "model":
+            assert torch.equal(weights[piece.name][tuple(slice(*x) for x in piece.slices)], piece.tensor.bfloat16())
+    return weights
+
+
+@pytest.mark.parametrize("stage", [1, *exhaustive(0, 2)])
+def test_masters_are_rounded_into_parameters_of_a_half_type(stage: int) -> None:
+    start = toy(torch.bfloat16).model.state_dict()
+    first, second = pool(2).run(half_parameters, stage)
+    for name in hidden_matrices(toy().model):
+        assert torch.equal(first[name], second[name]) and not torch.equal(first[name], start[name]), name
+
+
+def own_loop(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train by ZeroOptimizer, and go on with its state in another one. Return the weights, and torch's."""
+    ranks = dist.get_world_size()
+    rows = torch.arange(BATCH).chunk(ranks)[dist.get_rank()]
+    options = {"betas": ADAMW["betas"], "eps": ADAMW["eps"], "weight_decay": ADAMW["weight_decay"]}
+    decoupled = MuonOptions(lr=3 * LR, weight_decay=0.2, momentum=0.8)
+    case, state = toy(), None
+    for steps in (range(3), range(3, STEPS)):
+        units = case.units if stage == 3 else ()
+        made: dict[str, Any] = {"stage": stage, "units": units, "algorithm": "muon", "muon": decoupled, "lr": LR}
+        optimizer = ZeroOptimizer(case.model, mesh_of(ranks, 1), **made, **options)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if state is not None:
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+        for step in steps:
+            with optimizer.no_sync():
+                (case.loss(rows[:1], step) * ranks).backward()
+            (case.loss(rows[1:], step) * ranks).backward()
+            optimizer.clip_grad_norm_(CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        state = copy.deepcopy({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
+        weights = whole(optimizer.engine)
+        case = toy()
+        case.model.load_state_dict(weights, strict=False)
+    return weights, torchs_loop(decoupled)
+
+
+def torchs_loop(options: MuonOptions) -> dict[str, Tensor]:
+    case = toy()
+    matrices, others = matrices_and_others({name: p for name, p in case.model.named_parameters() if p.requires_grad})
+    theirs, rest = TorchsMuon(matrices.values(), **asdict(options)), torchs_adamw(others)
+    schedulers = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in (theirs.muon, rest)]
+    for step in range(STEPS):
+        case.loss(torch.arange(BATCH), step).backward()
+        for parameter in (*matrices.values(), *others.values()):
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        nn.utils.clip_grad_norm_(case.model.parameters(), CLIP)
+        for each in (theirs, rest, *schedulers):
+            each.step()
+        case.model.zero_grad()
+    return {name: p.detach() for name, p in case.model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [2, *exhaustive(0, 3)])
+def test_own_loops_with_schedulers_and_saved_state(stage: int) -> None:
+    for found, expected in pool(2).run(own_loop, stage):
+        check_same(found, expected)
+
+
+def test_own_loops_say_which_matrices_muon_updates() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    with pytest.raises(ValueError, match="no matrices of hidden layers"):
+        ZeroOptimizer(model, stage=0, algorithm="muon")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"0.wait": 1}, "'0.wait' is no parameter that the model trains"),
+        ({"0.bias": 1}, r"0.bias \[6\] is no matrix"),
+        ({"0.weight": 4}, r"0.weight \[6, 4\] is to be cut into 4: expected a number that divides its 6 rows"),
+        ({"0.weight": [[(0, 2)], [(3, 6)]]}, "is to be cut into"),
+    ]
+    for matrices, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            ZeroOptimizer(model, stage=0, algorithm="muon", matrices=matrices)
+    with pytest.raises(ValueError, match='muon and matrices are for algorithm="muon"'):
+        ZeroOptimizer(model, stage=0, matrices={"0.weight": 1})
+    with pytest.raises(ValueError, match="algorithm is 'lion'"):
+        ZeroOptimizer(model, stage=0, algorithm="lion")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"momentum 1\.0.*: expected momentum from 0 to below 1"):
+        MuonOptions(momentum=1.0)
+    optimizer = ZeroOptimizer(model, stage=0, algorithm="muon", matrices={"0.weight": 2})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2, 1]
+    assert [matrix.shape for matrix in optimizer.engine.matrices] == [(3, 4), (3, 4)]
+
+
+def rows_of(family: str) -> dict[str, list[Tensor]]:
+    """Return the matrices of the first layer, by the names of their parameters."""
+    model = decoder(family)
+    named, found = hidden_matrices(model), dict[str, list[Tensor]]()
+    for matrix in matrices_of(model, named):
+        whole = torch.zeros(matrix.shape, dtype=torch.float64)
+        parameter = model.get_parameter(matrix.name).detach()
+        for index, inside in matrix.parts([(0, size) for size in parameter.shape]):
+            whole[tuple(slice(*bounds) for bounds in inside)] = parameter[index]
+        found.setdefault(matrix.name, []).append(whole)
+    return {name: parts for name, parts in found.items() if ".0." in name}
+
+
+def test_packed_projections_are_matrices_of_their_own() -> None:
+    """The rows are those that the models themselves split; the sizes are those of `tests.support.decoders`."""
+    size, width = 4, 48
+    layer = {name: decoder(name).get_submodule(path) for name, path in ATTENTION.items()}
+    for family, expected in {
+        "gpt2": ("c_attn", [x.T for x in layer["gpt2"].c_attn.weight.detach().split(width, dim=1)]),
+        "phi3_shared": ("qkv_proj", layer["phi3_shared"].qkv_proj.weight.detach().split([width, 16, 16])),
+        "neox": ("query_key_value", layer["neox"].query_key_value.weight.detach().view(12, 3, size, width).unbind(1)),
+    }.items():
+        name, parts = expected
+        found = next(x for key, x in rows_of(family).items() if name in key)
+        for ours, theirs in zip(found, parts, strict=True):
+            assert torch.equal(ours if family != "gpt2" else ours.T, theirs.reshape(-1, width))
+    assert [x.shape for x in rows_of("phi3")["model.layers.0.mlp.gate_up_proj.weight"]] == [(96, 48)] * 2
+    assert all(len(parts) == 1 for parts in rows_of("llama").values())
+
+
+ATTENTION = {
+    "gpt2": "transformer.h.0.attn",
+    "phi3_shared": "model.layers.0.self_attn",
+    "neox": "gpt_neox.layers.0.attention",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mixtral", r"cannot tell what model.layers.0.mlp.experts.gate_up_proj \[4, 192, 48\] is"),
+        ("bigcode_heads", r"cannot tell what matrices transformer.h.0.attn.c_attn \[144, 48\] packs"),
+        ("falcon", "cannot tell what matrices .*query_key_value .* packs"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(family: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hidden_matrices(decoder(family))
+
+
+def test_embeddings_heads_norms_biases_and_tied_matrices_are_not_muons() -> None:
+    """Tied ones are one parameter: with an embedding AdamW's, with another block Muon's, once."""
+    for family in ("llama", "llama_tied", "stablelm_norms", "gemma3"):
+        names = hidden_matrices(decoder(family))
+        assert names and all(".layers." in name and name.endswith("proj.weight") for name in names), family
+    model = gpt().model
+    assert set(hidden_matrices(model)) == set(matrices_and_others(dict(model.named_parameters()))[0])
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Embedding(5, 4)) for _ in range(3))
+    blocks[1][0].weight = blocks[0][0].weight  # type: ignore[index]
+    model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(4, 4)})
+    blocks[2][0].weight = model["head"].weight  # type: ignore[index]
+    assert set(hidden_matrices(model)) == {"blocks.0.0.weight"}
