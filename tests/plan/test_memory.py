@@ -101,21 +101,23 @@ def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, int, int, int,
     if engine.stage == 2:
         gradients += sum(bucket.reduced_shard.nbytes for bucket in engine.buckets)
     state = [optimizer.state(bucket) for bucket in engine.buckets]
-    kept = sum(x["exp_avg"].nbytes + x["exp_avg_sq"].nbytes for x in state)
-    kept += sum(x["model"].nbytes for x in state if engine.buckets[0].values.dtype in HALF)
+    masters = engine.buckets[0].values.dtype in HALF
+    kept = sum(tensor.nbytes for x in state for kind, tensor in x.items() if kind != "model" or masters)
     parameters = sum(bucket.values.nbytes for bucket in engine.buckets)
     return parameters, gradients, kept, slots, most
 
 
 LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
-    (WIDE, {"dtype": "bfloat16", "dp": 2, "tp": 2, "stage": 1}),
+    (WIDE, {"dtype": "bfloat16", "dp": 2, "tp": 2, "stage": 1, "optim": {"name": "muon"}}),
     (WIDE, {"dtype": "float32", "cp": 2, "cp_schedule": "ulysses", "recompute": "selective", "stage": 0}),
     (WIDE, {"autocast": "bfloat16", "dtype": "float32", "dp": 2, "stage": 1}),
     (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "stage": 1, "dp": 2}),
     (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "pp_schedule": "zbv"}),
     *exhaustive(
         (WIDE, {"dtype": "bfloat16", "dp": 2, "stage": 2, "accumulation": 2, "recompute": "full"}),
+        (WIDE, {"dtype": "bfloat16", "dp": 2, "tp": 2, "stage": 1}),
         (WIDE, {"dtype": "bfloat16", "recompute": "full", "dp": 2, "stage": 2}),
+        (WIDE, {"dtype": "bfloat16", "recompute": "full", "dp": 2, "stage": 2, "optim": {"name": "muon"}}),
         (WIDE, {"dtype": "float64", "tp": 2, "cp": 2, "cp_schedule": "ring"}),
         (dataclasses.replace(WIDE, dropout=0.2), {"dtype": "float32"}),
         (dataclasses.replace(WIDE, bias=False), {"dtype": "float32", "cp": 2, "cp_schedule": "all_gather"}),
@@ -184,8 +186,8 @@ def _saved_by_triton(options: TrainCommand, config: GPTConfig) -> int:
         return _held(options, config)[-1]
 
 
-def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int]:
-    """Train a step. Return the bytes of shards, gathered parameters, whole gradients, sums, and of a unit that is sent.
+def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int, int]:
+    """Train a step. Return the bytes of shards, moments, gathered parameters, whole gradients, sums, and a sent unit.
 
     Each is the most that this rank has held at the same time after an action of the pipeline.
     """
@@ -217,18 +219,22 @@ def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int]:
         trainer.train_step(windows, lambda: False)
     shards = sum(local_tensor(member.sharded).nbytes for member in engine.members)
     sums = sum(member.gradient.nbytes for member in engine.members)
-    return shards, max(gathered), max(whole), sums, max(sent)
+    moments = sum(piece.tensor.nbytes for piece in trainer.optimizer.rectangles() if piece.kind != "model")
+    return shards, moments, max(gathered), max(whole), sums, max(sent)
 
 
 @pytest.mark.parametrize(("dp", "tp", "cp"), [(2, 1, 1), *exhaustive((1, 1, 2), (2, 2, 1))])
 @pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("zbv")])
 def test_ranks_at_stage_3_hold_what_the_formula_counts(schedule: PipelineSchedule, dp: int, tp: int, cp: int) -> None:
-    options = options_of(accumulation=4, batch=24, stage=3, pp=2, pp_schedule=schedule, dp=dp, tp=tp, cp=cp)
+    optim = {"name": "muon" if dp == 2 else "adamw"}
+    layout = {"stage": 3, "pp": 2, "pp_schedule": schedule, "dp": dp, "tp": tp, "cp": cp}
+    options = options_of(accumulation=4, batch=24, optim=optim, **layout)
     found = pool(ranks_of(options)).run(_held_at_stage_3, options)
     at_0 = _formula(dataclasses.replace(options, zero=dataclasses.replace(options.zero, stage=0)), DEEP)
     for rank, counted in _formula(options, DEEP).items():
-        shards, gathered, whole, sums, sent = found[rank * dp * tp * cp]
-        assert (counted.parameters, counted.optimizer) == (shards, 2 * shards)
+        shards, moments, gathered, whole, sums, sent = found[rank * dp * tp * cp]
+        assert (counted.parameters, counted.optimizer) == (shards, moments)
+        assert (moments == 2 * shards) == (dp == 1), "Muon has one moment of its matrices"
         assert counted.buffers - at_0[rank].buffers == gathered + sent
         assert 0 < counted.gradients - whole - sums < sent + gathered, "gradients of a unit arrive beside their sums"
 

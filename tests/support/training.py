@@ -41,7 +41,11 @@ Result = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of 
 
 
 def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> TrainCommand:
-    """Return the options of a run; `options` are fields of the options of data, parallel, zero and train."""
+    """Return the options of a run; `options` are fields of the options of data, parallel, zero and train.
+
+    optim: options of the optimizer.
+    """
+    optim: dict[str, Any] = options.pop("optim", {})
     dp = options.setdefault("dp", 1)
     options = {"dtype": "float64", "batch": BATCH, "steps": 20, "seed": 5, **options}
     options.setdefault("micro_batch", options["batch"] // dp // accumulation)
@@ -54,7 +58,7 @@ def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> Trai
         zero=made(ZeroOptions),
         train=made(TrainOptions),
         data=made(DataOptions),
-        optim=OptimOptions(lr=1e-2, warmup=4, clip=clip),
+        optim=OptimOptions(lr=1e-2, warmup=4, clip=clip, **optim),
     )
     assert not options, f"unknown options: {options}"
     return command

@@ -104,6 +104,8 @@ def test_a_longer_run_lists_its_changes_and_keeps_the_end_of_its_schedule(copied
     said = commands.resume("--train.steps", "14", "--optim.decay-steps", "None")
     assert "\nresuming with --optim.decay-steps 14 (was 12)\n" in said, "the checkpoint of step 13 has the rest"
     assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] > 2e-4, "the schedule ends at step 14 now"
+    said = commands.fail("train", "--resume", "--out", copied, "--optim.name", "muon")
+    assert "--resume with --optim.name muon: the run was trained by adamw: go on with it, or begin a run with" in said
 
 
 Wrong = Callable[[pytest.MonkeyPatch], None]

@@ -189,6 +189,8 @@ class TrainingProgram:
     placeholder_gradients: bool = False
     # Whether ranks have slots in symmetric memory for what they send.
     symmetric_slots: bool = True
+    # Whether Muon updates the matrices of the blocks, which then have one moment.
+    muon: bool = False
     # Bytes that the context of CUDA, libraries and gaps between tensors take.
     reserve: float = 1.5 * 2**30
 

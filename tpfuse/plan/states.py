@@ -10,7 +10,8 @@
 
 Parameters of a half type have float32 masters. With several micro-batches, stages 2 and 3 also hold whole gradients,
 because only the last micro-batch communicates. A bucket of one rank is held as at stage 1, as one shard. The shapes of
-a block and of the parts outside the blocks give the buckets (`tpfuse.zero.bucket_layout`), with their padding.
+a block and of the parts outside the blocks give the buckets (`tpfuse.zero.bucket_layout`), with their padding. If Muon
+updates the matrices of the blocks, these have one moment and buckets of their own.
 
 The count has the buffers that exist during a whole step and, for buffers that come and go, the largest amount that
 exists at the same time. ZeRO: arXiv:1910.02054.
@@ -74,7 +75,9 @@ def states(
         return _fully_sharded(sizes, part, tp, replicas // copies, accumulating, pipelined, program)
     parameter, state, sent = program.parameter_bytes, program.state_bytes, program.reduce_bytes
     parameters = gradients = optimizer = buffers = unsent = 0
-    for group, found in buckets(sizes, part, tp, program.sequence_parallel).items():
+    reducers: dict[str, tuple[int, int]] = {}  # the buckets of each, and its largest bucket
+    for group, found in buckets(sizes, part, tp, program.sequence_parallel, program.muon).items():
+        moments = program.optimizer_bytes - state * (group == "muon")
         world = replicas * {"partial": tp, "tied": 2}.get(group, 1)
         stage = min(zero, 1 if world == 1 else 2)
         largest = 0
@@ -82,7 +85,7 @@ def states(
             size = -(-aligned // (world * ALIGNMENT)) * world * ALIGNMENT
             largest = max(largest, size)
             parameters += count * size * parameter
-            optimizer += count * (size if stage == 0 else size // world) * program.optimizer_bytes
+            optimizer += count * (size if stage == 0 else size // world) * moments
             gradients += count * (size // world * state if stage == 2 else size * program.gradient_bytes)
             if stage == 2 and accumulating:  # the gradients that are not sent yet are in this buffer
                 gradients += count * size * program.gradient_bytes
@@ -93,7 +96,10 @@ def states(
             if stage == 1 and world > 1 and sent != state:  # and so are the sums of what is sent in less than float32
                 buffers += count * size // world * state
         if stage == 2:
-            buffers += min(GRADIENT_BUFFERS, found.total()) * largest * sent
+            count, most = reducers.get(group.removeprefix("muon"), (0, 0))
+            reducers[group.removeprefix("muon")] = count + found.total(), max(most, largest)
+    for count, largest in reducers.values():
+        buffers += min(GRADIENT_BUFFERS, count) * largest * sent
     return States(parameters, gradients + unsent, optimizer, buffers)
 
 
@@ -120,7 +126,9 @@ def _fully_sharded(
         gathered = whole if parameter < state else 0
     gradients = shard * state + max(block, rest) * parameter + (whole * sent if accumulating else 0)
     buffers = gathered * parameter + max(block_shard, rest_shard) * world * sent
-    return States(shard * state, gradients, 2 * shard * state, buffers)
+    _, matrices = _unit(tuple(shape for _, shape in _block(sizes, tp, True) if len(shape) > 1), world)
+    moments = 2 * shard - part.blocks * matrices * program.muon
+    return States(shard * state, gradients, moments * state, buffers)
 
 
 @cache
@@ -134,16 +142,21 @@ def _unit(shapes: tuple[Shape, ...], world: int) -> tuple[int, int]:
 
 
 @cache
-def buckets(sizes: ModelSizes, part: RankPart, tp: int, sequence_parallel: bool) -> dict[str, Counter[tuple[int, int]]]:
+def buckets(
+    sizes: ModelSizes, part: RankPart, tp: int, sequence_parallel: bool, muon: bool = False
+) -> dict[str, Counter[tuple[int, int]]]:
     """Return the buckets of a rank by the ranks that reduce them together: "", "partial" and "tied".
 
-    Each is (elements, elements with every parameter aligned), and counted.
+    Each is (elements, elements with every parameter aligned), and counted. muon: whether Muon updates the matrices of
+    the blocks, whose buckets are then under "muon" and not under "".
     """
     ends = _ends(sizes, part, tp, sequence_parallel)
     head = len(ends) - len(_first(sizes, tp, sequence_parallel)) * part.first
-    block = [*_block(sizes, tp, sequence_parallel)][::-1]
+    block: list[tuple[str, Shape]] = [*_block(sizes, tp, sequence_parallel)][::-1]
     pending: dict[str, tuple[int, int]] = {}
     found: dict[str, Counter[tuple[int, int]]] = {}
+    if muon:
+        block = [("muon" if len(shape) > 1 else kind, shape) for kind, shape in block]
     for kind, shape in (*ends[:head], *block * part.blocks, *ends[head:]):
         count = math.prod(shape)
         elements, aligned = pending.get(kind, (0, 0))
@@ -162,7 +175,7 @@ def rank_parameters(sizes: ModelSizes, tp: int) -> int:
 
 
 def _group(kind: str) -> str:
-    return kind if kind in ("partial", "tied") else ""
+    return kind if kind in ("partial", "tied", "muon") else ""
 
 
 def _block(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> Iterator[tuple[Kind, Shape]]:

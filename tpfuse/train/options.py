@@ -145,8 +145,11 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW, which decays matrices only, and its learning rate. Lengths are steps, or tokens as in 375e6tokens."""
+    """AdamW, which decays matrices only, or Muon, and the learning rate. Lengths are steps, or tokens as in
+    375e6tokens."""
 
+    name: Alters[Literal["adamw", "muon"]] = "adamw"
+    """Optimizer: adamw, or muon for the matrices of the blocks, with adamw for all other parameters."""
     schedule: Alters[LearningRateSchedule] = "cosine"
     """Learning rate schedule after a linear warm-up: cosine and linear fall to min_lr at decay_steps, wsd
     (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
@@ -168,6 +171,21 @@ class OptimOptions:
     """AdamW's beta2: decay rate of the second moment."""
     clip: Alters[float] = 1.0
     """Gradient clipping: the highest global norm of the gradient. 0: do not clip."""
+    muon_lr: Alters[OptionalFloat] = None
+    """Muon's learning rate where AdamW has optim.lr; it follows the same schedule. Default: optim.lr."""
+    muon_adjust: Alters[Literal["match_rms_adamw", "original"]] = "match_rms_adamw"
+    """What multiplies Muon's learning rate for a matrix of m x n: match_rms_adamw (0.2 sqrt(max(m, n)), with which
+    AdamW's rate suits) or original (sqrt(max(1, m / n)))."""
+    muon_momentum: Alters[float] = 0.95
+    """Muon's momentum: decay rate of its only moment."""
+    muon_nesterov: Alters[bool] = True
+    """Nesterov's form of Muon's momentum."""
+    muon_steps: Alters[int] = 5
+    """Iterations of Newton-Schulz in each update."""
+    muon_coefficients: Alters[str] = "3.4445,-4.775,2.0315"
+    """Coefficients of x, x^3 and x^5 in an iteration of Newton-Schulz."""
+    muon_eps: Alters[float] = 1e-7
+    """Least norm by which Newton-Schulz divides a matrix."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.switches import resolved_kernels, use
 from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good
 from tpfuse.train.compiled import check_compiler
-from tpfuse.train.config import profiled_steps, resolved
+from tpfuse.train.config import BEFORE, profiled_steps, resolved
 from tpfuse.train.continuation import check_schedule, described
 from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data, store
@@ -31,7 +31,7 @@ from tpfuse.train.initial_weights import differences, find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import nvtx_package
-from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
+from tpfuse.train.options import OptimOptions, ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
@@ -40,6 +40,8 @@ from tpfuse.train.token_file import TokenFiles, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.zero.compression import compression_of
+from tpfuse.zero.muon import MuonOptions
+from tpfuse.zero.muon_matrices import hidden_matrices
 from tpfuse.zero.offload import check_space, state_bytes
 
 _LONGEST_TIMEOUT = 1e6
@@ -87,7 +89,15 @@ def check_options(options: TrainCommand) -> None:
     if options.profile.nvtx:
         nvtx_package()
     profiled_steps(options.profile.steps)
-    for check in (_check_ranges, _check_schedule, _check_pipeline, _check_zero, _check_batch, _check_graph):
+    for check in (
+        _check_ranges,
+        _check_schedule,
+        _check_muon,
+        _check_pipeline,
+        _check_zero,
+        _check_batch,
+        _check_graph,
+    ):
         check(options)
 
 
@@ -176,6 +186,36 @@ def _check_schedule(options: TrainCommand) -> None:
         raise UserError(f"--optim.decay-steps {optim.decay_steps} is not for --optim.schedule constant: give None")
 
 
+def _check_muon(options: TrainCommand) -> None:
+    """Raise UserError for options that no Muon has, and for options of Muon beside another optimizer."""
+    optim = options.optim
+    changed = [
+        f"--optim.{item.name.replace('_', '-')}"
+        for item in fields(optim)
+        if item.name.startswith("muon_") and getattr(optim, item.name) != item.default
+    ]
+    if changed and optim.name != "muon":
+        raise UserError(f"{', '.join(changed)}: only for --optim.name muon")
+    if optim.muon_lr is not None and not optim.lr:
+        raise UserError("--optim.muon-lr follows the schedule of --optim.lr, which is 0: expected more than 0")
+    with refusing("--optim.name muon: "):
+        muon_options(optim)
+
+
+def muon_options(optim: OptimOptions) -> MuonOptions:
+    """Return the options of Muon. Raise ValueError for numbers that no Muon has."""
+    try:
+        a, b, c = map(float, optim.muon_coefficients.split(","))
+    except ValueError:
+        raise UserError(
+            f"--optim.muon-coefficients {optim.muon_coefficients!r}: expected three numbers, such as 3.4445,-4.775,2.03"
+        ) from None
+    return MuonOptions(
+        optim.muon_lr, None, optim.muon_momentum, optim.muon_nesterov, (a, b, c), optim.muon_steps, optim.muon_eps,
+        optim.muon_adjust,
+    )  # fmt: skip
+
+
 def _check_zero(options: TrainCommand) -> None:
     zero, parallel = options.zero, options.parallel
     if zero.stage not in (0, 1, 2, 3):
@@ -207,7 +247,8 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
         return
     model = outlined(config, None, getattr(torch, options.train.dtype))
     worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.data_ranks * parallel.cp)
-    layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES)
+    matrices = hidden_matrices(model) if options.optim.name == "muon" else ()
+    layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES, matrices=matrices)
     with refusing("--zero."):
         check_space(Path(zero.offload), state_bytes(layouts, zero.stage) * local_ranks // parallel.tp)
 
@@ -274,6 +315,9 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
         decoder = _decoder_config(options, model.from_, run)
         if options.parallel.pp > 1:
             _check_cut(options, decoder)
+        if options.optim.name == "muon":
+            with refusing("--optim.name muon: ", ": give --optim.name adamw"):
+                hidden_matrices(decoder.empty(torch.float32))
         return decoder
     shape = {item.name: getattr(model, item.name) for item in fields(model) if item.name not in ("preset", "from_")}
     config = GPTConfig(vocab_size, **shape)
@@ -491,6 +535,10 @@ def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data
     wide = {name: "float32" if name in half else name for name in (state["dtype"], options.train.dtype)}
     if wide[state["dtype"]] != wide[options.train.dtype]:
         raise UserError(f"--resume with --train.dtype {options.train.dtype}: the run was trained in {state['dtype']}")
+    before = state["config"]["optim"].get("name", BEFORE.optim.name)
+    if options.optim.name != before:
+        way = "go on with it, or begin a run with its weights by --init-from"
+        raise UserError(f"--resume with --optim.name {options.optim.name}: the run was trained by {before}: {way}")
     check_schedule(state, options)
     return checkpoint
 

@@ -45,12 +45,14 @@ from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages
 from tpfuse.train.rank_model import Drawing
 from tpfuse.train.schedule import learning_rate
+from tpfuse.train.setup import muon_options
 from tpfuse.train.step_graph import StepGraph, replays
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.compression import PowerSGDCompression, compression_of
 from tpfuse.zero.engine import DATA_AXES
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.muon_matrices import hidden_matrices
 
 _FIRST_SCALE = 2.0**16  # the first loss scale in float16; it is halved at an overflow and doubled after 2000 good steps
 _SCALE_INTERVAL = 2000
@@ -127,6 +129,7 @@ class Trainer:
                 self.engine,
                 betas=(optim.beta1, optim.beta2),
                 weight_decay=optim.weight_decay,
+                muon=muon_options(optim),
                 offload=options.zero.offload,
             )
         except ValueError as error:
@@ -167,6 +170,7 @@ class Trainer:
             gradient_dtype=zero.gradient_dtype,
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
             compression=self.compression,
+            matrices=hidden_matrices(self.model) if self.options.optim.name == "muon" else None,
         )
 
     @property
@@ -224,7 +228,7 @@ class Trainer:
         Raise RunError, which names the step and the layer, before the update if the loss or the gradient is not finite
         on any rank.
         """
-        options = self.options
+        options, optim = self.options, self.options.optim
         tokens = self.tokens_per_step
         for memory in connected():
             memory.step = self.step
@@ -252,15 +256,15 @@ class Trainer:
             raise RunError(f"step {self.step}: no target of the batch has a loss; the last checkpoint is untouched")
         share = tokens / labels  # `weight` is that of a batch in which every token has a label
         norm = squared**0.5 / self.loss_scale * share
-        lr = learning_rate(options.optim, self.step, options.train.steps, tokens, self.ahead)
+        lr = learning_rate(optim, self.step, options.train.steps, tokens, self.ahead)
         result = StepResult(whole / labels, norm, lr, stop, idle=idle)
         if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
         factor = share / self.loss_scale
-        if options.optim.clip and norm > options.optim.clip:
-            factor *= options.optim.clip / (norm + 1e-6)
+        if optim.clip and norm > optim.clip:
+            factor *= optim.clip / (norm + 1e-6)
         with span("phase", "update"):
-            self.optimizer.step(lr, factor)
+            self.optimizer.step(lr, factor, optim.muon_lr and lr * optim.muon_lr / optim.lr)
         self._grow_scale()
         self.step += 1
         after = self.engine.traffic
@@ -369,8 +373,8 @@ class Trainer:
     def shards(self) -> dict[str, list[Shard]]:
         """Return the shards of this rank for checkpoints.
 
-        Masters and moments are under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, and the remainders of PowerSGD under
-        `powersgd.` RANK.
+        Masters and moments are under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, where Muon's matrices lack the last,
+        and the remainders of PowerSGD under `powersgd.` RANK.
         """
         shards: dict[str, list[Shard]] = {}
         for piece in self.optimizer.rectangles():

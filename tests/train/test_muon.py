@@ -1,0 +1,99 @@
+"""`--optim.name muon` in every layout: losses and weights of one rank, also after a checkpoint of another layout."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import training
+from tests.support.command import Commands
+from tests.support.decoders import decoder
+from tests.support.tiers import exhaustive
+from tests.support.training import Result, options_of, trained, trained_decoder
+from tpfuse.train.decoder import DecoderConfig
+
+CONFIG = replace(training.CONFIG, n_layer=4, bias=False)  # AdamW makes of the rounding of keys' biases whole updates
+MUON = {"name": "muon", "muon_lr": 5e-2, "muon_adjust": "original", "muon_momentum": 0.9}
+STEPS = 4
+Layout = dict[str, Any]
+
+
+@functools.cache
+def one_rank() -> Result:
+    return trained(options_of(optim=MUON), STEPS, "auto", None, None, CONFIG)[0]
+
+
+def check_same(found: Result, expected: Result, start: int = 0, tolerance: float = 1e-12) -> None:
+    """Raise AssertionError unless a run that began at step `start` is the same, up to this part of the largest."""
+    stop = start + len(found[0])
+    assert found[0] == pytest.approx(expected[0][start:stop], rel=tolerance)
+    assert found[1] == pytest.approx(expected[1][start:stop], rel=tolerance)
+    if stop < STEPS:
+        return
+    for name, weight in expected[2].items():
+        actual = found[2][name].reshape(weight.shape)
+        assert (actual - weight).abs().max() <= tolerance * weight.abs().max(), name
+
+
+LAYOUTS: list[Layout] = [
+    {"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6},
+    {"dp": 2, "cp": 2, "stage": 3, "accumulation": 3},
+    {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp": 2, "stage": 3, "accumulation": 6},
+    {"dp": 2, "tp": 2, "stage": 1, "accumulation": 3},
+    {"dp": 3, "stage": 2, "offload": "host", "accumulation": 2},
+    {"tp": 4, "stage": 0},
+    {"pp": 2, "dp": 2, "stage": 2, "offload": "a folder", "accumulation": 6},
+    {"dp": 2, "tp": 2, "stage": 3, "accumulation": 3},
+    {"pp": 2, "cp": 2, "stage": 1, "accumulation": 4},
+    {"dp": 4, "stage": 3, "replicas": 2},
+    {"cp": 4, "cp_schedule": "ulysses_ring", "stage": 2, "accumulation": 2},
+    {},
+]
+PAIRS = [(LAYOUTS[a], LAYOUTS[(a + step) % len(LAYOUTS)]) for step in (1, 5) for a in range(len(LAYOUTS))]
+FIRST = ({"pp": 2, "accumulation": 4}, {"dp": 2, "stage": 3, "accumulation": 2})
+
+
+@pytest.mark.parametrize(("before", "after"), [FIRST, *exhaustive(*PAIRS)], ids=str)
+def test_a_run_goes_on_in_another_layout_as_on_one_rank(tmp_path: Path, before: Layout, after: Layout) -> None:
+    folder = tmp_path / "offload"
+    folder.mkdir()
+    before, after = ({**x, "offload": str(folder)} if x.get("offload") == "a folder" else x for x in (before, after))
+    for found in trained(options_of(optim=MUON, **before), 2, "auto", tmp_path, None, CONFIG):
+        check_same(found, one_rank())
+    for found in trained(options_of(optim=MUON, **after), STEPS - 2, "auto", None, tmp_path, CONFIG):
+        check_same(found, one_rank(), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gpt2", {"tp": 2}),
+        *exhaustive(
+            ("phi3_shared", {"tp": 2}),
+            ("phi3_shared", {"dp": 2, "stage": 3, "accumulation": 2}),
+            ("phi3", {"tp": 2, "dp": 2, "stage": 1}),
+            ("gpt2", {"tp": 2, "dp": 2, "stage": 2}),
+            ("gpt2", {"pp": 2, "dp": 2, "stage": 3, "accumulation": 2}),
+            ("neox", {"tp": 2, "dp": 2, "stage": 3}),
+            ("llama_three_kv_heads", {"tp": 2, "cp": 2, "stage": 1}),
+            ("llama_tied", {"pp": 2, "tp": 2, "accumulation": 2}),
+        ),
+    ],
+)
+def test_models_of_transformers_train_as_on_one_rank(family: str, layout: Layout) -> None:
+    settings = {"attention_bias": False, "mlp_bias": False} if "llama" in family else {}
+    config = DecoderConfig.of(decoder(family, torch.float32, **settings).config.to_dict(), 7)
+    expected = trained_decoder(config, options_of(batch=4, order="random", optim=MUON), STEPS)
+    found = trained_decoder(config, options_of(batch=4, order="random", optim=MUON, **layout), STEPS)
+    check_same(found, expected)
+
+
+def test_a_model_that_muon_cannot_tell_is_refused_before_a_run_starts(tmp_path: Path, commands: Commands) -> None:
+    decoder("mixtral", torch.float32).config.save_pretrained(tmp_path / "mixtral")
+    words = "train", "--model.from", str(tmp_path / "mixtral"), "--out", str(tmp_path / "run"), "--optim.name", "muon"
+    said = commands.fail(*words)
+    assert "--optim.name muon: Muon cannot tell what model.layers.0.mlp.experts.gate_up_proj [4, 192, 48] is" in said
+    assert said.endswith(": give --optim.name adamw") and not (tmp_path / "run").exists()
