@@ -1,4 +1,4 @@
-"""Compare nanoGPT's CPU recipe in nanoGPT and in tpfuse: the validation loss, and the time of a step.
+"""Compare nanoGPT's CPU recipe in nanoGPT and in tpfuse, also with Muon: the validation loss, and the time of a step.
 
 The recipe (nanoGPT's README, "I only have a macbook"): 4 layers, 4 heads, width 128, context 64, batch 12, 2000 steps,
 learning rate 1e-3 to 1e-4 with 100 steps of warm-up, beta2 0.99, decay 0.1, clip 1, no dropout, no bias, characters,
@@ -9,6 +9,10 @@ learning rate 1e-3 to 1e-4 with 100 steps of warm-up, beta2 0.99, decay 0.1, cli
 Speed: both programs train alternately for some hundred steps, several times; the figure is the ratio of the medians of
 all step times. Each program's own clock measures them, with everything in the loop included and a line of log for every
 step. Loss: both programs train 2000 steps and evaluate 200 batches.
+
+    python -m benchmarks.bench_nanogpt ... --rates 1e-3,2e-3,4e-3
+
+also trains by AdamW and by Muon at each of these learning rates, which fall to a tenth, and keeps all losses.
 """
 
 import json
@@ -18,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,9 +72,9 @@ def run_peer(folder: Path, steps: int, evaluate: bool) -> tuple[list[float], flo
     return times, losses[-1] if losses else float("nan")
 
 
-def run_ours(text: Path, out: Path, steps: int, evaluate: bool) -> tuple[list[float], float]:
-    """Run tpfuse, and return the seconds of each step and the last validation loss."""
-    flags = [*OURS, "--train.steps", str(steps), "--train.eval-every", str(steps if evaluate else 0)]
+def run_ours(text: Path, out: Path, steps: int, evaluate: bool, *more: str) -> tuple[list[float], float]:
+    """Run tpfuse, with more options, and return the seconds of each step and the last validation loss."""
+    flags = [*OURS, *more, "--train.steps", str(steps), "--train.eval-every", str(steps if evaluate else 0)]
     command = [sys.executable, "-m", "tpfuse", "train", "--data.path", str(text), "--out", str(out), *flags]
     subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -85,10 +90,12 @@ def main() -> None:
     parser.option("--rounds", 4, "number of turns of each program for the speed")
     parser.option("--turn", 220, "number of steps of a turn")
     parser.option("--steps", 2000, "number of steps for the loss; 0: do not compare losses")
+    parser.option("--rates", "", "learning rates at which AdamW and Muon train, as in 1e-3,2e-3; none by default")
     arguments = parser.parse_args()
     peer: list[float] = []
     ours: list[float] = []
-    figures: dict[str, object] = {"text": arguments.text.name}
+    by_muon: list[float] = []
+    figures: dict[str, Any] = {"text": arguments.text.name}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "peer").mkdir()
@@ -96,11 +103,14 @@ def main() -> None:
         for turn in range(arguments.rounds):
             peer += run_peer(folder / "peer", arguments.turn, evaluate=False)[0][WARM_UP:]
             ours += run_ours(arguments.text, folder / f"turn-{turn}", arguments.turn, evaluate=False)[0][WARM_UP:]
-        figures |= milliseconds({"nanogpt_ms": peer, "tpfuse_ms": ours})
+            out = folder / f"muon-{turn}"
+            by_muon += run_ours(arguments.text, out, arguments.turn, False, "--optim.name", "muon")[0][WARM_UP:]
+        figures |= milliseconds({"nanogpt_ms": peer, "tpfuse_ms": ours, "tpfuse_muon_ms": by_muon})
         speedup = percentiles(peer)["median"] / percentiles(ours)["median"]
         figures["speedup"] = round(speedup, 3)
         print(
-            f"step of {TOKENS} tokens: nanoGPT {figures['nanogpt_ms']}, tpfuse {figures['tpfuse_ms']}: {speedup:.2f}x"
+            f"step of {TOKENS} tokens: nanoGPT {figures['nanogpt_ms']}, tpfuse {figures['tpfuse_ms']}: {speedup:.2f}x;"
+            f" with Muon {figures['tpfuse_muon_ms']}"
         )
         if arguments.steps:
             figures["steps"] = arguments.steps
@@ -108,6 +118,13 @@ def main() -> None:
             ours_loss = run_ours(arguments.text, folder / "whole", arguments.steps, evaluate=True)[1]
             figures["tpfuse_val_loss"] = round(ours_loss, 4)
             print(f"validation loss: nanoGPT {figures['nanogpt_val_loss']}, tpfuse {figures['tpfuse_val_loss']}")
+        for optimizer in ("adamw", "muon") if arguments.rates else ():
+            losses = figures[f"{optimizer}_val_losses"] = {}
+            for rate in arguments.rates.split(","):
+                flags = "--optim.name", optimizer, "--optim.lr", rate, "--optim.min-lr", str(float(rate) / 10)
+                out = folder / f"{optimizer}-{rate}"
+                losses[rate] = round(run_ours(arguments.text, out, arguments.steps, True, *flags)[1], 4)
+                print(f"{optimizer} at {rate}: validation loss {losses[rate]}", flush=True)
     print(f"kept in {write_row('nanogpt', figures, arguments.keep)}")
 
 
