@@ -32,11 +32,11 @@ from benchmarks.harness import Parser, percentiles, write_row
 TOKENS = 12 * 64
 PEER = (
     "--dataset=text --device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4"
-    " --n_head=4 --n_embd=128 --lr_decay_iters=2000 --dropout=0.0 --eval_iters=200"
+    " --n_head=4 --n_embd=128 --dropout=0.0 --eval_iters=200"
 ).split()
 OURS = (
     "--data.tokenizer chars --data.val-fraction 0.1 --model.n-positions 64 --model.n-layer 4 --model.n-head 4"
-    " --model.n-embd 128 --model.no-bias --model.dropout 0.0 --train.batch 12 --optim.decay-steps 2000"
+    " --model.n-embd 128 --model.no-bias --model.dropout 0.0 --train.batch 12"
     " --optim.lr 1e-3 --optim.min-lr 1e-4 --optim.warmup 100 --optim.beta2 0.99 --optim.weight-decay 0.1"
     " --optim.clip 1.0 --train.eval-batches 200 --train.log-every 1 --train.save-every 0"
 ).split()
@@ -62,7 +62,12 @@ def lay_out_peer(checkout: Path, text: Path, folder: Path) -> None:
 
 def run_peer(folder: Path, steps: int, evaluate: bool) -> tuple[list[float], float]:
     """Run nanoGPT, and return the seconds of each step and the last validation loss."""
-    flags = [*PEER, f"--max_iters={steps}", f"--eval_interval={steps if evaluate else 10**9}"]
+    flags = [
+        *PEER,
+        f"--max_iters={steps}",
+        f"--lr_decay_iters={steps}",
+        f"--eval_interval={steps if evaluate else 10**9}",
+    ]
     if not evaluate:
         flags.append("--eval_iters=1")
     command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *flags]
