@@ -19,7 +19,7 @@ tokens (padded), m this rank's tokens, C width, H this rank's heads, D head size
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -37,6 +37,7 @@ from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Documents, Schedule, ShardedBatch
+from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.pipeline.cut import Stage, whole_model
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
@@ -82,7 +83,8 @@ class GPT(nn.Module):
     device_mesh: the tensor-parallel mesh, one-dimensional; None for one rank. context_mesh: the mesh of the ranks that
     share each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring". context_schedule,
     context_balance: as for `tpfuse.ops.ring_attention.ring_attention`. recompute: the activations that the backward
-    pass computes again, as for `tpfuse.parallel.recompute`. device, dtype: the device and the dtype of the parameters,
+    pass computes again, as for `tpfuse.parallel.recompute`. offload_activations: whether what "full" keeps is in the
+    host's memory (`tpfuse.parallel.offloaded_inputs`). device, dtype: the device and the dtype of the parameters,
     which are left uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them. stages: the
     pipeline stages of this rank, which alone it has; None for the whole model. The tied embedding is on the rank of the
     first stage and on that of the last one.
@@ -101,6 +103,7 @@ class GPT(nn.Module):
         context_schedule: Schedule = "auto",
         context_balance: Balance = "zigzag",
         recompute: Recompute = "none",
+        offload_activations: bool = False,
         stages: Sequence[Stage] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -111,7 +114,12 @@ class GPT(nn.Module):
         self.rank, self.tp = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         config.check(self.tp)
         check_recompute(recompute)
+        if offload_activations and recompute != "full":
+            raise ValueError(f"offload_activations is for recompute full, not for {recompute}")
         self.recompute = recompute
+        self._recomputed: Callable[..., Tensor] = recomputed_whole
+        if offload_activations:
+            self._recomputed = partial(OffloadedInputs(torch.device(device)), recomputed_whole)
         self.context = ContextParallel(context_mesh, context_schedule, context_balance)
         self.context.check(config.n_positions, config.n_head // self.tp)
         self.sum_over_context = self.context if self.context.groups else None  # for the engines of `tpfuse.zero`
@@ -207,7 +215,7 @@ class GPT(nn.Module):
         assert x_mC is not None
         for layer in stage.layers:
             block = self.transformer.h[layer]
-            through = partial(recomputed_whole, block) if self.recompute == "full" and cache is None else block
+            through = partial(self._recomputed, block) if self.recompute == "full" and cache is None else block
             x_mC = through(x_mC, sharded, state, cache)
         if cache is not None and stage is self.stages[-1]:
             cache.length += length

@@ -14,6 +14,7 @@ from torch import Tensor
 import tpfuse
 from benchmarks.long_context import SavedBytes
 from benchmarks.plan_accuracy import MeasuredRun, b200
+from tests.support.cuda_stand_in import CopyStandIn
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
@@ -22,6 +23,7 @@ from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.comm.rank_order import HALF
 from tpfuse.models.gpt_config import GPTConfig
+from tpfuse.parallel import offloaded_inputs
 from tpfuse.parallel.pipeline.order import Action, Kind, order
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, holdings, most_in_flight
@@ -65,7 +67,7 @@ def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, int, int, int,
     Gradients are those that exist all the time: at stage 2 the sums of shards.
     """
     held: list[dict[int, int]] = []  # after each action of a pipeline, the bytes of storages by address
-    with use(implementation="direct"):
+    with use(implementation="direct"), mock.patch.object(offloaded_inputs, "CopyStream", CopyStandIn):
         trainer, windows = new_trainer(options, config)
         runner, engine, optimizer = trainer.runner, trainer.engine, trainer.optimizer
         assert isinstance(engine, GradientBuckets) and isinstance(optimizer, FlatAdamW)
@@ -113,6 +115,7 @@ LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
     (WIDE, {"autocast": "bfloat16", "dtype": "float32", "dp": 2, "stage": 1}),
     (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "stage": 1, "dp": 2}),
     (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "pp_schedule": "zbv"}),
+    (WIDE, {"dtype": "bfloat16", "tp": 2, "recompute": "full", "offload_activations": True}),
     *exhaustive(
         (WIDE, {"dtype": "bfloat16", "dp": 2, "stage": 2, "accumulation": 2, "recompute": "full"}),
         (WIDE, {"dtype": "bfloat16", "dp": 2, "tp": 2, "stage": 1}),
@@ -131,7 +134,7 @@ LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
             for schedule in ("1f1b", "zbv")
             for more in (
                 {"tp": 2}, {"cp": 2, "cp_schedule": "ring"}, {"recompute": "selective"}, {"recompute": "full"},
-                {"dp": 2, "stage": 2}, {"dp": 2, "stage": 0},
+                {"dp": 2, "stage": 2}, {"dp": 2, "stage": 0}, {"recompute": "full", "offload_activations": True},
             )
         ),
     ),

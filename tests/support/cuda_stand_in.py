@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -324,3 +325,49 @@ def _bias(call: AttentionCall) -> Tensor | None:
     seen = (place >= -left) & (place <= right)
     assert not call.causal and seen.any(1).all(), "flash attention's log-sum-exp of no keys is inf, not -inf"
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+
+
+class CopyStandIn:
+    """`tpfuse.parallel.offloaded_inputs.CopyStream` on a CPU, whose copies are made when something waits for them.
+
+    Until then what a copy writes is NaN. It stays NaN if the memory that the copy reads has been freed by then, or if
+    the copy was not put behind the work of the current stream. Tests read `log`.
+    """
+
+    def __init__(self, _: torch.device) -> None:
+        self._copies: list[Callable[[], object]] = []
+        self._made = 0
+        self._follows = False
+        self.log: list[str] = []
+
+    def follow(self) -> None:
+        self._follows = True
+
+    def to_host(self, x: Tensor) -> Tensor:
+        return self._copy(x, "to host")
+
+    def to_device(self, host: Tensor) -> Tensor:
+        return self._copy(host, "to device")
+
+    def _copy(self, source: Tensor, what: str) -> Tensor:
+        ends, follows = (ref(source), ref(target := torch.full_like(source, torch.nan))), self._follows
+
+        def copy() -> None:
+            source, target = (end() for end in ends)
+            if follows and source is not None and target is not None:
+                target.copy_(source)
+
+        self._follows = False
+        self._copies.append(copy)
+        self.log.append(what)
+        return target
+
+    def record(self) -> int:
+        return len(self._copies)
+
+    def wait(self, event: int) -> None:
+        with torch.no_grad():
+            for copy in self._copies[self._made : event]:
+                copy()
+        self._made = max(self._made, event)
+        self.log.append("wait")

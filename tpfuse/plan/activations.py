@@ -10,8 +10,9 @@ of k, and I features inside the MLP:
     MLP without and with a gate          2 I and 3 I; 4 I if activation and gate are two operators
 
 For the GPT this is 16 C + 4 + H; with "selective" recomputation, of attention and the activation, 11 C + 4; with "full"
-recomputation C (`tpfuse.parallel.recompute`). Under autocast, the inputs of norms have the parameters' dtype and all
-other tensors have the dtype of products, and each linear layer keeps a copy of its weight in that dtype.
+recomputation C (`tpfuse.parallel.recompute`), and nothing if that is offloaded (`tpfuse.parallel.offloaded_inputs`).
+Under autocast, the inputs of norms have the parameters' dtype and all other tensors have the dtype of products, and
+each linear layer keeps a copy of its weight in that dtype.
 
 Tensor-parallel ranks keep the tensors between their products for m = M / tp tokens if they share the sequence, and
 their share of features and heads of the other tensors for all M tokens. Context-parallel ranks have fewer tokens.
@@ -79,15 +80,17 @@ def activations(sizes: ModelSizes, share: RankShare, program: TrainingProgram) -
         last += between * width * size + rows * (vocabulary * 4 + 2 * _INT64)  # logits, targets and sums
         loss = rows * vocabulary * size
     first += between * width * rank.mask(stream)  # that of the embeddings
-    block = rank.block_bytes(share.recompute)
+    block, held = rank.block_bytes(share.recompute), 0
+    if program.offloads_inputs and share.recompute == "full":  # the device has one input beside the block that computes
+        block, held = 0, block
     features = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size + sizes.inner * (1 + sizes.gated)
     return Activations(
         block,
         stage,
         first,
         last,
-        rank.block_peak() + max(0, rank.block_bytes("none") - block),
-        loss,
+        rank.block_peak() + max(0, rank.block_bytes("none") - block) + held,
+        loss + held,
         rank.message_rows * width * stream,
         2 * between * width * (stream + size) + rows * features * size // share.tp,
         between * width * size,

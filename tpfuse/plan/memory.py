@@ -95,8 +95,12 @@ def _memory(
 
 
 def _stage(part: HeldPart, index: int, kept: Activations) -> Held:
-    """Return what a stage of a rank holds of a micro-batch. Its input is a message, unless it is the model's first."""
+    """Return what a stage of a rank holds of a micro-batch. Its input is a message, unless it is the model's first.
+
+    A block whose input is offloaded keeps no message.
+    """
     layers, first, last = part.layers[index], part.first == index, part.last == index
-    size = layers * kept.block + kept.stage + kept.first * first + kept.last * last - kept.message * (not first)
+    shared = 0 if first or (layers and not kept.block) else kept.message
+    size = layers * kept.block + kept.stage + kept.first * first + kept.last * last - shared
     gradients = layers * kept.block_gradients + (kept.last_gradients if last else -kept.output_gradient)
     return Held(size, gradients * (not first))

@@ -183,6 +183,8 @@ class TrainingProgram:
     fused_gate: bool = False
     # The bytes of an element of a mask of dropout that is kept; 0 for masks that are computed again.
     mask_bytes: int = 0
+    # Whether the inputs of blocks that are computed again as a whole are in the host's memory.
+    offloads_inputs: bool = False
     # Whether the statistics of norms are counted.
     keeps_statistics: bool = True
     # Whether a tensor for each weight of a block stands for its gradient, which is in a buffer of another type.

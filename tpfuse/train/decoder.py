@@ -8,7 +8,7 @@ model on a rank with `tpfuse.parallelize`. Its parameters have the names and the
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_
 from tpfuse.models.generate import choose
 from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents
 from tpfuse.parallel.initialize import seed_of
+from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.pipeline.parts import as_modules
 from tpfuse.train.batches import MicroBatch
@@ -253,6 +254,11 @@ class DecoderModel(LanguageModel):
         load_weights(model, {}, device)
         if options.train.recompute == "full":
             model.activation_checkpointing_enable({"use_reentrant": False})
+        if options.train.offload_activations:
+            offloaded = OffloadedInputs(device)
+            for module in model.modules():
+                if hasattr(module, "_gradient_checkpointing_func"):
+                    module._gradient_checkpointing_func = partial(offloaded, module._gradient_checkpointing_func)
         self.module = model
         self._forward: Any = model  # in training
         self._drops = any(isinstance(value, float) and value for value in _dropouts(config.settings))

@@ -50,6 +50,7 @@ class GPTModel(LanguageModel):
             context_schedule=options.parallel.cp_schedule,
             context_balance=options.parallel.cp_balance,
             recompute=options.train.recompute,
+            offload_activations=options.train.offload_activations,
             stages=own_stages(options, config, rank),
             device=device,
             dtype=dtype,

@@ -174,5 +174,7 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
     count = layout_of(options).micro_batches
     if count > 1 and max(found) >= 2:
         lines.append(f"Gradients are whole at stages 2 and 3 too, since {count} micro-batches are accumulated.")
+    if options.train.offload_activations and options.train.recompute == "full":
+        lines.append("The inputs of blocks are in the host's memory, but one (train.offload_activations).")
     place = {"none": "", "host": "the host's memory"}.get(options.zero.offload, "files")
     return [*lines, *([f"Masters and moments are in {place} (zero.offload)."] if place else [])]

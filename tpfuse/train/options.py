@@ -129,6 +129,8 @@ class TrainOptions:
     recompute: Rounds[Recompute] = "none"
     """Activation checkpointing: none, selective (attention and the MLP's activation are computed again in the backward
     pass) or full (everything but the input of each block)."""
+    offload_activations: Keeps[bool] = False
+    """Under recompute full, the inputs of blocks are in the host's memory from the forward to the backward pass."""
     eval_every: Keeps[int] = 250
     """Steps between evaluations, which also begin and end a run. 0: never evaluate."""
     eval_batches: Keeps[int] = 20

@@ -83,6 +83,8 @@ def check_timed(options: TrainCommand, sizes: ModelSizes | None = None) -> None:
     for name, value in unknown.items():
         if value not in ("none", "adamw"):
             raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")
+    if train.offload_activations:
+        raise UserError("train.offload_activations: tpfuse plan does not know its cost yet: leave it out")
     if parallel.replicas != 1:
         raise UserError(f"parallel.replicas {parallel.replicas}: tpfuse plan does not know its cost yet: leave it out")
     if sizes is not None and sizes.other_weights:
@@ -120,6 +122,7 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
         gradient_bytes=gradients,
         reduce_bytes=gradients if zero.reduce_dtype == "gradient" else widths[zero.reduce_dtype],
         autocast_bytes=0 if train.autocast == "none" else getattr(torch, train.autocast).itemsize,
+        offloads_inputs=train.offload_activations,
         triton=options.kernels != "torch" and train.dtype != "float64",
         context_schedule=parallel.cp_schedule,
         # Only running ranks know which implementation "auto" stands for. That of any group can be collective.

@@ -122,6 +122,13 @@ def _check_ranges(options: TrainCommand) -> None:
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
     if options.data.documents == "mask" and train.compile:
         raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
+    if train.offload_activations and train.recompute != "full":
+        raise UserError(
+            f"--train.offload-activations is for --train.recompute full, which keeps the inputs of blocks alone, not"
+            f" {train.recompute}"
+        )
+    if train.offload_activations and train.compile:
+        raise UserError("--train.offload-activations is not for --train.compile, which has no hooks: leave one out")
 
 
 def check_timeout(seconds: float) -> None:
@@ -258,6 +265,8 @@ def _check_kernels(options: TrainCommand) -> None:
         resolved_kernels("cuda" if device_count() else "cpu")
     if options.train.cuda_graph == "yes" and not device_count():
         raise UserError("--train.cuda-graph needs a GPU, and this machine has none: leave it out")
+    if options.train.offload_activations and not device_count():
+        raise UserError("--train.offload-activations needs a GPU, and this machine has none: leave it out")
     if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"

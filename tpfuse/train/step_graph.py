@@ -48,6 +48,7 @@ def graph_obstacle(options: TrainCommand) -> tuple[str, str] | None:
         (model.from_ is not None, "--model.from", "whose code may compute on the host"),
         (data.documents == "mask", "--data.documents mask", "since the number of documents varies"),
         (train.compile, "--train.compile", "which may compile again in any step"),
+        (train.offload_activations, "--train.offload-activations", "which takes memory of the host in each step"),
         (parallel.pp > 1, f"--parallel.pp {parallel.pp}", "whose messages cannot be captured"),
         (parallel.cp > 1, f"--parallel.cp {parallel.cp}", "whose messages cannot be captured"),
         (stage > 1, f"--zero.stage {stage}", "whose gradients have other memory in each step (stage 1 can)"),
