@@ -7,6 +7,13 @@ The kernel reads the learning rate, the number t of the update, the gradient's s
 memory, so that the host does not wait for the device and a replayed CUDA graph of the step sees new values. It computes
 1 - βᵗ as 1 - exp(t log β), by a series where that is small, so that the value keeps float32's relative accuracy. If βᵗ
 were rounded first, three digits of 1 - 0.999 would be left. The same pass writes the parameter in its half type.
+
+Moments may be kept in bfloat16, which has 8 bits. A step changes v by the share 1 - β₂ of g² - v. If that is less than
+half of the last bit, as it is for β₂ = 0.999, rounding to the nearest loses it: v never falls. So m and v are rounded
+up or down at random, with the probabilities that keep their expectation (stochastic rounding, arXiv:2010.06192). The
+random bits are a hash of t and of the upper halves of the element's gradient, old parameter and old moments. So they
+need no position and no seed: every division of a model into shards and blocks rounds alike, and gradients that differ
+in their last bits nearly always do.
 """
 
 import math
@@ -48,11 +55,53 @@ def updated(
 
 
 @triton.jit
+def _high(x):
+    """Return the upper half of the bits of float32 x, which is x in bfloat16, rounded towards 0."""
+    return x.to(tl.uint32, bitcast=True) >> 16
+
+
+@triton.jit
+def _mixed(x):
+    """Return the finalizer of MurmurHash3 (Appleby, 2011) of x, uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _at_random(x, random):
+    """Return float32 x in bfloat16, rounded away from 0 if its lost bits and `random`, of 16 bits, have a carry."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = tl.where(x == x, bits + random, bits)  # a NaN stays one
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def drawn(master, gradient, exp_avg, exp_avg_sq, step, dtype: tl.constexpr):
+    """Return 32 random bits for `kept`, from an element's values before the update, float32, of number `step`."""
+    if dtype == tl.float32:
+        return gradient  # nothing is rounded
+    else:
+        number = step.to(tl.int32).to(tl.uint32, bitcast=True) * 0x9E3779B1
+        words = ((_high(gradient) << 16) | _high(exp_avg)) * 0x9E3779B1 + ((_high(exp_avg_sq) << 16) | _high(master))
+        return _mixed(words ^ number)
+
+
+@triton.jit
+def kept(exp_avg, exp_avg_sq, random, dtype: tl.constexpr):
+    """Return new moments, float32, as they are kept in `dtype`, float32 or bfloat16. random: that of `drawn`."""
+    if dtype == tl.float32:
+        return exp_avg, exp_avg_sq
+    else:
+        return _at_random(exp_avg, random & 0xFFFF), _at_random(exp_avg_sq, random >> 16)
+
+
+@triton.jit
 def adamw_kernel(
     master_ptr,  # [n] float32, updated
     gradient_ptr,  # [n] bf16, read
-    exp_avg_ptr,  # [n] float32, updated
-    exp_avg_sq_ptr,  # [n] float32, updated
+    exp_avg_ptr,  # [n] float32 or bf16, updated
+    exp_avg_sq_ptr,  # [n] like exp_avg, updated
     parameter_ptr,  # [n] bf16, written; or None
     lr_ptr,  # [1] float32, read
     step_ptr,  # [1] float32 or int64, read
@@ -72,17 +121,19 @@ def adamw_kernel(
     mask = offs < n
     gradient = tl.load(gradient_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     master = tl.load(master_ptr + offs, mask=mask, other=0.0)
-    exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
+    exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0).to(tl.float32)
 
     lr, step = tl.load(lr_ptr), tl.load(step_ptr).to(tl.float32)
     if scale_ptr is not None:
         gradient *= tl.load(scale_ptr)
     if clip_ptr is not None:
         gradient *= tl.load(clip_ptr)
+    random = drawn(master, gradient, exp_avg, exp_avg_sq, step, exp_avg_ptr.dtype.element_ty)
     master, exp_avg, exp_avg_sq = updated(
         master, gradient, exp_avg, exp_avg_sq, lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, weight_decay
     )
+    exp_avg, exp_avg_sq = kept(exp_avg, exp_avg_sq, random, exp_avg_ptr.dtype.element_ty)
 
     tl.store(master_ptr + offs, master, mask=mask)
     tl.store(exp_avg_ptr + offs, exp_avg, mask=mask)
@@ -108,8 +159,9 @@ def adamw_(
 ) -> None:
     """Make update number `step` of master and moments, and write parameter from master.
 
-    step counts from 1, and the caller has already increased it. master, exp_avg, exp_avg_sq: [n] float32, gradient and
-    parameter: [n] float32, float16 or bfloat16, all contiguous; parameter is None where master is the parameter. lr,
+    step counts from 1, and the caller has already increased it. master: [n] float32; exp_avg, exp_avg_sq: [n] float32,
+    or both bfloat16; gradient and parameter: [n] float32, float16 or bfloat16, all contiguous; parameter is None where
+    master is the parameter. lr,
     step, scale, clip: one element each on the same device; lr, scale and clip float32, step float32 or int64. The
     gradient is multiplied by scale and clip. A gradient that is not finite goes into the state unchanged: the caller
     decides whether to skip the update. Raise ValueError for other shapes, dtypes, devices.
@@ -169,11 +221,12 @@ def check_shard(
     if master.ndim != 1 or master.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{operator}: master is {master.dtype} {tuple(master.shape)}: expected float32 [n]")
     state, rest = (master.dtype,), (torch.float16, torch.bfloat16, master.dtype)
+    moments = state if master.dtype == torch.float64 else (*state, torch.bfloat16)
     for name, x, dtypes in (
         ("master", master, state),
         ("gradient", gradient, rest),
-        ("exp_avg", exp_avg, state),
-        ("exp_avg_sq", exp_avg_sq, state),
+        ("exp_avg", exp_avg, moments),
+        ("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,)),
         ("parameter", parameter, rest),
     ):
         if x is not None:

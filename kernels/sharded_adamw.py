@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.adamw import check_shard, rates, updated
+from tpfuse.kernels.adamw import check_shard, drawn, kept, rates, updated
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import cdiv, launch
@@ -38,8 +38,8 @@ def sharded_adamw_kernel(
     gradients_ptr,  # [size] bf16, this rank's: read through its address; without addresses [m] float32, read
     gradient_addresses_ptr,  # [WORLD] int64, addresses of [size] bf16, read; or None
     master_ptr,  # [m] float32, updated; or None
-    exp_avg_ptr,  # [m] float32, updated
-    exp_avg_sq_ptr,  # [m] float32, updated
+    exp_avg_ptr,  # [m] float32 or bf16, updated
+    exp_avg_sq_ptr,  # [m] like exp_avg, updated
     lr_ptr,  # [1] float32, read
     step_ptr,  # [1] float32 or int64, read
     clip_ptr,  # [1] float32, read; or None
@@ -80,13 +80,16 @@ def sharded_adamw_kernel(
                     master = tl.load(master_ptr + offs, mask=mask, other=0.0)
                 else:
                     master = tl.load(values_ptr + start + offs, mask=mask, other=0.0)
-                exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
-                exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
+                exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+                exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+                gradient *= clip
+                random = drawn(master, gradient, exp_avg, exp_avg_sq, step, exp_avg_ptr.dtype.element_ty)
                 decay = tl.where(offs < decay_end, weight_decay, 0.0)
                 master, exp_avg, exp_avg_sq = updated(
-                    master, clip * gradient, exp_avg, exp_avg_sq,
+                    master, gradient, exp_avg, exp_avg_sq,
                     lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, decay,
                 )  # fmt: skip
+                exp_avg, exp_avg_sq = kept(exp_avg, exp_avg_sq, random, exp_avg_ptr.dtype.element_ty)
                 if master_ptr is not None:
                     tl.store(master_ptr + offs, master, mask=mask)
                 tl.store(exp_avg_ptr + offs, exp_avg, mask=mask)
@@ -123,10 +126,11 @@ def sharded_adamw_(
 
     values: [size] float32, float16 or bfloat16, this rank's parameters; gradients: [size] of one of these too, this
     rank's; their addresses: [world] int64, the address of every rank's buffer, multiples of 16. gradient_addresses
-    None: the gradients are [m], the sums over all ranks. master, exp_avg, exp_avg_sq: [m] float32; master is None where
-    values are float32 and so their own master. All are contiguous. decay_end: elements of the shard before it are
-    decayed, the others are not. lr, step, clip: one element each; lr and clip float32, step, the number of this update
-    from 1, float32 or int64; the sum is multiplied by clip. A sum that is not finite goes into the state unchanged.
+    None: the gradients are [m], the sums over all ranks. master: [m] float32, None where values are float32 and so
+    their own master. exp_avg, exp_avg_sq: [m] float32, or both bfloat16. All are contiguous. decay_end: elements of the
+    shard before it are decayed, the others are not. lr, step, clip: one element each; lr and clip float32, step, the
+    number of this update from 1, float32 or int64; the sum is multiplied by clip. A sum that is not finite goes into
+    the state unchanged.
 
     All ranks pass the same size, dtypes and m, and shards that do not overlap. When the launch is over, in stream
     order, every rank's values are new in all shards, and every rank may write its gradients again. Raise ValueError

@@ -16,5 +16,7 @@ GradientDtype = Literal["float32", "parameter"]
 """The dtype in which gradients are accumulated and kept (`tpfuse.zero.gradient_buckets`)."""
 Accumulate = Literal["sharded", "whole"]
 """What a rank keeps of the gradients of earlier micro-batches at ZeRO's stages 2 and 3 (`tpfuse.zero.shard`)."""
+MomentDtype = Literal["float32", "bfloat16"]
+"""The dtype in which AdamW keeps its moments (`tpfuse.zero.engine.adamw`)."""
 Recompute = Literal["none", "selective", "full"]
 """The activations that the backward pass computes again (`tpfuse.parallel.recompute`)."""

@@ -37,15 +37,18 @@ class Bucket:
     master: Tensor  # float32 [world * m + TAIL]
     values: Tensor
     gradients: Sequence[Tensor]
-    moments: tuple[Tensor, Tensor]  # float32 [world * m]
+    moments: tuple[Tensor, Tensor]  # float32 or bfloat16 [world * m]
 
     @classmethod
-    def draw(cls, seed: int, world: int, m: int, dtype: torch.dtype, sent: torch.dtype) -> "Bucket":
+    def draw(
+        cls, seed: int, world: int, m: int, dtype: torch.dtype, sent: torch.dtype, moments: torch.dtype = F32
+    ) -> "Bucket":
         n = world * m
         values = normal(seed, n + TAIL, dtype=dtype)
         master = values.float() if dtype == F32 else values.float() * 1.001
         gradients = [normal(seed + 1 + r, n + TAIL, dtype=sent) for r in range(world)]
-        return cls(master, values, gradients, (normal(seed + 50, n) / 100, normal(seed + 51, n).square() / 10**4))
+        exp_avg, exp_avg_sq = normal(seed + 50, n) / 100, normal(seed + 51, n).square() / 10**4
+        return cls(master, values, gradients, (exp_avg.to(moments), exp_avg_sq.to(moments)))
 
     def state(self, shard: slice) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return copies of a shard's master, which is None where the values are the master, and of its moments."""
@@ -65,21 +68,24 @@ class Bucket:
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype", "sent"),
+    ("world", "dtype", "sent", "moments"),
     [
-        (2, BF16, F32),
-        (3, F32, BF16),
-        *exhaustive((1, F16, F32), (1, F32, F32), (2, F32, F32), (2, F16, F16), (3, BF16, BF16)),
+        (2, BF16, F32, F32),
+        (3, F32, BF16, BF16),
+        *exhaustive((1, F16, F32, F32), (1, F32, F32, F32), (2, F32, F32, F32), (2, F16, F16, F32)),
+        *exhaustive((3, BF16, BF16, F32), (2, BF16, BF16, BF16)),
     ],
 )
-def test_equal_to_the_sum_followed_by_the_update(world: int, dtype: torch.dtype, sent: torch.dtype) -> None:
+def test_equal_to_the_sum_followed_by_the_update(
+    world: int, dtype: torch.dtype, sent: torch.dtype, moments: torch.dtype
+) -> None:
     """The bits agree on every rank, for shards of one program and of several; the other elements do not change."""
 
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
         lr, squares = torch.tensor([1e-2]), torch.empty(3)
         for number, (m, decay_end, clip, summed) in enumerate(CASES, 1):
-            bucket, step = Bucket.draw(100 * number, world, m, dtype, sent), torch.tensor(float(number))
+            bucket, step = Bucket.draw(100 * number, world, m, dtype, sent, moments), torch.tensor(float(number))
             shards = [slice(r * m, (r + 1) * m) for r in range(world)]
             values = memory.buffer(f"values {number}", bucket.values.shape, dtype)
             gradients = memory.buffer(f"gradients {number}", bucket.values.shape, sent)

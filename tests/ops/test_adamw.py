@@ -80,11 +80,57 @@ def test_autograd_knows_that_saved_tensors_were_overwritten(name: Kernels) -> No
         product.backward()
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("gradient", [0.0, 1.25])
+def test_half_moments_follow_those_of_float32(name: Kernels, gradient: float) -> None:
+    """Their changes are smaller than half of the last bit. Rounded to the nearest, exp_avg_sq would stay 1.
+
+    In expectation it is 1.25² - (1.25² - 1) 0.999^t. The deviation of n means of it is at most that of t roundings.
+    """
+    n, steps, drawn = 2000, 100, torch.Generator().manual_seed(1)
+    master, given = normal(1, n), torch.full((n,), gradient)
+    exp_avg = torch.rand(n, generator=drawn).bfloat16()
+    exp_avg_sq = torch.ones(n, dtype=torch.bfloat16)
+    wide = [master.clone(), exp_avg.float(), exp_avg_sq.float()]
+    rates = RATES | {"beta1": 0.999, "beta2": 0.999, "lr": 1e-4}
+    with use(kernels=name):
+        for step in range(1, steps + 1):
+            number = torch.tensor(float(step))
+            adamw_([master], [given], [exp_avg], [exp_avg_sq], [None], step=number, **rates)
+            adamw_([wide[0]], [given], [wide[1]], [wide[2]], [None], step=number, **rates)
+    for found, expected in ((exp_avg, wide[1]), (exp_avg_sq, wide[2])):
+        deviation = 2**-8 * 1.6 * (steps / 4 / n) ** 0.5
+        assert abs(found.float().mean() - expected.mean()) < 4 * deviation
+        assert (found.float() != found.float().mean()).any()
+    assert abs(master - wide[0]).mean() < 0.01 * abs(normal(1, n) - wide[0]).mean()
+
+
+def test_torch_and_the_kernel_round_moments_alike() -> None:
+    """The products are exact, so that both round the same numbers, which are NaN and negative too."""
+    found = []
+    for name in ("torch", "triton"):
+        master, gradient = torch.zeros(4096), (normal(1, 4096) * 2**12).round() / 2**12
+        exp_avg, exp_avg_sq = (normal(2, 4096).bfloat16(), normal(3, 4096).abs().bfloat16())
+        exp_avg[0] = exp_avg_sq[1] = torch.nan
+        gradient.view(torch.int32)[2] = 0x7FFFFFFF  # the NaN of GPUs
+        exp_avg_sq[3] = torch.inf
+        rates = RATES | {"beta1": 0.5, "beta2": 0.5}
+        with use(kernels=name):  # type: ignore[arg-type]
+            adamw_([master], [gradient], [exp_avg], [exp_avg_sq], [None], step=torch.tensor(70000.0), **rates)
+        found.append((exp_avg, exp_avg_sq))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+        assert not ours[0 if ours is found[0][0] else 3].isfinite() and ours[4:].isfinite().all()
+    nearest = (0.5 * (normal(2, 4096).bfloat16().float() + (normal(1, 4096) * 2**12).round() / 2**12)).bfloat16()
+    assert 0.1 < (found[0][0] != nearest).float().mean() < 0.7, "some are rounded to the other neighbour"
+
+
 def test_the_operator_is_registered_correctly_and_compiles() -> None:
     master, gradient, exp_avg, exp_avg_sq, parameter = (tensors[0] for tensors in _shards())
     rates = [torch.tensor(1e-2), *list(RATES.values())[1:], torch.tensor(2.0), None, torch.tensor(0.5)]
     torch.library.opcheck(_update, (master, gradient, exp_avg, exp_avg_sq, parameter, *rates))
     torch.library.opcheck(_update, (master, gradient, exp_avg, exp_avg_sq, None, *rates))
+    torch.library.opcheck(_update, (master, gradient, exp_avg.bfloat16(), exp_avg_sq.bfloat16(), None, *rates))
 
     def step(shards: list[list[Tensor]], number: Tensor) -> None:
         adamw_(*shards, step=number, **RATES)
@@ -104,6 +150,7 @@ def test_bad_arguments_are_refused(name: Kernels) -> None:
         (gradients[:2], exp_avgs, step, "adamw: 2 gradients: expected 3, as many as masters"),
         (gradients[::-1], exp_avgs, step, r"gradient has shape \(63,\): expected \(100,\)"),
         (gradients, halves, step, r"exp_avg is torch\.float16: expected float32"),
+        (gradients, [x.bfloat16() for x in exp_avgs], step, r"exp_avg_sq is torch\.float32: expected bfloat16"),
         (gradients, exp_avgs, torch.zeros(3), r"step has shape \(3,\): expected one element"),
     ):
         with naming(message), use(kernels=name), pytest.raises(ValueError, match=message):

@@ -115,7 +115,7 @@ LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
     (WIDE, {"autocast": "bfloat16", "dtype": "float32", "dp": 2, "stage": 1}),
     (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "stage": 1, "dp": 2}),
     (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "pp_schedule": "zbv"}),
-    (WIDE, {"dtype": "bfloat16", "tp": 2, "recompute": "full", "offload_activations": True}),
+    (WIDE, {"dtype": "bfloat16", "tp": 2, "recompute": "full", "offload_activations": True, "state_dtype": "bfloat16"}),
     *exhaustive(
         (WIDE, {"dtype": "bfloat16", "dp": 2, "stage": 2, "accumulation": 2, "recompute": "full"}),
         (WIDE, {"dtype": "bfloat16", "dp": 2, "tp": 2, "stage": 1}),

@@ -3,7 +3,7 @@
 No tp divides its vocabulary, no cp its sequences, and the tokens of a micro-batch are not always a multiple of tp.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ Result = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of 
 
 
 def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> TrainCommand:
-    """Return the options of a run; `options` are fields of the options of data, parallel, zero and train.
+    """Return the options of a run; `options` are fields of the options of data, parallel, zero, train and optim.
 
-    optim: options of the optimizer.
+    optim: further options of the optimizer.
     """
     optim: dict[str, Any] = options.pop("optim", {})
     dp = options.setdefault("dp", 1)
@@ -58,7 +58,7 @@ def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> Trai
         zero=made(ZeroOptions),
         train=made(TrainOptions),
         data=made(DataOptions),
-        optim=OptimOptions(lr=1e-2, warmup=4, clip=clip, **optim),
+        optim=replace(made(OptimOptions), lr=1e-2, warmup=4, clip=clip, **optim),
     )
     assert not options, f"unknown options: {options}"
     return command

@@ -147,6 +147,10 @@ def test_options_that_do_not_fit_a_run_change_nothing(copied: Path, text: Path, 
     before = times(copied)
     assert "add --resume" in commands.fail_to_train()
     for other_options, message in (
+        (
+            ("--optim.state-dtype", "bfloat16"),
+            "--optim.state-dtype bfloat16: the run has moments in float32, which",
+        ),
         (("--model.n-layer", "3"), "different model: n_layer is 2 in the checkpoint and 3 in the options"),
         (("--train.dtype", "float64"), "trained in float32"),
         (("--data.path", data / "tokens.bin"), "different data"),

@@ -28,11 +28,14 @@ from tests.support.training import (
 )
 from tpfuse.choices import Implementation, Kernels
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.plan.memory import rank_memory
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.errors import RunError
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.predicted import layout_of, program_of, sizes_of
 
 STEPS = 10
 
@@ -120,6 +123,39 @@ def test_every_layout_gives_the_same_losses_and_weights(tmp_path: Path, layout: 
     assert piped or expected[0][-1] < expected[0][0] - 0.1
     for found in trained(options_of(**layout), steps, name, None, None, replace(CONFIG, n_layer=layers)):
         check_same(found, expected, 1e-9 if piped else 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others"),
+    [
+        ("float32", [{"stage": 1, "offload": "a folder"}, {"stage": 3}]),
+        *exhaustive(("bfloat16", [{"stage": 1}, {"stage": 2, "offload": "host"}]), ("float32", [{"stage": 2}])),
+    ],
+)
+def test_half_moments_are_equal_to_the_bit_at_every_stage(tmp_path: Path, dtype: str, others: list[Any]) -> None:
+    """They are rounded by what an element has, not by its place; a run resumes in another stage with these bits."""
+
+    def options(**more: Any) -> TrainCommand:
+        more |= {"offload": str(tmp_path)} if more.get("offload") == "a folder" else {}
+        return options_of(clip=0.0, dtype=dtype, dp=2, state_dtype="bfloat16", **more)
+
+    [expected, _] = trained(options(), 4, "direct")
+    for more in others:
+        [found, _] = trained(options(**more), 4, "direct")
+        assert found[0] == expected[0] and all(torch.equal(x, expected[2][name]) for name, x in found[2].items())
+    trained(options(), 2, "direct", tmp_path / "run")
+    [resumed, _] = trained(options(**others[-1]), 2, "direct", None, tmp_path / "run")
+    assert resumed[0] == expected[0][2:] and all(torch.equal(x, expected[2][name]) for name, x in resumed[2].items())
+
+
+@on_ranks(2)
+def test_moments_take_the_bytes_of_the_formula_at_stage_3() -> None:
+    options = options_of(dtype="bfloat16", dp=2, stage=3, state_dtype="bfloat16")
+    trainer, _ = new_trainer(options)
+    held = sum(piece.tensor.nbytes for piece in trainer.optimizer.rectangles() if piece.kind != "model")
+    sizes, program = sizes_of("toy", CONFIG), program_of(options, CONFIG.n_head)
+    counted = rank_memory(sizes, layout_of(options), program).optimizer  # of the first rank, which has the most
+    assert held == counted if trainer.rank == 0 else held <= counted
 
 
 class MaskedWindows(Windows):

@@ -37,6 +37,7 @@ REFUSED = {
     "train --train.autocast bfloat16 --train.dtype float16": "bfloat16 is for --train.dtype float32, not for",
     "train --init-from /nowhere": "--init-from /nowhere: expected the folder of a `tpfuse train` run, or of a Hugging",
     "train --optim.beta2 1.0": "--optim.beta2 1.0",
+    "train --optim.state-dtype bfloat16 --train.dtype float64": "bfloat16 is not for --train.dtype float64: leave one",
     "train --optim.lr nan": "--optim.lr nan",
     "train --optim.lr inf": "--optim.lr inf: expected at least 0, and finite",
     "train --comm.timeout 1e7": "--comm.timeout 10000000.0: expected at most 1e+06 seconds",

@@ -13,6 +13,10 @@ from torch.library import custom_op
 from tpfuse.kernels import adamw
 from tpfuse.switches import use_triton
 
+_GOLDEN = -1640531535  # 0x9E3779B1 as int32
+_MIX1 = -2048144789  # 0x85EBCA6B
+_MIX2 = -1028477387  # 0xC2B2AE35
+
 
 def adamw_(
     masters: Sequence[Tensor],
@@ -33,7 +37,8 @@ def adamw_(
     """Apply update number `step` (from 1) to every shard in place: update master and moments, then the parameter.
 
     masters, exp_avgs, exp_avg_sqs: [n] each, float32 (float64 on torch's path); gradients: [n] of that dtype or a half
-    one; parameters: [n] of a half type, copied from the master, or None if the master is the parameter. The gradients
+    one; parameters: [n] of a half type, copied from the master, or None if the master is the parameter. Moments of
+    float32 masters may be bfloat16; kernels/adamw.py says how they are rounded. The gradients
     are multiplied by scale and clip. step and scale are tensors of one element, float32 (step also int64), on the
     device; lr and clip may be such tensors, so that a CUDA graph sees their new values. Raise ValueError if the lists
     differ in length or the tensors in shape, dtype or device.
@@ -82,6 +87,13 @@ def _by_torch(
     for factor in (scale, clip):
         if factor is not None:
             gradients = [x * factor for x in gradients]
+    halves = [  # the moments that torch does not update in place
+        (exp_avg, exp_avg_sq, _drawn(master, gradient, exp_avg, exp_avg_sq, step))
+        for master, gradient, exp_avg, exp_avg_sq in zip(masters, gradients, exp_avgs, exp_avg_sqs, strict=True)
+        if exp_avg.dtype == torch.bfloat16
+    ]
+    if halves:
+        exp_avgs, exp_avg_sqs = ([x.float() for x in moments] for moments in (exp_avgs, exp_avg_sqs))
     torch._fused_adamw_(  # torch.optim.AdamW(fused=True) calls this too, but counts the steps of each shard itself
         masters,
         gradients,
@@ -97,9 +109,33 @@ def _by_torch(
         amsgrad=False,
         maximize=False,
     )
+    for (exp_avg, exp_avg_sq, random), *new in zip(halves, exp_avgs, exp_avg_sqs, strict=False):
+        _keep(exp_avg, new[0], random & 0xFFFF)
+        _keep(exp_avg_sq, new[1], (random >> 16).bitwise_and_(0xFFFF))
     for master, parameter in zip(masters, parameters, strict=True):
         if parameter is not None:
             parameter.copy_(master)
+
+
+def _drawn(master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> Tensor:
+    """Return the bits of `tpfuse.kernels.adamw.drawn`, int32. Products and sums wrap around, and shifts bring zeros."""
+    random = (_bits(gradient) & ~0xFFFF).bitwise_or_(_bits(exp_avg)).mul_(_GOLDEN)
+    random += (_bits(exp_avg_sq) << 16).bitwise_or_((_bits(master) >> 16).bitwise_and_(0xFFFF))
+    random ^= step.view(()).int() * _GOLDEN
+    random.bitwise_xor_((random >> 16).bitwise_and_(0xFFFF)).mul_(_MIX1)
+    random.bitwise_xor_((random >> 13).bitwise_and_(0x7FFFF)).mul_(_MIX2)
+    return random.bitwise_xor_((random >> 16).bitwise_and_(0xFFFF))
+
+
+def _keep(kept: Tensor, new: Tensor, random: Tensor) -> None:
+    """Round a new moment, float32, into `kept`, bfloat16, by 16 random bits; a NaN stays one."""
+    bits = _bits(new)
+    kept.view(torch.int16).copy_(torch.where(new.isnan(), bits, random.add_(bits)).bitwise_right_shift_(16))
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return the bits of float32 or bfloat16 as int32; the upper half is 0 for bfloat16."""
+    return x.view(torch.int32) if x.dtype == torch.float32 else x.view(torch.int16).int().bitwise_and_(0xFFFF)
 
 
 @custom_op("tpfuse::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "parameter"))

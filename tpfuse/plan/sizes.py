@@ -183,6 +183,8 @@ class TrainingProgram:
     fused_gate: bool = False
     # The bytes of an element of a mask of dropout that is kept; 0 for masks that are computed again.
     mask_bytes: int = 0
+    # Whether the optimizer keeps its moments in bfloat16.
+    half_moments: bool = False
     # Whether the inputs of blocks that are computed again as a whole are in the host's memory.
     offloads_inputs: bool = False
     # Whether the statistics of norms are counted.
@@ -198,13 +200,18 @@ class TrainingProgram:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of an element of a sum of gradients, of a master and of a moment: at least 4."""
+        """Return the bytes of an element of a sum of gradients, and of a master: at least 4."""
         return max(self.parameter_bytes, 4)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Return the bytes of an element of a moment."""
+        return 2 if self.half_moments else self.state_bytes
 
     @property
     def optimizer_bytes(self) -> int:
         """Return the bytes of an element's two moments, and of its master if the parameter has a half type."""
-        return self.state_bytes * (3 if self.parameter_bytes < 4 else 2)
+        return 2 * self.moment_bytes + (self.state_bytes if self.parameter_bytes < 4 else 0)
 
 
 TPFUSE = TrainingProgram("tpfuse")

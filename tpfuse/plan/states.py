@@ -8,10 +8,11 @@
 | moments    | two, whole    | two of shards | two of shards                    | two of shards                     |
 | buffers    |               |               | up to three gradient buffers     | gathered units, one that is sent  |
 
-Parameters of a half type have float32 masters. With several micro-batches, stages 2 and 3 also hold whole gradients,
-because only the last micro-batch communicates. A bucket of one rank is held as at stage 1, as one shard. The shapes of
-a block and of the parts outside the blocks give the buckets (`tpfuse.zero.bucket_layout`), with their padding. If Muon
-updates the matrices of the blocks, these have one moment and buckets of their own.
+Parameters of a half type have float32 masters, and moments may be bfloat16. With several micro-batches, stages 2 and 3
+also hold whole gradients, because only the last micro-batch communicates. A bucket of one rank is held as at stage 1,
+as one shard. The shapes of a block and of the parts outside the blocks give the buckets (`tpfuse.zero.bucket_layout`),
+with their padding. If Muon updates the matrices of the blocks, these have one moment, in float32, and buckets of their
+own.
 
 The count has the buffers that exist during a whole step and, for buffers that come and go, the largest amount that
 exists at the same time. ZeRO: arXiv:1910.02054.
@@ -77,7 +78,7 @@ def states(
     parameters = gradients = optimizer = buffers = unsent = 0
     reducers: dict[str, tuple[int, int]] = {}  # the buckets of each, and its largest bucket
     for group, found in buckets(sizes, part, tp, program.sequence_parallel, program.muon).items():
-        moments = program.optimizer_bytes - state * (group == "muon")
+        moments = program.optimizer_bytes - (2 * program.moment_bytes - state if group == "muon" else 0)
         world = replicas * {"partial": tp, "tied": 2}.get(group, 1)
         stage = min(zero, 1 if world == 1 else 2)
         largest = 0
@@ -127,8 +128,9 @@ def _fully_sharded(
     gradients = shard * state + max(block, rest) * parameter + (whole * sent if accumulating else 0)
     buffers = gathered * parameter + max(block_shard, rest_shard) * world * sent
     _, matrices = _unit(tuple(shape for _, shape in _block(sizes, tp, True) if len(shape) > 1), world)
-    moments = 2 * shard - part.blocks * matrices * program.muon
-    return States(shard * state, gradients, moments * state, buffers)
+    by_muon = part.blocks * matrices * program.muon
+    moments = 2 * (shard - by_muon) * program.moment_bytes + by_muon * state
+    return States(shard * state, gradients, moments, buffers)
 
 
 @cache

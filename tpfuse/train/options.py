@@ -12,6 +12,7 @@ from tpfuse.choices import (
     GradientDtype,
     Implementation,
     Kernels,
+    MomentDtype,
     PipelineSchedule,
     Recompute,
     Schedule,
@@ -171,6 +172,8 @@ class OptimOptions:
     """AdamW's beta1: decay rate of the first moment."""
     beta2: Alters[float] = 0.99
     """AdamW's beta2: decay rate of the second moment."""
+    state_dtype: Alters[MomentDtype] = "float32"
+    """Dtype of AdamW's two moments: float32, or bfloat16, rounded at random so that small changes are not lost."""
     clip: Alters[float] = 1.0
     """Gradient clipping: the highest global norm of the gradient. 0: do not clip."""
     muon_lr: Alters[OptionalFloat] = None

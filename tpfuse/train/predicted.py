@@ -122,6 +122,7 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
         gradient_bytes=gradients,
         reduce_bytes=gradients if zero.reduce_dtype == "gradient" else widths[zero.reduce_dtype],
         autocast_bytes=0 if train.autocast == "none" else getattr(torch, train.autocast).itemsize,
+        half_moments=options.optim.state_dtype == "bfloat16",
         offloads_inputs=train.offload_activations,
         triton=options.kernels != "torch" and train.dtype != "float64",
         context_schedule=parallel.cp_schedule,

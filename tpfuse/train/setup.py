@@ -120,6 +120,8 @@ def _check_ranges(options: TrainCommand) -> None:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
     if train.autocast != "none" and train.dtype != "float32":
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
+    if optim.state_dtype == "bfloat16" and train.dtype == "float64":
+        raise UserError("--optim.state-dtype bfloat16 is not for --train.dtype float64: leave one of them out")
     if options.data.documents == "mask" and train.compile:
         raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
     if train.offload_activations and train.recompute != "full":
@@ -257,7 +259,8 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
     matrices = hidden_matrices(model) if options.optim.name == "muon" else ()
     layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES, matrices=matrices)
     with refusing("--zero."):
-        check_space(Path(zero.offload), state_bytes(layouts, zero.stage) * local_ranks // parallel.tp)
+        needed = state_bytes(layouts, zero.stage, options.optim.state_dtype)
+        check_space(Path(zero.offload), needed * local_ranks // parallel.tp)
 
 
 def _check_kernels(options: TrainCommand) -> None:
@@ -548,6 +551,9 @@ def _resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data
     if options.optim.name != before:
         way = "go on with it, or begin a run with its weights by --init-from"
         raise UserError(f"--resume with --optim.name {options.optim.name}: the run was trained by {before}: {way}")
+    kept, asked = state["config"]["optim"].get("state_dtype", "float32"), options.optim.state_dtype
+    if kept != asked:
+        raise UserError(f"--resume with --optim.state-dtype {asked}: the run has moments in {kept}, which stay so")
     check_schedule(state, options)
     return checkpoint
 

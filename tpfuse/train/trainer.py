@@ -130,6 +130,7 @@ class Trainer:
                 betas=(optim.beta1, optim.beta2),
                 weight_decay=optim.weight_decay,
                 muon=muon_options(optim),
+                state_dtype=optim.state_dtype,
                 offload=options.zero.offload,
             )
         except ValueError as error:

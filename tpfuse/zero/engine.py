@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tpfuse.choices import Accumulate, GradientDtype
+from tpfuse.choices import Accumulate, GradientDtype, MomentDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
@@ -171,24 +171,31 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     muon: MuonOptions | None = None,
+    state_dtype: MomentDtype = "float32",
     offload: str | PathLike[str] = "none",
 ) -> FlatAdamW | ShardedAdamW:
     """Return the AdamW of the shards of an engine; its method `step(lr, factor)` updates all parameters.
 
     betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. muon: the options of Muon,
-    which updates the engine's `matrices`, if it has any. offload: for stages 0 to
-    2: the place of moments and float32 masters (`tpfuse.zero.offload`): "none" (the parameters' device), "host" (the
-    host's memory) or a folder on a local disk. Collective for a folder. Raise ValueError, on every rank, if a rank
-    cannot use the folder.
+    which updates the engine's `matrices`, if it has any. state_dtype: the dtype in which AdamW's moments are kept,
+    "float32" (float64 for float64), or "bfloat16", rounded up or down so that they keep their expectation
+    (kernels/adamw.py); Muon's momentum is never bfloat16. offload: for stages 0 to 2: the place of moments and float32
+    masters (`tpfuse.zero.offload`): "none" (the parameters' device), "host" (the host's memory) or a folder on a local
+    disk. Collective for a folder. Raise ValueError for bfloat16 moments of float64 parameters, and, on every rank, if a
+    rank cannot use the folder.
     """
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": muon or MuonOptions()}
+    options = {
+        "betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": muon or MuonOptions(),
+        "state_dtype": state_dtype,
+    }  # fmt: skip
     if isinstance(engine, FullySharded):
         if offload != "none":
             raise ValueError(f"offload {offload} is for stages 0, 1 and 2: expected none at stage 3")
         return ShardedAdamW(engine, **options)  # type: ignore[arg-type]
     problem, device = "", engine.buckets[0].values.device
     try:
-        store = state_store(offload, device, state_bytes([bucket.layout for bucket in engine.buckets], engine.stage))
+        layouts = [bucket.layout for bucket in engine.buckets]
+        store = state_store(offload, device, state_bytes(layouts, engine.stage, state_dtype))
     except ValueError as error:
         problem = str(error)
     if problem or isinstance(store, FileStore):

@@ -9,12 +9,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from tpfuse.choices import MomentDtype
 from tpfuse.comm.layout import local_slices
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
-from tpfuse.zero.offload import MemoryStore
+from tpfuse.zero.offload import MemoryStore, moment_dtype
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.base import GradientReducer
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, Rates, ShardUpdate, Staging, StateStore
@@ -28,8 +29,8 @@ class FlatAdamW:
 
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
     weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
-    they may be changed too. store: the memory of the moments and float32 masters, by default on the device of the
-    parameters (`tpfuse.zero.offload`).
+    they may be changed too. state_dtype: as for `tpfuse.zero.adamw`. store: the memory of the moments and float32
+    masters, by default on the device of the parameters (`tpfuse.zero.offload`).
 
     Values that are written into parameters of a half type between two updates (for example by load_state_dict) replace
     the masters, except those equal to the rounded master.
@@ -43,12 +44,13 @@ class FlatAdamW:
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         muon: MuonOptions | None = None,
+        state_dtype: MomentDtype = "float32",
         store: StateStore | None = None,
     ) -> None:
         self._buckets, self.betas, self.eps, self.weight_decay = buckets, betas, eps, weight_decay
         self.muon = muon or MuonOptions()
         device = buckets.buckets[0].values.device
-        self._store = MemoryStore(device) if store is None else store
+        self._store, self._state_dtype = MemoryStore(device) if store is None else store, state_dtype
         self._state = {bucket: self._new_state(bucket) for bucket in buckets.buckets}
         state_device = self._state[buckets.buckets[0]]["exp_avg"].device
         self._staging = None if state_device == device else Staging()
@@ -93,7 +95,9 @@ class FlatAdamW:
         layout, size = bucket.layout, len(bucket.shard)
         moments = MOMENTS[:1] if layout.muon else MOMENTS
         kinds: tuple[StateKind, ...] = ("model", *moments) if layout.dtype in HALF else moments
-        return {name: self._store.tensor(name, size, layout.state_dtype) for name in kinds}
+        kept = layout.state_dtype if layout.muon else moment_dtype(self._state_dtype, layout.state_dtype)
+        dtypes = {name: kept if name in MOMENTS else layout.state_dtype for name in kinds}
+        return {name: self._store.tensor(name, size, dtype) for name, dtype in dtypes.items()}
 
     def step(self, lr: float, factor: float = 1.0, muon_lr: float | None = None) -> None:
         """Update the parameters with the buckets' gradients times `factor`. Then every rank has all new parameters.

@@ -17,10 +17,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from tpfuse.choices import MomentDtype
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket_layout import ALIGNMENT, BucketLayout
 from tpfuse.zero.reducer.shard_update import StateStore
@@ -144,12 +146,26 @@ def _parts(length: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
-def state_bytes(layouts: Iterable[BucketLayout], stage: int) -> int:
-    """Return the bytes of one rank's masters (for half types), exp_avg and exp_avg_sq; all ranks have as many."""
+def moment_dtype(chosen: MomentDtype, master: torch.dtype) -> torch.dtype:
+    """Return the dtype of the moments of masters: `chosen`, but float64 for float64. Raise ValueError for half ones."""
+    if chosen not in get_args(MomentDtype):
+        raise ValueError(f"state_dtype {chosen!r}: expected float32 or bfloat16")
+    if chosen == "bfloat16" and master == torch.float64:
+        raise ValueError("state_dtype bfloat16 is for parameters of float32 or a half type, not for float64")
+    return master if chosen == "float32" else torch.bfloat16
+
+
+def state_bytes(layouts: Iterable[BucketLayout], stage: int, state_dtype: MomentDtype = "float32") -> int:
+    """Return the bytes of one rank's masters (for half types) and moments; all ranks have as many.
+
+    state_dtype: that of AdamW's two moments; Muon has one, in the dtype of masters. Raise ValueError as `moment_dtype`
+    does.
+    """
     total = 0
     for layout in layouts:
-        elements = len(layout.shard(0)) if stage else layout.size
-        total += elements * layout.state_dtype.itemsize * (3 if layout.dtype in HALF else 2)
+        elements, master = len(layout.shard(0)) if stage else layout.size, layout.state_dtype
+        moments = master.itemsize if layout.muon else 2 * moment_dtype(state_dtype, master).itemsize
+        total += elements * (moments + (master.itemsize if layout.dtype in HALF else 0))
     return total
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from tpfuse.choices import MomentDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.mesh import rank_and_size, shown
@@ -40,8 +41,8 @@ class ZeroOptimizer(Optimizer):
     """AdamW, or Muon and AdamW, for the parameters of `model`, with its state in shards on the data-parallel ranks.
 
     model, mesh, stage, sharding: the arguments of `tpfuse.zero.shard`, which takes a model of any parallelism; the
-    engine that it returns is `engine`. lr, betas, eps, weight_decay: as in torch.optim.AdamW. offload: as in
-    `tpfuse.zero.adamw`.
+    engine that it returns is `engine`. lr, betas, eps, weight_decay: as in torch.optim.AdamW. state_dtype, offload: as
+    in `tpfuse.zero.adamw`.
 
     algorithm: with "muon", Muon updates the matrices of the model's blocks (`tpfuse.zero.hidden_matrices`), or those
     that the argument `matrices` of `tpfuse.zero.shard` names, and AdamW all other parameters. muon: its options, whose
@@ -70,6 +71,7 @@ class ZeroOptimizer(Optimizer):
         weight_decay: float = 1e-2,
         algorithm: Literal["adamw", "muon"] = "adamw",
         muon: MuonOptions | None = None,
+        state_dtype: MomentDtype = "float32",
         offload: str | PathLike[str] = "none",
         **sharding: Any,
     ) -> None:
@@ -85,7 +87,8 @@ class ZeroOptimizer(Optimizer):
         if algorithm == "muon" and "matrices" not in sharding and isinstance(model, nn.Module):
             sharding["matrices"] = hidden_matrices(model)
         self.engine = engine = shard(model, mesh, stage=stage, **sharding)
-        self._adamw = adamw(engine, betas=betas, eps=eps, weight_decay=weight_decay, muon=muon, offload=offload)
+        kept: dict[str, Any] = {"muon": muon, "state_dtype": state_dtype, "offload": offload}
+        self._adamw = adamw(engine, betas=betas, eps=eps, weight_decay=weight_decay, **kept)
         if isinstance(engine, FullySharded):
             trained = {member.name: member.sharded for member in engine.members}
         else:
@@ -290,7 +293,13 @@ class ZeroOptimizer(Optimizer):
                 " ZeroOptimizer.state_dict(); the state of another optimizer cannot be loaded"
             )
         here, there = self._shards(), state_dict["state"]
-        if {name: x.dtype for name, x in here.items()} != {name: x.dtype for name, x in there.items()}:
+        for name, x in here.items():
+            if name in there and there[name].dtype != x.dtype:
+                raise ValueError(
+                    f"load_state_dict: the state has {name} in {there[name].dtype}, this optimizer in {x.dtype}: make"
+                    " it with the state_dtype, and the model with the dtype, of the one that was saved"
+                )
+        if here.keys() != there.keys():
             lacking = next((name for name in here if name not in there), "nothing")
             other = next((name for name in there if name not in here), "nothing more")
             raise ValueError(

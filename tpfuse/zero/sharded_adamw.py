@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tpfuse.choices import MomentDtype
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
 from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
 from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
+from tpfuse.zero.offload import moment_dtype
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.shard_slices import StateRectangle
 
@@ -18,7 +20,7 @@ class ShardedAdamW:
 
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
     weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
-    they may be changed too.
+    they may be changed too. state_dtype: as for `tpfuse.zero.adamw`.
     """
 
     def __init__(
@@ -29,14 +31,21 @@ class ShardedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         muon: MuonOptions | None = None,
+        state_dtype: MomentDtype = "float32",
     ) -> None:
         self._engine, self.betas, self.eps, self.weight_decay = engine, betas, eps, weight_decay
         self.muon = muon or MuonOptions()
         self._step = torch.zeros((), dtype=torch.float32, device=engine.device)
         shards = {member.name: local_tensor(member.sharded) for member in engine.members}
-        self._exp_avg = {name: torch.zeros_like(shard) for name, shard in shards.items()}
         names = {matrix.name for matrix in engine.matrices}
-        self._exp_avg_sq = {name: torch.zeros_like(shard) for name, shard in shards.items() if name not in names}
+        dtypes = {
+            name: shard.dtype if name in names else moment_dtype(state_dtype, shard.dtype)
+            for name, shard in shards.items()
+        }
+        self._exp_avg = {name: torch.zeros_like(shard, dtype=dtypes[name]) for name, shard in shards.items()}
+        self._exp_avg_sq = {
+            name: torch.zeros_like(shard, dtype=dtypes[name]) for name, shard in shards.items() if name not in names
+        }
         self._matrices = [member for member in engine.members if member.name in names]
         self._muon = None
         if engine.matrices:

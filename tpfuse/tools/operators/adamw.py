@@ -96,13 +96,17 @@ CASES = (Given("three updates", _function, _reference, lambda dtype: {"gradient"
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch updates of a half parameter by float32 and half gradients, and updates in float32 alone."""
-    master, exp_avg, exp_avg_sq = (torch.empty(1 << 22, device="meta") for _ in range(3))
+    """Launch updates of a half parameter by float32 and half gradients, and updates in float32 alone.
+
+    Moments have either dtype.
+    """
+    master = torch.empty(1 << 22, device="meta")
     scalar = torch.empty((), device="meta")
     parameter = None if dtype == torch.float32 else torch.empty(1 << 22, dtype=dtype, device="meta")
     for gradient_dtype in {dtype, torch.float32}:
         gradient = torch.empty(1 << 22, dtype=gradient_dtype, device="meta")
-        for factor in (None, scalar):
+        for factor, moments in ((None, torch.float32), (scalar, torch.float32), (scalar, torch.bfloat16)):
+            exp_avg, exp_avg_sq = (torch.empty(1 << 22, dtype=moments, device="meta") for _ in range(2))
             rates = _OPTIONS | {"lr": scalar, "step": scalar, "scale": factor, "clip": factor}
             adamw.adamw_(master, gradient, exp_avg, exp_avg_sq, parameter, **rates)
 

@@ -107,10 +107,10 @@ CASES = (_case("gradients of all", summed=False), _case("sums known before", sum
 def launches(dtype: torch.dtype) -> None:
     """Launch the last rank of groups of several sizes, on meta tensors."""
     for world in (2, 4, 8):
-        _launch(dtype, world, clipped=world == 8)
+        _launch(dtype, world, torch.bfloat16 if world == 4 else torch.float32, clipped=world == 8)
 
 
-def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) -> None:
+def _launch(dtype: torch.dtype, world: int, kept: torch.dtype, *, clipped: bool, m: int = 1 << 22) -> None:
     def empty(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n, dtype=dtype, device="meta")
 
@@ -119,11 +119,12 @@ def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) 
     values, sums, start = empty(world * m, dtype), empty(m), (world - 1) * m
     master = None if dtype == torch.float32 else sums
     numbers = RATES | {"lr": scalar, "step": scalar, "clip": scalar if clipped else None}
+    moments = empty(m, kept)
     for sent in {dtype, torch.float32}:
         gradients = empty(world * m, sent)
         shard_sum(gradients, table, sums, empty(64), start, endpoint)
         for taken, addresses in ((gradients, table), (sums, None)):
-            tensors = values, table, taken, addresses, master, sums, sums
+            tensors = values, table, taken, addresses, master, moments, moments
             sharded_adamw_(*tensors, start=start, decay_end=m // 3, **numbers, endpoint=endpoint)
 
 
