@@ -156,16 +156,18 @@ def plain(name: str, clip: float = CLIP, dtype: torch.dtype = torch.float64, muo
     case = CASES[name](dtype)
     trained = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
     matrices, others = matrices_and_others(trained) if muon else ({}, trained)
-    optimizer, norms = torchs_adamw(others), []
-    options = {} if muon is None else {name: x for name, x in asdict(muon).items() if x is not None}
-    theirs = TorchsMuon(matrices.values(), **{"lr": LR, "weight_decay": ADAMW["weight_decay"], **options})
+    optimizers: list[Any] = [torchs_adamw(others)]
+    norms = []
+    if muon is not None:
+        options = {name: x for name, x in asdict(muon).items() if x is not None}
+        optimizers.append(TorchsMuon(matrices.values(), **{"lr": LR, "weight_decay": ADAMW["weight_decay"], **options}))
     for step in range(STEPS):
         case.loss(torch.arange(BATCH), step).backward()  # type: ignore[no-untyped-call]
         for parameter in trained.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norms.append(float(nn.utils.clip_grad_norm_(trained.values(), clip)))
-        optimizer.step()
-        theirs.step()
+        for optimizer in optimizers:
+            optimizer.step()
         case.model.zero_grad()
     return {name: p.detach() for name, p in case.model.named_parameters()}, norms
 
