@@ -62,12 +62,8 @@ def lay_out_peer(checkout: Path, text: Path, folder: Path) -> None:
 
 def run_peer(folder: Path, steps: int, evaluate: bool) -> tuple[list[float], float]:
     """Run nanoGPT, and return the seconds of each step and the last validation loss."""
-    flags = [
-        *PEER,
-        f"--max_iters={steps}",
-        f"--lr_decay_iters={steps}",
-        f"--eval_interval={steps if evaluate else 10**9}",
-    ]
+    flags = [*PEER, f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
+    flags.append(f"--eval_interval={steps if evaluate else 10**9}")
     if not evaluate:
         flags.append("--eval_iters=1")
     command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *flags]
