@@ -154,11 +154,12 @@ def buckets(
     """
     ends = _ends(sizes, part, tp, sequence_parallel)
     head = len(ends) - len(_first(sizes, tp, sequence_parallel)) * part.first
-    block: list[tuple[str, Shape]] = [*_block(sizes, tp, sequence_parallel)][::-1]
     pending: dict[str, tuple[int, int]] = {}
     found: dict[str, Counter[tuple[int, int]]] = {}
-    if muon:
-        block = [("muon" if len(shape) > 1 else kind, shape) for kind, shape in block]
+    block = [
+        ("muon" if muon and len(shape) > 1 else str(kind), shape)
+        for kind, shape in [*_block(sizes, tp, sequence_parallel)][::-1]
+    ]
     for kind, shape in (*ends[:head], *block * part.blocks, *ends[head:]):
         count = math.prod(shape)
         elements, aligned = pending.get(kind, (0, 0))

@@ -107,15 +107,15 @@ def update_momentum(gradient: Tensor, momentum: Tensor, direction: Tensor, facto
 
 
 class _Part(NamedTuple):
-    """What a rectangle has of a matrix. index: in the tensor of rectangle number `rectangle`."""
+    """What a rectangle has of a matrix. within: its index in the tensor of rectangle number `rectangle`."""
 
     matrix: int
     slices: Slices
     rectangle: int
-    index: tuple[slice | int, ...]
+    within: tuple[slice | int, ...]
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[self.rectangle][self.index]
+        return tensors[self.rectangle][self.within]
 
 
 _Region = tuple[int, Slices]  # of a matrix, by its number
@@ -152,10 +152,10 @@ class Muon:
         for number, matrix in enumerate(matrices):
             numbers.setdefault(matrix.name, []).append(number)
         self._parts = [
-            _Part(number, inside, rectangle, index)
+            _Part(number, inside, rectangle, within)
             for rectangle, (name, slices) in enumerate(rectangles)
             for number in numbers[name]
-            for index, inside in matrices[number].parts(slices)
+            for within, inside in matrices[number].parts(slices)
         ]
         held: list[list[_Region]] = [[(part.matrix, part.slices) for part in self._parts]]
         if group is not None:
