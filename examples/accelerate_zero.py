@@ -13,7 +13,7 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 zero = ZeroOptimizer(model, stage=2, lr=1e-3, weight_decay=0.1)  # of the model as it is, which is not prepared
-loader = DataLoader(torch.randint(1000, (32, 33)), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+loader = DataLoader(torch.randint(1000, (32, 33)), batch_size=4, shuffle=True)
 optimizer, loader = accelerator.prepare(zero, loader)
 for step, ids in enumerate(loader):
     optimizer.zero_grad()

@@ -141,7 +141,7 @@ def _one_process(folder: Path, checkpoint: Path) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_a_checkpoint_resumes_in_another_layout(plain: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Trainer
 
     saved = f"checkpoint-{SAVED}"
     pool(4).run(_parallel, tmp_path / "four", (2, 2, 1), 2)
@@ -149,9 +149,50 @@ def test_a_checkpoint_resumes_in_another_layout(plain: Any, tmp_path: Path) -> N
         for found in pool(2).run(_parallel, tmp_path / folder, layout, stage, tmp_path / "four" / saved):
             _agree(plain, found)
     _agree(plain, _one_process(tmp_path / "one", tmp_path / "four" / saved))
+    trainer = Trainer(
+        decoder(FAMILY, torch.float32), _arguments(tmp_path, 1, eval_strategy="no"), train_dataset=_data()
+    )
+    with pytest.raises(FileNotFoundError):  # it would forget the moments without a word if it found no such folder
+        trainer.train(resume_from_checkpoint=str(tmp_path / "four" / saved))
     for folder in ("four", "three"):  # whole weights, which transformers reads
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder / f"checkpoint-{STEPS}")
         _agree(plain, plain | {"weights": model.state_dict()})
+
+
+OTHER = {
+    "label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "max_steps": -1, "num_train_epochs": 3,
+    "save_strategy": "epoch", "eval_strategy": "epoch", "dataloader_drop_last": True,
+}  # fmt: skip
+
+
+def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[str, Any]:
+    """Train twice with the settings OTHER, by transformers' Trainer if there is no layout; return the results.
+
+    The logits of texts without labels are among the weights.
+    """
+    from transformers import Trainer
+
+    data, settings = _data(), OTHER
+    with contextlib.nullcontext() if layout is None else _torchrun():
+        if layout is None:
+            model, arguments = decoder(FAMILY, torch.float32), _arguments(folder, 1, **settings)
+            trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:5])
+        else:
+            trainer = _trainer(folder, layout, **settings)
+        for _ in range(2):
+            trainer.train()
+        result = _result(trainer)
+        texts: Any = [{"input_ids": sample["input_ids"]} for sample in data[:3]]
+        result["weights"]["logits"] = torch.from_numpy(trainer.predict(texts).predictions) / 100
+    return result
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 2)])
+def test_other_settings_and_predictions_are_those_of_one_process(layout: Any, tmp_path: Path) -> None:
+    expected = _other_settings(tmp_path / "one", None)
+    for found in pool(2).run(_other_settings, tmp_path / "two", layout):
+        _agree(expected, found)
 
 
 def _family(folder: Path, family: str, layout: tuple[int, int, int] | None, stage: int = 0) -> None:
@@ -281,7 +322,8 @@ def _together(folder: Path) -> tuple[int, list[str]]:
             with failing, pytest.raises((ValueError, OSError)) as caught:
                 _trainer(folder, (1, 2, 1), save_steps=1).train()
             messages.append(str(caught.value))
-        _trainer(folder, (1, 2, 1), max_steps=1, learning_rate=5e-3).train()  # it replaces what these runs have saved
+        for rate in (1e-3, 5e-3):  # the second run replaces what the first one has saved
+            _trainer(folder, (1, 2, 1), max_steps=1, learning_rate=rate).train()
     return stopped.state.global_step, messages
 
 
