@@ -166,11 +166,20 @@ OTHER = {
 
 
 def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[str, Any]:
-    """Train twice with the settings OTHER, by transformers' Trainer if there is no layout; return the results.
+    """Train with the settings OTHER after a run that stops amid a step, by Trainer if there is no layout.
 
-    The logits of texts without labels are among the weights.
+    Return the results, with the logits of texts without labels among the weights.
     """
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
+
+    class Stop(TrainerCallback):
+        runs = 0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.runs += 1
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = self.runs == 1 and state.global_step == 1
 
     data, settings = _data(), OTHER
     with contextlib.nullcontext() if layout is None else _torchrun():
@@ -179,6 +188,7 @@ def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[s
             trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:5])
         else:
             trainer = _trainer(folder, layout, **settings)
+        trainer.add_callback(Stop())
         for _ in range(2):
             trainer.train()
         result = _result(trainer)
@@ -306,7 +316,7 @@ def test_it_refuses_what_would_be_wrong(tmp_path: Path) -> None:
 
 def _together(folder: Path) -> tuple[int, list[str]]:
     """Return the step at which the first rank's callback has stopped all, and the errors of all when disks are full."""
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -317,6 +327,9 @@ def _together(folder: Path) -> tuple[int, list[str]]:
     with _torchrun():
         stopped = _trainer(folder, (1, 2, 1), callbacks=[Stop()])
         stopped.train()
+        with mock.patch.object(Trainer, "_load_rng_state", lambda *_: torch.manual_seed(dist.get_rank())):
+            stopped._load_rng_state("a checkpoint whose states of devices are those of another rank")
+        messages.append(str(torch.rand(())))
         for rank, what in ((1, "tpfuse.train.checkpoint.write_safetensors"), (0, "torch.save")):
             failing = mock.patch(what, side_effect=full if dist.get_rank() == rank else None, wraps=_named(what))
             with failing, pytest.raises((ValueError, OSError)) as caught:
@@ -335,6 +348,7 @@ def _named(what: str) -> Any:
 def test_ranks_stop_and_fail_together(tmp_path: Path) -> None:
     (step, first), (other, second) = pool(2).run(_together, tmp_path)
     assert step == other == 2
+    assert first.pop(0) == second.pop(0)  # the random states
     assert "rank 1: OSError: [Errno 28] No space left on device" in first[0] and first[0] in second[0]
     assert first[1] == "[Errno 28] No space left on device"
     assert second[1].endswith("failed on another rank: OSError: [Errno 28] No space left on device")
@@ -348,7 +362,7 @@ def _best(folder: Path, layout: tuple[int, int, int]) -> tuple[list[tuple[int, .
 
     def worse(predicted: Any) -> dict[str, float]:
         shapes.append((*predicted.predictions.shape[:2], *predicted.label_ids.shape))
-        return {"fit": -float(len(shapes))}
+        return {"fit": -float(len(shapes)) * (1 if dist.get_rank() == 0 else -1)}  # the first rank's counts
 
     with _torchrun():
         trainer = _trainer(
