@@ -36,6 +36,9 @@ from tpfuse.train.batches import Windows
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import layout_of, program_of, sizes_of
+from tpfuse.zero.reducer import shard_update
+from tpfuse.zero.reducer.shard_update import Staging
+from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 STEPS = 10
 
@@ -142,10 +145,59 @@ def test_half_moments_are_equal_to_the_bit_at_every_stage(tmp_path: Path, dtype:
     [expected, _] = trained(options(), 4, "direct")
     for more in others:
         [found, _] = trained(options(**more), 4, "direct")
-        assert found[0] == expected[0] and all(torch.equal(x, expected[2][name]) for name, x in found[2].items())
+        _check_equal((found[0], [], found[2]), (expected[0], [], expected[2]))
     trained(options(), 2, "direct", tmp_path / "run")
     [resumed, _] = trained(options(**others[-1]), 2, "direct", None, tmp_path / "run")
-    assert resumed[0] == expected[0][2:] and all(torch.equal(x, expected[2][name]) for name, x in resumed[2].items())
+    _check_equal((resumed[0], [], resumed[2]), (expected[0][2:], [], expected[2]))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dtype": "bfloat16", "dp": 2, "accumulation": 2},
+        *exhaustive(
+            {"dtype": "float64", "dp": 2, "tp": 2},
+            {"dtype": "float32", "dp": 4, "replicas": 2, "state_dtype": "bfloat16"},
+            {"dtype": "float32", "dp": 2, "pp": 2, "pp_schedule": "zero_bubble", "accumulation": 3},
+        ),
+    ],
+    ids=str,
+)
+def test_offloaded_moments_of_stage_3_are_those_of_the_device(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Also where a run resumes with its moments in another place."""
+    expected = trained(options_of(stage=3, **layout), 3)
+    folder = options_of(stage=3, **layout, offload=str(tmp_path))
+    for options in (options_of(stage=3, **layout, offload="host"), folder):
+        for found, wanted in zip(trained(options, 3), expected, strict=True):
+            _check_equal(found, wanted)
+    trained(folder, 2, "auto", tmp_path / "run")
+    [found, *_] = trained(options_of(stage=3, **layout), 1, "auto", None, tmp_path / "run")
+    _check_equal(found, (expected[0][0][2:], expected[0][1][2:], expected[0][2]))
+
+
+def _check_equal(found: Result, expected: Result) -> None:
+    """Raise AssertionError unless losses, norms and weights have the same bits."""
+    assert found[:2] == expected[:2] and all(torch.equal(x, expected[2][name]) for name, x in found[2].items())
+
+
+def _staged(staged: bool) -> Result:
+    """Train at stage 3 with moments on the host as if the shards were on a device, whose copies are made at once."""
+    trainer, windows = new_trainer(options_of(dtype="float32", dp=2, stage=3, offload="host"))
+    optimizer = trainer.optimizer
+    assert isinstance(optimizer, ShardedAdamW) and optimizer._staging is None
+    with (
+        mock.patch.object(shard_update, "_on_host", lambda _: not staged),
+        mock.patch.object(torch.cuda, "current_stream"),
+    ):
+        optimizer._staging = Staging() if staged else None
+        with mock.patch.object(shard_update, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)):
+            results = [trainer.train_step(windows, lambda: False) for _ in range(2)]
+    return [r.loss for r in results], [r.grad_norm for r in results], whole_weights(trainer)
+
+
+def test_shards_on_a_device_pass_through_pinned_memory() -> None:
+    for found, expected in zip(pool(2).run(_staged, True), pool(2).run(_staged, False), strict=True):
+        _check_equal(found, expected)
 
 
 @on_ranks(2)

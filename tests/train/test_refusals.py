@@ -97,8 +97,8 @@ REFUSED = {
     "train --parallel.replicas 3 --parallel.dp 4 --zero.stage 3": (
         "--parallel.replicas 3: expected a number that divides the 4 data-parallel ranks"
     ),
-    "train --zero.stage 3 --zero.offload host": "--zero.offload host is for --zero.stage 0, 1 and 2",
     "train --zero.stage 3 --zero.compression bf16": "--zero.compression bf16 is for --zero.stage 0, 1 and 2",
+    "train --zero.stage 3 --zero.offload /nowhere": "--zero.offload /nowhere is not a folder: expected none, host or",
     "train --zero.offload /nowhere": "--zero.offload /nowhere is not a folder: expected none, host or a folder on a",
     "train --zero.compression powersgd": "--zero.compression powersgd: expected none, bf16, or powersgd-RANK",
     "train --zero.compression powersgd-0": "--zero.compression powersgd-0: expected none, bf16, or powersgd-RANK",

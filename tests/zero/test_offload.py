@@ -221,6 +221,7 @@ def test_bytes_of_state() -> None:
     assert state_bytes(layouts, 0) == 12 * 640 + 8 * 320 + 16 * 64
     for stage in (1, 2):
         assert state_bytes(layouts, stage) == 12 * 160 + 8 * 160 + 16 * 64
+    assert state_bytes(layouts, 3) == 8 * 160 + 8 * 160 + 16 * 64, "shards are the masters"
     assert state_bytes(layouts[:2], 0, "bfloat16") == 8 * 640 + 4 * 320
     with pytest.raises(ValueError, match="state_dtype bfloat16 is for parameters of float32 or a half type, not for"):
         state_bytes(layouts, 0, "bfloat16")

@@ -433,11 +433,10 @@ def test_wrong_options_and_states_are_refused() -> None:
 
 @on_ranks(2)
 def test_an_offload_that_one_rank_cannot_make_is_refused_on_every_rank() -> None:
-    with pytest.raises(ValueError, match=r"^offload host is for stages 0, 1 and 2: expected none at stage 3$"):
-        optimizer_of(made(), 3, offload="host")
     folder = "/nowhere" if dist.get_rank() else "."
     message = "offload /nowhere is not a folder: expected none, host or a folder" if dist.get_rank() else "another rank"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "_IN_MEMORY", ())
-        with pytest.raises(ValueError, match=message):
-            optimizer_of(made(), 1, offload=folder)
+        for stage in (1, 3):
+            with pytest.raises(ValueError, match=message):
+                optimizer_of(made(), stage, offload=folder)

@@ -177,4 +177,5 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
     if options.train.offload_activations and options.train.recompute == "full":
         lines.append("The inputs of blocks are in the host's memory, but one (train.offload_activations).")
     place = {"none": "", "host": "the host's memory"}.get(options.zero.offload, "files")
-    return [*lines, *([f"Masters and moments are in {place} (zero.offload)."] if place else [])]
+    masters = "; at stage 3 the moments alone, since the shards are the masters" if max(found) == 3 else ""
+    return [*lines, *([f"Masters and moments are in {place} (zero.offload){masters}."] if place else [])]

@@ -248,7 +248,8 @@ class ZeroOptions:
     reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
     """Dtype in which gradients are reduced over ranks: float32, parameter, or gradient for that of gradient_dtype."""
     offload: Rounds[str] = "none"
-    """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk."""
+    """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk. At stage 3 that
+    is the moments."""
     compression: Alters[str] = "none"
     """Gradient compression between nodes: none, bf16, or powersgd-RANK (products of two matrices of this rank), as in
     powersgd-4. Within a node gradients are never compressed."""

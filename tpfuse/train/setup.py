@@ -234,7 +234,6 @@ def _check_zero(options: TrainCommand) -> None:
         expected = f"a number that divides the {ranks} data-parallel ranks" if zero.stage == 3 else "1 below stage 3"
         raise UserError(f"--parallel.replicas {parallel.replicas}: expected {expected}")
     for name, value, usual in (
-        ("offload", zero.offload, "none"),
         ("compression", zero.compression, "none"),
         ("gradient-dtype", zero.gradient_dtype, "float32"),
     ):
@@ -255,11 +254,12 @@ def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int)
     if zero.offload in ("none", "host"):
         return
     model = outlined(config, None, getattr(torch, options.train.dtype))
-    worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.data_ranks * parallel.cp)
+    ranks = parallel.data_ranks * parallel.cp
+    worlds: dict[Kind, int] = dict.fromkeys(KINDS, ranks // parallel.replicas)
     matrices = hidden_matrices(model) if options.optim.name == "muon" else ()
     layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES, matrices=matrices)
     with refusing("--zero."):
-        needed = state_bytes(layouts, zero.stage, options.optim.state_dtype)
+        needed = state_bytes(layouts, zero.stage if ranks > 1 else min(zero.stage, 2), options.optim.state_dtype)
         check_space(Path(zero.offload), needed * local_ranks // parallel.tp)
 
 

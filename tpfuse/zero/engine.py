@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tpfuse.choices import Accumulate, GradientDtype, MomentDtype
 from tpfuse.comm import collectives
+from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.zero.bucket_layout import BUCKET_BYTES
@@ -34,7 +35,7 @@ from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.micro_batches import RankGroups, check_gradient_dtype
 from tpfuse.zero.muon import MuonOptions
 from tpfuse.zero.muon_matrices import Rows, matrices_of
-from tpfuse.zero.offload import FileStore, state_bytes, state_store
+from tpfuse.zero.offload import FileStore, moment_dtype, state_bytes, state_store
 from tpfuse.zero.parameter_takeover import partial_gradients
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.sharded_adamw import ShardedAdamW
@@ -179,29 +180,34 @@ def adamw(
     betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. muon: the options of Muon,
     which updates the engine's `matrices`, if it has any. state_dtype: the dtype in which AdamW's moments are kept,
     "float32" (float64 for float64), or "bfloat16", rounded up or down so that they keep their expectation
-    (kernels/adamw.py); Muon's momentum is never bfloat16. offload: for stages 0 to 2: the place of moments and float32
+    (kernels/adamw.py); Muon's momentum is never bfloat16. offload: the place of moments and, below stage 3, of float32
     masters (`tpfuse.zero.offload`): "none" (the parameters' device), "host" (the host's memory) or a folder on a local
-    disk. Collective for a folder. Raise ValueError for bfloat16 moments of float64 parameters, and, on every rank, if a
-    rank cannot use the folder.
+    disk. Collective for a folder. Raise ValueError for bfloat16 moments of float64 parameters, for Muon with offload at
+    stage 3, and, on every rank, if a rank cannot use the folder.
     """
     options = {
         "betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": muon or MuonOptions(),
         "state_dtype": state_dtype,
     }  # fmt: skip
-    if isinstance(engine, FullySharded):
-        if offload != "none":
-            raise ValueError(f"offload {offload} is for stages 0, 1 and 2: expected none at stage 3")
-        return ShardedAdamW(engine, **options)  # type: ignore[arg-type]
-    problem, device = "", engine.buckets[0].values.device
+    if isinstance(engine, FullySharded) and engine.matrices and offload != "none":
+        raise ValueError(f"offload {offload} with Muon is for stages 0, 1 and 2: expected none at stage 3")
+    problem = ""
+    device = engine.device if isinstance(engine, FullySharded) else engine.buckets[0].values.device
     try:
-        layouts = [bucket.layout for bucket in engine.buckets]
-        store = state_store(offload, device, state_bytes(layouts, engine.stage, state_dtype))
+        if isinstance(engine, FullySharded):
+            shards = [local_tensor(member.sharded) for member in engine.members]
+            nbytes = sum(2 * shard.numel() * moment_dtype(state_dtype, shard.dtype).itemsize for shard in shards)
+        else:
+            nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage, state_dtype)
+        store = state_store(offload, device, nbytes)
     except ValueError as error:
         problem = str(error)
     if problem or isinstance(store, FileStore):
         failed = torch.tensor([float(bool(problem))], device=device)
         if collectives.all_reduce(failed, engine.world_group).item():
             raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
+    if isinstance(engine, FullySharded):
+        return ShardedAdamW(engine, store=None if offload == "none" else store, **options)  # type: ignore[arg-type]
     return FlatAdamW(engine, store=store, **options)  # type: ignore[arg-type]
 
 

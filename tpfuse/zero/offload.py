@@ -158,14 +158,14 @@ def moment_dtype(chosen: MomentDtype, master: torch.dtype) -> torch.dtype:
 def state_bytes(layouts: Iterable[BucketLayout], stage: int, state_dtype: MomentDtype = "float32") -> int:
     """Return the bytes of one rank's masters (for half types) and moments; all ranks have as many.
 
-    state_dtype: that of AdamW's two moments; Muon has one, in the dtype of masters. Raise ValueError as `moment_dtype`
-    does.
+    state_dtype: that of AdamW's two moments; Muon has one, in the dtype of masters. At stage 3 the shards are the
+    masters, and not counted. Raise ValueError as `moment_dtype` does.
     """
     total = 0
     for layout in layouts:
         elements, master = len(layout.shard(0)) if stage else layout.size, layout.state_dtype
         moments = master.itemsize if layout.muon else 2 * moment_dtype(state_dtype, master).itemsize
-        total += elements * (moments + (master.itemsize if layout.dtype in HALF else 0))
+        total += elements * (moments + (master.itemsize if layout.dtype in HALF and stage < 3 else 0))
     return total
 
 

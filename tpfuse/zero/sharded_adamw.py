@@ -1,4 +1,8 @@
-"""AdamW on the shards of stage 3: one update of all local shards (`tpfuse.ops.adamw`)."""
+"""AdamW on the shards of stage 3: one update of all local shards (`tpfuse.ops.adamw`).
+
+If the moments are in other memory, the host updates the shards one after another, in blocks, as those of the buckets
+(`tpfuse.zero.reducer.shard_update`). The shards of the parameters, which are the masters, stay on the device.
+"""
 
 from collections.abc import Iterator
 
@@ -10,8 +14,9 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
 from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
 from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
-from tpfuse.zero.offload import moment_dtype
+from tpfuse.zero.offload import MemoryStore, moment_dtype
 from tpfuse.zero.parameter_takeover import count_write
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
 from tpfuse.zero.shard_slices import StateRectangle
 
 
@@ -20,7 +25,8 @@ class ShardedAdamW:
 
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
     weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
-    they may be changed too. state_dtype: as for `tpfuse.zero.adamw`.
+    they may be changed too. state_dtype: as for `tpfuse.zero.adamw`. store: the memory of the moments; None for that of
+    the shards, which alone Muon knows.
     """
 
     def __init__(
@@ -32,20 +38,23 @@ class ShardedAdamW:
         weight_decay: float = 1e-2,
         muon: MuonOptions | None = None,
         state_dtype: MomentDtype = "float32",
+        store: StateStore | None = None,
     ) -> None:
         self._engine, self.betas, self.eps, self.weight_decay = engine, betas, eps, weight_decay
         self.muon = muon or MuonOptions()
-        self._step = torch.zeros((), dtype=torch.float32, device=engine.device)
-        shards = {member.name: local_tensor(member.sharded) for member in engine.members}
+        self._store, memory = store, MemoryStore(engine.device) if store is None else store
+        self._exp_avg, self._exp_avg_sq = dict[str, Tensor](), dict[str, Tensor]()
         names = {matrix.name for matrix in engine.matrices}
-        dtypes = {
-            name: shard.dtype if name in names else moment_dtype(state_dtype, shard.dtype)
-            for name, shard in shards.items()
-        }
-        self._exp_avg = {name: torch.zeros_like(shard, dtype=dtypes[name]) for name, shard in shards.items()}
-        self._exp_avg_sq = {
-            name: torch.zeros_like(shard, dtype=dtypes[name]) for name, shard in shards.items() if name not in names
-        }
+        for member in engine.members:
+            shard = local_tensor(member.sharded)
+            by_muon = member.name in names
+            dtype = shard.dtype if by_muon else moment_dtype(state_dtype, shard.dtype)
+            kinds = [("exp_avg", self._exp_avg)] + [("exp_avg_sq", self._exp_avg_sq)] * (not by_muon)
+            for kind, moments in kinds:
+                moments[member.name] = memory.tensor(kind, shard.numel(), dtype).view(shard.shape)
+        device = self._exp_avg[engine.members[0].name].device
+        self._staging = None if device == engine.device else Staging()
+        self._step = torch.zeros((), dtype=torch.float32, device=device)
         self._matrices = [member for member in engine.members if member.name in names]
         self._muon = None
         if engine.matrices:
@@ -84,6 +93,9 @@ class ShardedAdamW:
         self._muon.step(directions, masters, lr, self.weight_decay, self.muon)
 
     def _update(self, members: list[ShardedParameter], lr: float, factor: float, weight_decay: float) -> None:
+        if self._store is not None:
+            self._update_elsewhere(self._store, members, lr, factor, weight_decay)
+            return
         masters = [local_tensor(member.sharded).view(-1) for member in members]
         adamw_(
             masters,
@@ -99,6 +111,19 @@ class ShardedAdamW:
             step=self._step,
             clip=None if factor == 1.0 else factor,
         )
+
+    def _update_elsewhere(
+        self, store: StateStore, members: list[ShardedParameter], lr: float, factor: float, weight_decay: float
+    ) -> None:
+        rates = Rates(lr, *self.betas, self.eps, weight_decay, self._step, factor)
+        following: tuple[Tensor, ...] = ()
+        updates = []
+        for member in reversed(members):
+            moments = self._exp_avg[member.name].view(-1), self._exp_avg_sq[member.name].view(-1)
+            updates.append(ShardUpdate(*moments, None, len(moments[0]), rates, store, self._staging, following))
+            following = moments
+        for member, update in zip(members, reversed(updates), strict=True):
+            update.apply(member.gradient.view(-1), local_tensor(member.sharded).detach().view(-1))
 
     def publish(self) -> None:
         """Free gathered parameters after a checkpoint has changed the shards, so that the new values are gathered."""
@@ -116,7 +141,9 @@ class ShardedAdamW:
                 yield StateRectangle(member.name, kind, shape, slices, tensor, member.is_owner)  # type: ignore[arg-type]
 
     def release(self) -> None:
-        """Do nothing after a checkpoint has read the state: all of the state stays in memory."""
+        """Release the memory that is not needed after a checkpoint has read the state."""
+        if self._store is not None:
+            self._store.release()
 
     @property
     def updates(self) -> int:
