@@ -440,3 +440,12 @@ def test_an_offload_that_one_rank_cannot_make_is_refused_on_every_rank() -> None
         for stage in (1, 3):
             with pytest.raises(ValueError, match=message):
                 optimizer_of(made(), stage, offload=folder)
+
+
+@on_ranks(2)
+def test_the_dtype_of_the_moments_is_an_argument() -> None:
+    for stage in (2, 3):
+        state = optimizer_of(made(torch.float32), stage, state_dtype="bfloat16").state_dict()["state"]
+        assert {x.dtype for name, x in state.items() if name.startswith("exp_avg")} == {torch.bfloat16}
+        with pytest.raises(ValueError, match=r"^state_dtype bfloat16 is for .*, not for float64$"):
+            optimizer_of(made(torch.float64), stage, state_dtype="bfloat16")

@@ -57,7 +57,8 @@ class CopyStream:
 
     def record(self) -> torch.cuda.Event:
         """Return the end of the copies until now."""
-        return self._stream.record_event()
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Let the current stream wait until copies have passed an event."""
