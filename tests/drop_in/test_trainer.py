@@ -409,40 +409,42 @@ def test_the_first_rank_pushes_whole_weights(tmp_path: Path) -> None:
     assert {name: tuple(x.shape) for name, x in load_file(tmp_path / "model.safetensors").items()} == shapes
 
 
-def _adapted(folder: Path, layout: tuple[int, int, int] | None, resume: Path | None = None) -> dict[str, Any]:
-    """Train adapters of PEFT, by transformers' Trainer if there is no layout; return losses, norms and adapters."""
+def _adapted(folder: Path, stage: int | None, resume: Path | None = None) -> dict[str, Any]:
+    """Train adapters of PEFT, by transformers' Trainer if there is no stage; return losses, norms and adapters."""
     import peft
     from transformers import Trainer
 
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     model: Any = peft.get_peft_model(decoder(FAMILY, torch.float32), config)
-    if layout is None:
+    if stage is None:
         data = _data()
         trainer = Trainer(model, _arguments(folder, 1), train_dataset=data, eval_dataset=data[:5])
     else:
-        trainer = _trainer(folder, layout, 2, model)
+        trainer = _trainer(folder, (2, 2, 1), stage, model)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     rows = {kind: [row[kind] for row in trainer.state.log_history if kind in row] for kind in KINDS}
     trained = {name: gather_whole(p.detach()).clone() for name, p in model.named_parameters() if p.requires_grad}
     return rows | {"weights": trained}
 
 
-def _adapted_on_ranks(folder: Path, resume: Path | None = None) -> dict[str, Any]:
+def _adapted_on_ranks(folder: Path, stage: int, resume: Path | None = None) -> dict[str, Any]:
     with _torchrun():
-        return _adapted(folder, (2, 2, 1), resume)
+        return _adapted(folder, stage, resume)
 
 
 @pytest.mark.exhaustive
 def test_adapters_train_and_resume_as_in_one_process(tmp_path: Path) -> None:
     expected = _adapted(tmp_path / "one", None)
-    for found in pool(4).run(_adapted_on_ranks, tmp_path / "four"):
-        _agree(expected, found)
     saved = f"checkpoint-{SAVED}"
-    for found in pool(4).run(_adapted_on_ranks, tmp_path / "again", tmp_path / "four" / saved):
+    for found in pool(4).run(_adapted_on_ranks, tmp_path / "four", 2):
         _agree(expected, found)
-    one, four = (load_file(tmp_path / name / saved / "adapter_model.safetensors") for name in ("one", "four"))
-    assert one.keys() == four.keys() and all((four[name] - x).abs().max() < 1e-6 for name, x in one.items())
+    for found in pool(4).run(_adapted_on_ranks, tmp_path / "again", 3, tmp_path / "four" / saved):
+        _agree(expected, found)
+    for name, step in (("four", SAVED), ("again", STEPS)):
+        files = (tmp_path / each / f"checkpoint-{step}" / "adapter_model.safetensors" for each in ("one", name))
+        one, found = map(load_file, files)
+        assert one.keys() == found.keys() and all((found[name] - x).abs().max() < 1e-6 for name, x in one.items())
 
 
 def _dropped(folder: Path, resume: Path | None) -> list[float]:

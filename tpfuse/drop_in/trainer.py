@@ -32,7 +32,7 @@ from transformers import Trainer, TrainingArguments
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.mesh import default_group, rank_and_size, shown
-from tpfuse.drop_in.huggingface import outermost, takes_labels
+from tpfuse.drop_in.huggingface import check_release, outermost, takes_labels
 from tpfuse.drop_in.parallelize import parallelize, share_generators
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.drop_in.weights import agreement, is_persistent, offer_save_pretrained
@@ -72,6 +72,7 @@ class ParallelTrainer(Trainer):
         if not isinstance(model, nn.Module) or not isinstance(args, TrainingArguments):
             given = f"{shown(model)} and {shown(args)}"
             raise ValueError(f"ParallelTrainer got {given}: expected the model (no model_init) and TrainingArguments")
+        check_release()
         device = args.device.type  # it starts the process group, if nobody has
         if mesh is None and default_group() is not None:
             mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -82,7 +83,7 @@ class ParallelTrainer(Trainer):
         data = mesh["dp"] if mesh is not None and "dp" in names else None
         self._data_group = None if data is None or data.size() == 1 else data.get_group()
         self._data_rank, self._data_ranks = rank_and_size(self._data_group)
-        self._zero: ZeroOptimizer | None = None
+        self._zero: ZeroOptimizer  # `create_optimizer` makes it
         model.__dict__["trained_by_all_ranks"] = True  # plain trainers refuse parallelized models without it
         try:
             with self._agreed("ParallelTrainer"):
@@ -248,7 +249,7 @@ class ParallelTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the ZeroOptimizer, which is made in the first call."""
-        if self._zero is not None:
+        if self.optimizer is not None:
             return cast(torch.optim.Optimizer, self.optimizer)
         args, model = self.args, self.model
         assert isinstance(model, nn.Module)
@@ -271,14 +272,9 @@ class ParallelTrainer(Trainer):
         )
         return self._zero
 
-    @property
-    def _engine_optimizer(self) -> ZeroOptimizer:
-        assert self._zero is not None
-        return self._zero
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._engine_optimizer.zero_grad()
+        self._zero.zero_grad()
         return prepared
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -291,17 +287,17 @@ class ParallelTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Return the loss of a micro-batch, after its backward pass."""
-        zero = self._engine_optimizer
+        zero = self._zero
         if not zero.engine.accumulating:
             zero.zero_grad()
         with nullcontext() if self.accelerator.sync_gradients else zero.no_sync():
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self._engine_optimizer.clip_grad_norm_(self.args.max_grad_norm)
+        return self._zero.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self._engine_optimizer.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
+        return self._zero.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._follow_first_rank()
@@ -363,7 +359,7 @@ class ParallelTrainer(Trainer):
     def _shards(self) -> dict[str, list[Shard]]:
         """Return this rank's trained parameters or masters, their moments, and the persistent buffers."""
         shards: dict[str, list[Shard]] = {}
-        for piece in self._engine_optimizer._adamw.rectangles():
+        for piece in self._zero._adamw.rectangles():
             shard = Shard(piece.shape, piece.slices, piece.tensor, piece.is_owner)
             shards.setdefault(f"{piece.kind}.{piece.name}", []).append(shard)
         model = cast(nn.Module, self.model)
@@ -374,7 +370,7 @@ class ParallelTrainer(Trainer):
         return shards
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        zero, folder, first = self._engine_optimizer, Path(output_dir), self.is_world_process_zero()
+        zero, folder, first = self._zero, Path(output_dir), self.is_world_process_zero()
         with self._agreed(f"saving in {folder}"):
             if first and (folder / "optimizer").exists():  # of an earlier run with this output_dir
                 shutil.rmtree(folder / "optimizer")
@@ -420,7 +416,7 @@ class ParallelTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        zero = self._engine_optimizer
+        zero = self._zero
         state = self._load_shards(checkpoint, ("",))
         for group, saved in zip(zero.param_groups, state["param_groups"], strict=True):
             group.update({**saved, "betas": tuple(saved["betas"])})
@@ -437,7 +433,7 @@ class ParallelTrainer(Trainer):
                 saved.load({name: held for name, held in self._shards().items() if name.startswith(prefixes)})
             except CheckpointError as error:
                 raise ValueError(f"{checkpoint} is damaged: {error}") from None
-        self._engine_optimizer._adamw.publish()
+        self._zero._adamw.publish()
         return cast(dict[str, Any], saved.state)
 
     def _load_best_model(self) -> None:
