@@ -101,7 +101,11 @@ def calls(layout: Layout) -> tuple[Counter[torch.Size], int]:
 
     with mock.patch.object(muon, "orthogonalised", counted):
         trained("gpt", layout, 3, CLIP, MUON, "auto")
-    held = adamw(engine_of("gpt", layout, muon=MUON)[1])._muon
+    engine = engine_of("gpt", layout, muon=MUON)[1]
+    if layout.stage == 3:
+        with pytest.raises(ValueError, match="offload host with Muon is for stages 0, 1 and 2: expected none"):
+            adamw(engine, offload="host")
+    held = adamw(engine)._muon
     assert held is not None
     elements = Counter[int]()
     for part in held._parts:
