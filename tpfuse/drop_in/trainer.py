@@ -250,7 +250,7 @@ class ParallelTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the ZeroOptimizer, which is made in the first call."""
         if self.optimizer is not None:
-            return cast(torch.optim.Optimizer, self.optimizer)
+            return self.optimizer
         args, model = self.args, self.model
         assert isinstance(model, nn.Module)
         theirs = set(self.get_decay_parameter_names(model))
