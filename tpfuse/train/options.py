@@ -148,8 +148,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW, which decays matrices only, or Muon, and the learning rate. Lengths are steps, or tokens as in
-    375e6tokens."""
+    """AdamW, which decays matrices only, or Muon; the learning rate. Lengths are steps, or tokens as in 375e6tokens."""
 
     name: Alters[Literal["adamw", "muon"]] = "adamw"
     """Optimizer: adamw, or muon for the matrices of the blocks, with adamw for all other parameters."""

@@ -15,9 +15,10 @@ computes: bfloat16, as in torch.optim.Muon, or float64 for parameters in float64
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -171,9 +172,11 @@ class Muon:
         for other, regions in enumerate(held):
             for region in regions:
                 holders.setdefault(region, []).append(other)
+        found = Counter[int]()
+        for number, slices in holders:
+            found[number] += _size(slices)
         for number, matrix in enumerate(self._matrices):
-            found = sum(_size(slices) for index, slices in holders if index == number)
-            assert found == math.prod(matrix.shape), f"{matrix.name}: ranks hold {found} elements of {matrix.shape}"
+            assert found[number] == math.prod(matrix.shape), f"{matrix}: ranks hold {found[number]} elements of it"
         source = {
             region: self.owners[region[0]] if self.owners[region[0]] in ranks else ranks[region[0] % len(ranks)]
             for region, ranks in holders.items()
@@ -262,14 +265,14 @@ class Muon:
 
 def _owners(matrices: Sequence[HiddenMatrix], held: list[list[_Region]]) -> list[int]:
     """Return the owner of each matrix: the rank with the least work so far, and then the largest part of the matrix."""
-    parts: list[Any] = [dict[int, int]() for _ in held]
+    parts = [Counter[int]() for _ in held]
     for rank, regions in enumerate(held):
         for number, slices in regions:
-            parts[rank][number] = parts[rank].get(number, 0) + _size(slices)
+            parts[rank][number] += _size(slices)
     owners, work = [0] * len(matrices), [0] * len(held)
     costs = [_cost(*matrix.shape) for matrix in matrices]
     for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
-        owner = min(range(len(held)), key=lambda rank: (work[rank], -parts[rank].get(number, 0)))
+        owner = min(range(len(held)), key=lambda rank: (work[rank], -parts[rank][number]))
         owners[number] = owner
         work[owner] += costs[number]
     return owners

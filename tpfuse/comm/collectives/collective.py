@@ -169,9 +169,8 @@ def start_all_to_all(
 
     counts: the elements for each rank and those from each rank, in flat x and out; None if all are equally many.
     """
-    to, of = counts or (None, None)
-    flat, splits = (out.view(-1), x.view(-1)), {"output_split_sizes": of, "input_split_sizes": to}
-    work = dist.all_to_all_single(*flat, **splits, group=group, async_op=True)
+    sizes = () if counts is None else counts[::-1]  # torch takes what is received first
+    work = dist.all_to_all_single(out.view(-1), x.view(-1), *sizes, group=group, async_op=True)
     return CollectiveHandle("all_to_all", group, work)
 
 
