@@ -87,15 +87,20 @@ def test_zero_shards_the_optimizer_and_gathers() -> None:
     assert three.data > 0
 
 
-def test_accumulated_gradients_are_reduced_once_and_stage_3_gathers_for_each_micro_batch_without_a_pipeline() -> None:
+def test_stage_2_reduces_each_micro_batch_or_whole_gradients_once_and_stage_3_gathers_for_each_without_a_pipeline() -> (
+    None
+):
     alone = replace(TPFUSE, overlap_dp=False)
-    for options, grows in (
-        ({"zero": 0}, False),
-        ({"zero": 2}, False),
-        ({"zero": 3}, True),
-        ({"zero": 3, "pp": 2}, False),
+    whole = replace(alone, accumulate="whole")
+    for program, options, grows in (
+        (alone, {"zero": 1}, False),
+        (whole, {"zero": 2}, False),
+        (alone, {"zero": 2}, True),
+        (whole, {"zero": 3}, True),
+        (whole, {"zero": 3, "pp": 2}, False),
+        (alone, {"zero": 3, "pp": 2}, True),
     ):
-        few, many = (_times(alone, dp=8, batch=8 * count, **options).data for count in (4, 16))
+        few, many = (_times(program, dp=8, batch=8 * count, **options).data for count in (4, 16))
         assert (many > 2 * few) if grows else (many == pytest.approx(few)), options
 
 

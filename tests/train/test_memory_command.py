@@ -26,7 +26,7 @@ def _table(text: str) -> dict[str, list[int]]:
     return {row[0]: [int(x.replace(",", "")) for x in row[3::3]] for row in rows if len(row) > 3 and row[2] == "GiB"}
 
 
-def test_the_table_of_a_preset(commands: Commands) -> None:
+def test_the_table_of_a_preset(tmp_path: Path, commands: Commands) -> None:
     out = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60")
     assert out.startswith("gpt2-124m: 124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 8\n")
     assert "micro-batches of 60 x 1024 tokens, 1 in each step; recompute none" in out
@@ -40,7 +40,14 @@ def test_the_table_of_a_preset(commands: Commands) -> None:
     for column in zip(*table.values(), strict=True):
         assert sum(column[:6]) == column[6]
     several = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15")
-    assert "Gradients are whole at stages 2 and 3 too, since 4 micro-batches are accumulated" in several
+    assert "At stages 2 and 3 4 micro-batches are added up in shards: each one is reduced" in several
+    assert _table(several)["gradients"] == table["gradients"]
+    file = tmp_path / "whole.toml"
+    file.write_text('[zero]\naccumulate = "whole"\n[train]\nbatch = 480\n[model]\npreset = "gpt2-124m"\n')
+    whole = commands.do("memory", file, "--ranks", "8", "--micro-batch", "15")
+    assert "added up in whole gradients, which are reduced once" in whole
+    more = [b - a for a, b in zip(table["gradients"], _table(whole)["gradients"], strict=True)]
+    assert more[:2] == [0, 0] and min(more[2:]) > 3 * n, "float32, less what is not sent yet"
 
 
 def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, commands: Commands) -> None:

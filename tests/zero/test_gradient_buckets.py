@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.meshes import mesh_of, tensor_mesh
+from tpfuse import explain
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.kernels.launch import multiprocessors, recording
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -142,6 +143,22 @@ def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     assert half.buckets[0].reducer.gradient_buffer(0).dtype == dtype
 
 
+def test_gradients_accumulate_whole_under_compression_and_the_engine_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for options, line in (
+        ({}, "ZeRO stage 2 (one rank): micro-batches add up in shards, each one when it is reduced"),
+        ({"accumulate": "whole"}, "ZeRO stage 2 (one rank): micro-batches add up in whole gradients"),
+        (
+            {"compression": Bf16Compression()},
+            "ZeRO stage 2 (gradients accumulate whole, since compression is that of a step's sum, one rank):"
+            " micro-batches add up in whole gradients",
+        ),
+    ):
+        explain(shard(nn.Linear(2, 2), stage=2, **options))  # type: ignore[arg-type]
+        assert capsys.readouterr().out == line + "\n"
+
+
 def test_buckets_hold_one_dtype_each() -> None:
     model = nn.Sequential(nn.Linear(9, 9, dtype=torch.float32), nn.Linear(9, 9, dtype=torch.bfloat16))
     before = [p.detach().clone() for p in model.parameters()]
@@ -195,6 +212,12 @@ def test_bad_arguments_are_refused() -> None:
             "^replicas 2: expected a number that divides the 1 data-parallel",
         ),
         (layer, mesh, {"replicas": 2}, "^shard: replicas is not for stage 0: expected stage 3$"),
+        (
+            layer,
+            mesh,
+            {"stage": 2, "accumulate": "float32"},
+            "^shard: accumulate is 'float32': expected \"sharded\" or",
+        ),
         (layer, mesh, {"stage": 3, "gradient_dtype": "parameter"}, "gradient_dtype is not for stage 3: expected"),
         (layer, mesh, {"stage": 3, "compression": Bf16Compression()}, "compression is not for stage 3: expected stage"),
         (nn.Linear(2, 2).requires_grad_(False), mesh, {}, "no parameter that requires a gradient"),

@@ -45,7 +45,7 @@ class Explained(Protocol):
 
 @runtime_checkable
 class ExplainedTraining(Protocol):
-    """What trains a model in a way of its own, such as `tpfuse.Pipeline`, and explains it."""
+    """What trains a model in a way of its own, as a `tpfuse.Pipeline` and the engines of `tpfuse.zero` do."""
 
     model: nn.Module
 
@@ -119,8 +119,9 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     it is tried. After a forward pass with gradients, a warning follows for each parameter that saw a part of the
     activations alone, and whose gradient nothing sums over the ranks (`tpfuse.layers.partial_gradients`).
 
-    model: a module, or a `tpfuse.Pipeline`. The first rank prints the stages of a pipeline before the layers of its own
-    stages, which it prints if there are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
+    model: a module, a `tpfuse.Pipeline`, or an engine of `tpfuse.zero`. The first rank prints the stages of a pipeline,
+    or how the engine exchanges and keeps gradients, before the layers; in a pipeline those of its own stages, if there
+    are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
     """
     if isinstance(model, ExplainedTraining):
         lines, layer_plans = model.explanation(), plans(model.model)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tpfuse.choices import Balance, Implementation, PipelineSchedule, Recompute, Schedule
+from tpfuse.choices import Accumulate, Balance, Implementation, PipelineSchedule, Recompute, Schedule
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ class TrainingProgram:
     overlap_tp: bool = True
     # The fraction of the ideal overlap that is achieved.
     hidden_share: float = HIDDEN_SHARE
-    # Whether gradients are reduced while the last micro-batch's backward pass computes, and parameters of ZeRO's stage
-    # 3 gathered ahead.
+    # Whether gradients are reduced while backward passes compute, and parameters of ZeRO's stage 3 gathered ahead.
     overlap_dp: bool = True
     # Operators that the host issues for a block's forward pass, and again for its backward pass.
     block_operators: int = 16
@@ -170,6 +169,8 @@ class TrainingProgram:
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     reduce_bytes: int = 4
+    # What a rank keeps of the gradients of earlier micro-batches at stages 2 and 3 of ZeRO.
+    accumulate: Accumulate = "sharded"
     # The bytes of an element that a product takes or returns under autocast; 0 without it: those of a parameter.
     autocast_bytes: int = 0
     # Whether kernels of Triton compute, or torch's, which keep masks of dropout and statistics in the dtype of x.

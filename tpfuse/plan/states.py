@@ -8,11 +8,11 @@
 | moments    | two, whole    | two of shards | two of shards                    | two of shards                     |
 | buffers    |               |               | up to three gradient buffers     | gathered units, one that is sent  |
 
-Parameters of a half type have float32 masters, and moments may be bfloat16. With several micro-batches, stages 2 and 3
-also hold whole gradients, because only the last micro-batch communicates. A bucket of one rank is held as at stage 1,
-as one shard. The shapes of a block and of the parts outside the blocks give the buckets (`tpfuse.zero.bucket_layout`),
-with their padding. If Muon updates the matrices of the blocks, these have one moment, in float32, and buckets of their
-own.
+Parameters of a half type have float32 masters, and moments may be bfloat16. If several micro-batches accumulate whole,
+stages 2 and 3 also hold whole gradients; those of parameters that both ends of a pipeline share do so at stage 2 in any
+case. A bucket of one rank is held as at stage 1, as one shard. The shapes of a block and of the parts outside the
+blocks give the buckets (`tpfuse.zero.bucket_layout`), with their padding. If Muon updates the matrices of the blocks,
+these have one moment, in float32, and buckets of their own.
 
 The count has the buffers that exist during a whole step and, for buffers that come and go, the largest amount that
 exists at the same time. ZeRO: arXiv:1910.02054.
@@ -88,7 +88,8 @@ def states(
             parameters += count * size * parameter
             optimizer += count * (size if stage == 0 else size // world) * moments
             gradients += count * (size // world * state if stage == 2 else size * program.gradient_bytes)
-            if stage == 2 and accumulating:  # the gradients that are not sent yet are in this buffer
+            # The gradients that are not sent yet are in a buffer, or they wait for their bucket's turn.
+            if stage == 2 and accumulating and (program.accumulate == "whole" or group == "tied"):
                 gradients += count * size * program.gradient_bytes
             elif stage == 2:
                 unsent = max(unsent, elements * parameter)
@@ -125,7 +126,9 @@ def _fully_sharded(
     gathered = (rest_shard + (part.blocks if pipelined else min(2, part.blocks)) * block_shard) * world
     if world == 1:
         gathered = whole if parameter < state else 0
-    gradients = shard * state + max(block, rest) * parameter + (whole * sent if accumulating else 0)
+    gradients = shard * state + max(block, rest) * parameter
+    if accumulating and program.accumulate == "whole":
+        gradients += whole * sent
     buffers = gathered * parameter + max(block_shard, rest_shard) * world * sent
     _, matrices = _unit(tuple(shape for _, shape in _block(sizes, tp, True) if len(shape) > 1), world)
     by_muon = part.blocks * matrices * program.muon

@@ -288,8 +288,11 @@ def _update(
     gradients, last = parameters * program.gradient_bytes, one * program.gradient_bytes
     across = partial(communication.grouped, ranks=ranks, stride=stride, cluster=cluster, reduce=layout.zero == 0)
     whole, end = across(gradients), across(last)
-    # Micro-batches are accumulated, and only the last one communicates.
     data = communication.hidden_rest(whole, backward, end) if program.overlap_dp else whole
+    if layout.zero > 1 and program.accumulate == "sharded":  # the earlier micro-batches communicate too
+        behind = forward + backward  # the next micro-batch computes meanwhile
+        each = communication.hidden_rest(whole, behind, 0.0) if program.overlap_dp else whole
+        data += (layout.micro_batches - 1) * each
     if layout.zero:
         gather, start = (across(each * program.parameter_bytes) for each in (parameters, one))
         # Stage 3 gathers for each pass of a micro-batch; in a pipeline once in a step (`tpfuse.zero.fully_sharded`).

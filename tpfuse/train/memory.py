@@ -28,6 +28,10 @@ from tpfuse.train.tokenizer import build_tokenizer
 
 _KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "workspace", "total")
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # the vocabulary sizes of tokenizers that need no file
+_ACCUMULATED = {
+    "sharded": "shards: each one is reduced (--zero.accumulate whole reduces once, in whole gradients)",
+    "whole": "whole gradients, which are reduced once",
+}
 _EXACT = 0.01  # the share by which a rank's parameters may differ from the formula's
 
 
@@ -173,7 +177,8 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
     ]
     count = layout_of(options).micro_batches
     if count > 1 and max(found) >= 2:
-        lines.append(f"Gradients are whole at stages 2 and 3 too, since {count} micro-batches are accumulated.")
+        held = _ACCUMULATED[program_of(options, config.n_head).accumulate]
+        lines.append(f"At stages 2 and 3 {count} micro-batches are added up in {held}.")
     if options.train.offload_activations and options.train.recompute == "full":
         lines.append("The inputs of blocks are in the host's memory, but one (train.offload_activations).")
     place = {"none": "", "host": "the host's memory"}.get(options.zero.offload, "files")

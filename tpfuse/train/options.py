@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeVar
 from tyro.conf import Positional, arg
 
 from tpfuse.choices import (
+    Accumulate,
     Balance,
     GradientDtype,
     Implementation,
@@ -246,6 +247,9 @@ class ZeroOptions:
     """Dtype in which gradients accumulate: float32, or parameter for the parameters' dtype. Stage 3: float32 only."""
     reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
     """Dtype in which gradients are reduced over ranks: float32, parameter, or gradient for that of gradient_dtype."""
+    accumulate: Rounds[Accumulate] = "sharded"
+    """Gradients of earlier micro-batches that a rank keeps at stages 2 and 3: sharded (its shard of their sum: each
+    micro-batch is reduced) or whole (all: one reduction in a step, for four bytes a parameter)."""
     offload: Rounds[str] = "none"
     """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk. At stage 3 that
     is the moments."""

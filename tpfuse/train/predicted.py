@@ -120,6 +120,7 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
         TPFUSE,
         parameter_bytes=size,
         gradient_bytes=gradients,
+        accumulate=zero.accumulate if zero.compression == "none" or zero.stage == 3 else "whole",
         reduce_bytes=gradients if zero.reduce_dtype == "gradient" else widths[zero.reduce_dtype],
         autocast_bytes=0 if train.autocast == "none" else getattr(torch, train.autocast).itemsize,
         half_moments=options.optim.state_dtype == "bfloat16",

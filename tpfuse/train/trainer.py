@@ -170,6 +170,7 @@ class Trainer:
             shared=None if self.runner is None else self.runner.shared_parameters(self.model, tied),
             gradient_dtype=zero.gradient_dtype,
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
+            accumulate=zero.accumulate,
             compression=self.compression,
             matrices=hidden_matrices(self.model) if self.options.optim.name == "muon" else None,
         )

@@ -114,7 +114,6 @@ def shard(
     for name, given, usual, stages in (
         ("replicas", replicas, 1, (3,)),
         ("gradient_dtype", gradient_dtype, "float32", (0, 1, 2)),
-        ("accumulate", accumulate, "sharded", (2, 3)),
         ("compression", compression, None, (0, 1, 2)),
     ):
         if given != usual and stage not in stages:

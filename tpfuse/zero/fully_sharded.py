@@ -112,7 +112,7 @@ class FullySharded(MicroBatches):
         matrices: Sequence[HiddenMatrix] = (),
     ) -> None:
         super().__init__(model)
-        self.accumulate = accumulate
+        self.stage, self.accumulate, self.reasons = 3, accumulate, ["fully_shard"]
         self.traffic = Traffic()
         self.world_group, self.stage_group, self.matrices = groups.world, groups.stage, matrices
         units = list(units)

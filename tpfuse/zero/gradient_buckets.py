@@ -131,6 +131,8 @@ class GradientBuckets(MicroBatches):
             {matrix.name for matrix in matrices},
         )
         self.reasons: list[str] = []
+        if stage == 2 and accumulate != self.accumulate:
+            self.reasons.append("gradients accumulate whole, since compression is that of a step's sum")
         self.buckets = self._open(layouts, group_of, local_tensor(first).device)
         sharded = self.accumulate == "sharded"
         self._in_passes = [bucket for bucket in self.buckets if not sharded or bucket.shards_gradients]

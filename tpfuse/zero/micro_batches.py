@@ -51,7 +51,9 @@ class MicroBatches(ABC):
     stage_group: dist.ProcessGroup | None  # the ranks with the same layers, which share the matrices of Muon
     matrices: Sequence[HiddenMatrix] = ()  # those that Muon updates
     compression: Compression | None = None  # of the gradients that are sent between nodes
+    stage: int  # of ZeRO
     accumulate: Accumulate  # "sharded": every backward pass is reduced; "whole": the last one of a step
+    reasons: list[str]  # what exchanges gradients and parameters, and why
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,6 +126,11 @@ class MicroBatches(ABC):
         whenever they wait for each other: if one of them waited for gradients of a later pass, that pass might wait,
         through other ranks of the pipeline, for what the first one has not sent yet. Raise PeerTimeout.
         """
+
+    def explanation(self) -> list[str]:
+        """Return the line that `tpfuse.explain` prints of the engine, before those of the model's layers."""
+        place = "shards, each one when it is reduced" if self.accumulate == "sharded" else "whole gradients"
+        return [f"ZeRO stage {self.stage} ({', '.join(dict.fromkeys(self.reasons))}): micro-batches add up in {place}"]
 
     def _check_parameters(self) -> None:
         """Raise ValueError unless the model has the parameters that the engine has taken, in the engine's memory."""
