@@ -1,6 +1,6 @@
 """Time ZeRO on CPU ranks: training steps and updates by tpfuse, by torch over Gloo, and alone, alternately.
 
-    python -m benchmarks.bench_zero [--worlds 2 4] [--rounds 9] [--quick] [training update]
+    python -m benchmarks.bench_zero [--worlds 2 4] [--rounds 9] [--quick] [training accumulation update]
 
 training: a step of a GPT of 6 layers x 768 (12 heads, 43M parameters, float32) on bytes, 4 sequences of 64 tokens on
 every rank, one thread each, AdamW, gradients clipped (`benchmarks.zero_training`):
@@ -12,6 +12,9 @@ every rank, one thread each, AdamW, gradients clipped (`benchmarks.zero_training
     DDP            DistributedDataParallel and AdamW
     DDP + ZeRO     DistributedDataParallel and ZeroRedundancyOptimizer of AdamW
     fully_shard    by blocks, with reshard_after_forward=False, and AdamW
+
+accumulation: such a step in four micro-batches of one sequence, at stages 2 and 3, with whole gradients and with shards
+of them between micro-batches.
 
 update: an update of 50M float32 parameters, from whole gradients on every rank to new parameters on every rank
 (`benchmarks.zero_update`).
@@ -34,6 +37,7 @@ from tpfuse.train.hardware import keep_freed_memory
 
 SUBJECTS: dict[str, tuple[Training | Update, Training | Update]] = {  # (the full subject, the subject of --quick)
     "training": (Training(), Training(2, 48, 4, 16, 2)),
+    "accumulation": (Training(micro_batches=4), Training(2, 48, 4, 16, 4, 4)),
     "update": (Update(), Update(2, 48)),
 }
 
@@ -92,7 +96,10 @@ def main() -> None:
     """Print tables, keep them unless they are quick ones, and print the figures."""
     parser = Parser(__doc__)
     parser.add_argument(
-        "subjects", nargs="*", metavar="training|update", help="measure only these subjects (default: both)"
+        "subjects",
+        nargs="*",
+        metavar="training|accumulation|update",
+        help="measure only these subjects (default: both)",
     )
     parser.option("--worlds", [2, 4], "numbers of ranks to measure")
     parser.option("--rounds", 9, "number of rounds")

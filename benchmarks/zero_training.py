@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cpu_ranks import Call, whole
 from benchmarks.harness import OURS
+from tpfuse.choices import Accumulate
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -47,13 +48,14 @@ Step = Callable[[int], float]  # number of the step -> norm of the gradient befo
 
 @dataclass(frozen=True)
 class Training:
-    """A GPT on bytes, and the batch of one rank."""
+    """A GPT on bytes, and the batch of one rank. With several micro-batches the candidates are `ACCUMULATING`."""
 
     n_layer: int = 6
     n_embd: int = 768
     n_head: int = 12
     tokens: int = 64
     sequences: int = 4
+    micro_batches: int = 1
 
     def model(self) -> GPT:
         """Return the model, always with the same weights."""
@@ -61,10 +63,15 @@ class Training:
         initialize(model, 1)
         return model
 
-    def loss(self, model: nn.Module, number: int, ranks: Sequence[int], share: float = 1.0) -> Tensor:
-        """Return the mean over the tokens of these ranks in step `number`, times a share."""
+    def loss(
+        self, model: nn.Module, number: int, ranks: Sequence[int], share: float = 1.0, part: int | None = None
+    ) -> Tensor:
+        """Return the mean over the tokens of these ranks in step `number`, times a share; part: a micro-batch of it."""
         ids = torch.cat([self._batch(number, rank) for rank in ranks])
-        loss: Tensor = model(ids[:, :-1], ids[:, 1:], loss_weight=share / (len(ids) * self.tokens))
+        weight = share / (len(ids) * self.tokens)
+        if part is not None:
+            ids = ids.chunk(self.micro_batches)[part]
+        loss: Tensor = model(ids[:, :-1], ids[:, 1:], loss_weight=weight)
         return loss
 
     def _batch(self, number: int, rank: int) -> Tensor:
@@ -75,7 +82,7 @@ class Training:
         """Return a checked step of each candidate, the baseline first. Every rank must call it."""
         together, own = _plain(self, range(dist.get_world_size())), _plain(self, [dist.get_rank()])
         calls: dict[str, Call] = {}
-        for name, make in CANDIDATES.items():
+        for name, make in (CANDIDATES if self.micro_batches == 1 else ACCUMULATING).items():
             model = self.model()
             step = make(self, model)
             norms = [step(number) for number in range(CHECKED)]
@@ -98,9 +105,9 @@ def _alone(subject: Training, model: GPT) -> Step:
     return _engine_step(subject, model, *engine_of(model, 0, None), None)
 
 
-def _stage_3(subject: Training, model: GPT) -> Step:
+def _by_mesh(stage: int, accumulate: Accumulate, subject: Training, model: GPT) -> Step:
     mesh = build_mesh("cpu", dp=dist.get_world_size(), tp=1)
-    engine = shard(model, mesh, stage=3, units=model.transformer.h)
+    engine = shard(model, mesh, stage=stage, units=model.transformer.h, accumulate=accumulate)
     return _engine_step(subject, model, engine, adamw(engine, weight_decay=DECAY, **RATES), dist.group.WORLD)
 
 
@@ -114,8 +121,9 @@ def _engine_step(
     rank, share = dist.get_rank(), 1.0 if group is None else 1 / group.size()
 
     def step(number: int) -> float:
-        engine.start(last=True)
-        subject.loss(model, number, [rank], share).backward()  # type: ignore[no-untyped-call]
+        for part in range(subject.micro_batches):
+            engine.start(last=part == subject.micro_batches - 1)
+            subject.loss(model, number, [rank], share, part).backward()  # type: ignore[no-untyped-call]
         engine.finish()
         norm = float(collectives.all_reduce(engine.squared_norm(), group)) ** 0.5
         optimizer.step(LR, min(1.0, CLIP / (norm + 1e-6)))
@@ -173,10 +181,14 @@ def _fully_shard(subject: Training, model: GPT) -> Step:
 CANDIDATES: dict[str, Callable[[Training, GPT], Step]] = {
     ALONE: _alone,
     **{name: partial(_buckets, stage) for stage, name in enumerate(STAGES[:3])},
-    STAGES[3]: _stage_3,
+    STAGES[3]: partial(_by_mesh, 3, "sharded"),
     DDP: _data_parallel,
     ZERO: _zero_redundancy,
     SHARD: _fully_shard,
+}
+ACCUMULATING: dict[str, Callable[[Training, GPT], Step]] = {
+    f"{STAGES[stage]}, {accumulate}": partial(_by_mesh, stage, accumulate)
+    for stage, accumulate in ((2, "whole"), (2, "sharded"), (3, "whole"), (3, "sharded"))
 }
 
 

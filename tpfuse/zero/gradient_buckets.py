@@ -204,7 +204,7 @@ class GradientBuckets(MicroBatches):
             return
         if self.accumulate == "sharded" and not self._in_pass and not self._ends_with_pass and in_backward():
             # What a caller hands over outside of a backward pass (`start`) is reduced by the next `start` or `finish`.
-            Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_pass)
             self._ends_with_pass = True
         if self._turns and bucket is self._turns[0]:
             bucket.copy_waiting()  # so that its memory is free for the next gradients

@@ -50,9 +50,9 @@ class _Counters:
 
 
 class _Turn(NamedTuple):
-    """A reduction of bucket `index`, by its place in a step: at stages 0 and 1 that of the bucket."""
+    """A reduction of a bucket, by its place in a step: at stages 0 and 1 that of the bucket."""
 
-    index: int
+    bucket: int
     again: bool  # whether its sum is added to what earlier ones of the bucket have left in `_separate_sums`
     more: bool
 
@@ -178,7 +178,7 @@ class DirectReducer(GradientReducer):
 
     def _wait_until_read(self, turn: int) -> None:
         """Wait until every rank has read the gradients of a turn. `begin` has checked what the last step left."""
-        op = f"buffer of bucket {self._turns[turn].index}"
+        op = f"buffer of bucket {self._turns[turn].bucket}"
         with self.memory.guard(op):
             self._wait_for_peers("buckets_reduced", self._buckets_before + turn + 1, op)
 

@@ -100,7 +100,7 @@ class FusedReducer(DirectReducer):
     def _wait_until_read(self, turn: int) -> None:
         """Do nothing: the next turn's sum is already on the stream and ends after all ranks have read this one."""
         if len(self._gradient_buffers) == 1:
-            self.memory.barrier(f"buffer of bucket {self._turns[turn].index}")
+            self.memory.barrier(f"buffer of bucket {self._turns[turn].bucket}")
 
     def _sum_part(self, turn: int) -> Tensor:
         index, again, _ = self._turns[turn]

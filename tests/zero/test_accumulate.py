@@ -1,0 +1,94 @@
+"""Between micro-batches, stages 2 and 3 keep shards of gradients, and no more bytes of them than `fully_shard`."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tests.support.meshes import mesh_of
+from tpfuse.choices import Accumulate
+from tpfuse.comm.layout import local_tensor
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.ranks import on_ranks
+from tpfuse.zero import shard
+from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameters_of
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.reducer.direct import GRADIENT_BUFFERS, DirectReducer
+
+MICRO_BATCHES, WIDTH, BUCKET = 4, 32, 1000
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def loss_of(model: nn.Module, micro_batch: int) -> Tensor:
+    loss: Tensor = model(normal(micro_batch + 10 * dist.get_rank(), 3, WIDTH)).square().mean()
+    return loss
+
+
+def held_by(units: list[FSDPModule]) -> int:
+    """Return the bytes of gradients that `fully_shard` holds, in shards and whole."""
+    held = 0
+    for parameter in _parameters_of(*units):
+        whole = parameter.unsharded_accumulated_grad, getattr(_gathered(parameter), "grad", None)
+        held += sum(local_tensor(x).nbytes for x in (parameter.sharded_param.grad, *whole) if x is not None)
+    return held
+
+
+def held_in(engine: GradientBuckets) -> int:
+    """Return the bytes of gradients and sums that the buckets hold, but for those of the buffers that are sent."""
+    (reducer,) = engine.reducers
+    assert isinstance(reducer, DirectReducer)
+    buffers = [each[0][reducer.memory.rank] for each in reducer._gradient_buffers]
+    assert len(buffers) == GRADIENT_BUFFERS and max(x.numel() for x in buffers) <= WIDTH * (WIDTH + 1) + 32
+    waiting = [x for bucket in engine.buckets for x in (bucket.accumulated, *bucket._waiting.values()) if x is not None]
+    return sum(x.nbytes for x in (*reducer._separate_sums.values(), *waiting))
+
+
+def most(stage: int, accumulate: Accumulate = "sharded") -> tuple[float, list[Any]]:
+    """Return the most that a rank holds between micro-batches, in shares of all gradients, and its sums of the step.
+
+    stage: 4 for torch's `fully_shard`.
+    """
+    model, found = made(), []
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    if stage == 4:
+        for unit in (*model, model):
+            wrapped = fully_shard(unit, mesh=mesh_of(dist.get_world_size(), 1)["dp"])
+            wrapped.set_force_sum_reduction_for_comms(True)
+            wrapped.set_gradient_divide_factor(1.0)
+        for index in range(MICRO_BATCHES):
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            found.append(held_by([*model, model]))  # type: ignore[list-item]
+        return max(found[:-1]) / whole, [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    mesh, options = mesh_of(dist.get_world_size(), 1), {"units": list(model), "bucket_bytes": BUCKET}
+    engine = shard(model, mesh, stage=stage, accumulate=accumulate, **options)  # type: ignore[arg-type]
+    for index in range(MICRO_BATCHES):
+        engine.start(last=index == MICRO_BATCHES - 1)
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        found.append(held_by(engine._units) if isinstance(engine, FullySharded) else held_in(engine))
+    engine.finish()
+    if isinstance(engine, FullySharded):
+        return max(found[:-1]) / whole, [member.gradient for member in engine.members]
+    return max(found[:-1]) / whole, [bucket.reduced_shard for bucket in engine.buckets]
+
+
+@on_ranks(2)
+def test_a_rank_holds_at_most_the_gradients_that_fully_shard_holds() -> None:
+    """Stage 2 has buffers of three buckets besides. The sums are the same to the bit in each run."""
+    at_most, expected = most(4)
+    assert at_most == 0.5
+    for stage in (2, 3):
+        (share, sums), (_, again) = most(stage), most(stage)
+        assert share <= at_most * 1.02, "buckets are padded"
+        assert all(torch.equal(x, y) for x, y in zip(sums, again, strict=True))
+        more, wholes = most(stage, "whole")
+        assert more >= 1.0 + 0.5 * (stage == 2)
+        for x, y in zip(sums, wholes, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+    for x, y in zip(sums, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
