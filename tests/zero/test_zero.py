@@ -74,6 +74,7 @@ def test_training_on_two_nodes_equals_that_of_one_rank(stage: int, accumulation:
 LAYOUTS = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)]  # dp, tp, cp
 FIRST = [
     ((2, 1, 1), 0, 1, "collective"),
+    ((2, 1, 1), 2, 3, "collective"),
     ((2, 1, 1), 1, 3, "auto"),
     ((3, 1, 1), 2, 3, "auto"),
     ((1, 2, 1), 1, 3, "auto"),
