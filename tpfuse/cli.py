@@ -56,7 +56,8 @@ def _train(arguments: Sequence[str]) -> int:
         except PeerLost as error:
             show_cursor()  # the first rank's progress bar has hidden it
             if restarts == options.restarts:
-                raise
+                used = f"; all restarts are used (--restarts {restarts})" if restarts else ""
+                raise PeerLost(f"{error}{used}", error.missing) from error
             restarts += 1
             warn(f"{error}; restart {restarts} of {options.restarts}")
             run = prepare_run(replace(run.options, out=run.folder, resume="yes"))

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ from tests.support.command import Command
 from tpfuse import cli
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.train import launch
-from tpfuse.train.errors import PeerLost, RunError
+from tpfuse.train.errors import PeerLost, RunError, UserError
 from tpfuse.train.hang import hang
 from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.messages import fail
@@ -173,8 +175,15 @@ def test_a_killed_rank_ends_the_run(endless: Start) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "more"),
-    [(TRAIN, "--restarts 2 --parallel.tp 2"), (TORCHRUN.replace(" -m tpfuse", " --max-restarts 2 -m tpfuse"), "")],
-    ids=["tpfuse", "torchrun"],
+    [
+        (TRAIN, "--restarts 2 --parallel.tp 2"),
+        (TORCHRUN.replace(" -m tpfuse", " --max-restarts 2 -m tpfuse"), ""),
+        (TRAIN, "--restarts 2 --parallel.pp 2"),
+        (TRAIN, "--restarts 2 --parallel.cp 2"),
+        (TRAIN, "--restarts 2 --parallel.dp 2 --parallel.tp 2"),
+        (TRAIN, "--restarts 2 --parallel.dp 2 --zero.stage 3"),
+    ],
+    ids=["tpfuse", "torchrun", "pp", "cp", "dp x tp", "stage 3"],
 )
 def test_a_run_starts_again_when_a_rank_is_killed(start: Start, tmp_path: Path, program: str, more: str) -> None:
     """Rank 1 is killed before the first checkpoint and after it; the losses are those of an undisturbed run."""
@@ -192,6 +201,45 @@ def test_a_run_starts_again_when_a_rank_is_killed(start: Start, tmp_path: Path, 
     if program == TRAIN:
         warnings = [line for line in err.splitlines() if "restart" in line]
         assert [line[-14:] for line in warnings] == ["restart 1 of 2", "restart 2 of 2"] and "SIGKILL" in err
+
+
+@pytest.mark.parametrize(
+    ("ends", "starts", "status", "said"),
+    [
+        ([PeerLost("rank 1 was killed")] * 3, 3, 1, "rank 1 was killed; all restarts are used (--restarts 2)"),
+        ([PeerLost("rank 1 was killed"), 0], 2, 0, ""),
+        ([RunError("step 3: loss nan")], 1, 1, "step 3: loss nan"),
+        ([RunError("step 3: rank 1: No space left on device")], 1, 1, "step 3: rank 1: No space left on device"),
+        ([RunError("RUN/step-5: expected", 3)], 1, 3, "RUN/step-5: expected"),
+        ([UserError("12 heads cannot be divided")], 1, 2, "12 heads cannot be divided"),
+        ([PeerLost("rank 1 was killed"), RunError("the disk is full")], 2, 1, "the disk is full"),
+    ],
+)
+def test_only_a_lost_rank_is_worth_a_restart(
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: list[Exception | int],
+    starts: int,
+    status: int,
+    said: str,
+) -> None:
+    """A stand-in starts ranks that end at once, so no restart makes a step: those of --restarts are the most."""
+    began: list[str] = []
+
+    def start_ranks(_function: Any, _world: int, run: Any, *, timeout: float) -> int:
+        began.append(run.options.resume)
+        end = ends[len(began) - 1]
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    assert cli.run(["train", *flags, "--out", str(tmp_path / "run"), "--restarts", "2"]) == status
+    assert began == ["no", "yes", "yes"][:starts]
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert errors == ([f"tpfuse train: error: {said}"] if said else [])
 
 
 def _second_rank(command: Command) -> int:
@@ -400,6 +448,49 @@ def test_a_failed_allocation_of_shared_memory_is_one_line(start: Start) -> None:
     _, err = start("--parallel.tp 2", limits={resource.RLIMIT_FSIZE: 200_000}).end(1)
     told = r"tpfuse train: error: .*: rank \d: \d+ bytes of shared memory for .* cannot be made: .*\n"
     assert re.fullmatch(told, err), err
+
+
+@pytest.mark.processes
+def test_a_requeued_job_of_slurm_continues(
+    start: Start, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script of docs/multi_node.md runs with stand-ins of Slurm: it is preempted, and runs again as it is."""
+    page = (Path(__file__).parents[2] / "docs" / "multi_node.md").read_text()
+    (script,) = (part.partition("```")[0] for part in page.split("```sh\n") if part.startswith("#!/bin/bash"))
+    options = f"{shlex.join(flags)} --train.steps 150 --train.log-every 1 --train.eval-every 0 --train.save-every 0"
+    for old, new in {
+        "--config run.toml": options,
+        "/shared/runs/two": str(tmp_path / "run"),
+        "--nproc-per-node 8": "--nproc-per-node 2",
+        "--parallel.tp 8": "--parallel.tp 2",
+        "29500": "0",
+    }.items():
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "script").write_text(script)
+    stand_ins = {
+        "scontrol": 'test "$*" = "show hostnames this[1-1]" && echo localhost',
+        "srun": 'exec "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in {"NNODES": "1", "JOB_ID": "7", "JOB_NODELIST": "this[1-1]", "PROCID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    job = f"-c import os; os.execlp('bash', 'bash', '{tmp_path / 'script'}')".split(" ", 1)
+    first = Command(job)
+    first.wait_for("step 60/")
+    first.send(signal.SIGTERM, first.processes())  # Slurm signals all processes of a step
+    assert "stopped at step" in first.process.communicate()[0]
+    first.wait_for_processes()
+    saved = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    out, _ = Command(job).end()
+    assert f", continuing after step {saved}" in out
+    start(f"{options} --parallel.tp 2", out="whole").end()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 150
 
 
 @pytest.mark.processes
