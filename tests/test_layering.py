@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"comm"},
     "tools": {
         "_version", "kernels", "choices", "switches", "comm", "comm.collectives", "comm.messages", "ops", "ops.linear",
-        "ops.ring_attention", "layers", "models", "train", "testing",
+        "ops.ring_attention", "layers", "models", "train", "explore", "testing",
     },
     "profile": {"_lazy", "comm", "profile.recording", "train", "tools"},
     "cli": {"_version", "nearest", "comm.collectives", "train", "plan.command", "profile", "tools"},

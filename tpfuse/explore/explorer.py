@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -17,7 +17,18 @@ from tpfuse.explore.simulated_memory import SharedBuffers, SimulatedMemory
 from tpfuse.explore.torch_operations import LeavingTorch, TorchOperations
 
 Program = Callable[[SimulatedMemory], object]
+# Within the block, launches of kernels go to the run that was given last to the function that the block gets.
+Launches = Callable[[], AbstractContextManager[Callable[[ExploredRun], None]]]
 _running = threading.Lock()
+
+
+@contextmanager
+def interpreted() -> Iterator[Callable[[ExploredRun], None]]:
+    """Let Triton's interpreter run kernels. Raise ValueError unless it interprets them in this process."""
+    if not triton.knobs.runtime.interpret:
+        raise ValueError("explore runs interpreted kernels: set TRITON_INTERPRET=1 before they are imported")
+    with hooked() as enter:
+        yield enter
 
 
 @dataclass
@@ -56,6 +67,7 @@ def explore(
     patience: int = 20,
     barrier_rule: bool = True,
     max_steps: int = 200_000,
+    launches: Launches = interpreted,
 ) -> Report:
     """Run `program(memory)` on ranks 0 to world - 1 of a simulated symmetric memory under each schedule.
 
@@ -64,13 +76,14 @@ def explore(
     timeouts: if no rank can continue, end the waits (PeerTimeout) instead of reporting a deadlock. patience: how often
     ranks that all wait may look again before that. barrier_rule: a release covers only what precedes the program's last
     tl.debug_barrier(), as up to Triton 3.8. max_steps: the largest number of operations on symmetric memory in one run.
+    launches: how kernels are run: by default by Triton's interpreter.
 
     Raise RaceError, DeadlockError or ProtocolError, whose messages end with the expression that replays the run;
     ValueError without TRITON_INTERPRET=1; RuntimeError inside another exploration.
     """
     options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
     report = Report()
-    with _exploring() as enter:
+    with _exploring(launches) as enter:
         for schedule in _standard(seeds, report) if schedules is None else schedules:
             run = _execute(program, world, schedule, options, enter)
             report.add(schedule, run)
@@ -103,7 +116,7 @@ def explore_bounded(
     """
     options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
     report, stack = Report(), list[tuple[int, ...]]([()])
-    with _exploring() as enter:
+    with _exploring(interpreted) as enter:
         while stack and len(report.schedules) < limit:
             schedule = _Bounded(stack.pop())
             run = _execute(program, world, schedule, options, enter)
@@ -161,13 +174,11 @@ def _replay(program: Program, world: int, schedule: Schedule, options: RunOption
 
 
 @contextmanager
-def _exploring() -> Iterator[Callable[[ExploredRun], None]]:
-    if not triton.knobs.runtime.interpret:
-        raise ValueError("explore runs interpreted kernels: set TRITON_INTERPRET=1 before they are imported")
+def _exploring(launches: Launches) -> Iterator[Callable[[ExploredRun], None]]:
     if not _running.acquire(blocking=False):
         raise RuntimeError("explore is already running in this process: one exploration at a time")
     try:
-        with hooked() as enter:
+        with launches() as enter:
             yield enter
     finally:
         _running.release()

@@ -54,7 +54,7 @@ class CheckedMemory:
     def site(self, operation: str) -> int:
         """Return the number of the site where the current thread is."""
         task = self._scheduler.current
-        site = Site(operation, task.rank, task.program, lines_here(self._roots))
+        site = Site(operation, task.rank, task.program, task.lines or lines_here(self._roots))
         if site not in self._sites:
             self._sites[site] = len(self._site_list)
             self._site_list.append(site)

@@ -21,7 +21,8 @@ class Task:
     """A thread of the scheduler: a rank, or a program of its grid.
 
     held: the reason why it cannot continue by itself; empty if it can. watched: the words whose change it waits for;
-    None if it does not wait for any. where: the description of the line at which it waits.
+    None if it does not wait for any. where: the description of the line at which it waits. lines: the source lines of a
+    compiled kernel's operation; empty for an operation whose lines are on Python's stack.
     """
 
     def __init__(self, number: int, rank: int, stream: int) -> None:
@@ -29,6 +30,7 @@ class Task:
         self.program: tuple[int, ...] | None = None
         self.gate, self.done = threading.Semaphore(0), False
         self.held, self.where = "", ""
+        self.lines: tuple[tuple[str, int], ...] = ()
         self.watched: frozenset[int] | None = None
         self.polled: dict[tuple[int, ...], object] = {}
         self.woken = False  # whether it looks again because all threads waited, and not because of a change

@@ -1,0 +1,197 @@
+"""Runs kernels as they are compiled for sm_80, on the CPU; test_emulated.py starts it in a Python without interpreter.
+
+Its argument is a JSON list of works, [name of a function below, arguments …]. It prints a JSON list: what is wrong with
+each of them, or "".
+"""
+
+import json
+import random
+import re
+import sys
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tpfuse.explore import ExploreError, Sequential, SimulatedMemory
+from tpfuse.explore.ptx import Kernel, PtxError
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import Launch
+from tpfuse.testing.compare import evaluate
+from tpfuse.testing.inputs import normal
+from tpfuse.tools import emulated, operators, verify
+from tpfuse.tools.rank_programs import PROGRAMS, TINY, iterate
+
+FAMILY = "sm_80"
+
+
+def case(operator: str, name: str, dtype: str) -> str:
+    """Compare a case of `tpfuse verify` with its reference, output and gradients."""
+    with emulated.emulated(FAMILY):
+        result = verify.comparisons(operator, torch.device("cpu"))[name](dtype)
+    return "" if result.passed else str(result)
+
+
+def cases(operator: str) -> str:
+    """Compare all cases of an operator in all dtypes."""
+    names = [case.name for case in operators.load(operator).cases]
+    return "\n".join(filter(None, (case(operator, name, dtype) for name in names for dtype in verify.DTYPES)))
+
+
+def program(name: str, world: int, dtype: str, rounds: int) -> str:
+    """Explore a program of ranks, whose epochs wrap around in the middle of the rounds."""
+    sizes = replace(TINY, dtype=getattr(torch, dtype))
+
+    def run(memory: SimulatedMemory) -> None:
+        different = iterate(memory, PROGRAMS[name](memory, sizes), rounds)
+        assert different == [], f"rounds {different} differ"
+
+    try:
+        emulated.explore_compiled(run, world, FAMILY, schedules=[Sequential()], resident=3)
+    except ExploreError as error:
+        return str(error)
+    return ""
+
+
+@triton.jit
+def vector_add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + tl.load(y_ptr + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
+def softmax(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    row, mask = tl.program_id(0) * columns, offsets < columns
+    x = tl.load(x_ptr + row + offsets, mask=mask, other=-float("inf"))
+    e = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row + offsets, e / tl.sum(e, 0), mask=mask)
+
+
+@triton.jit
+def matmul(a_ptr, b_ptr, out_ptr, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    rows, columns = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
+    acc = tl.zeros((M, N), tl.float32)
+    for first in range(0, k, K):
+        depth = first + tl.arange(0, K)
+        a = tl.load(
+            a_ptr + rows[:, None] * k + depth[None, :], mask=(rows[:, None] < m) & (depth[None, :] < k), other=0
+        )
+        b = tl.load(
+            b_ptr + depth[:, None] * n + columns[None, :], mask=(depth[:, None] < k) & (columns[None, :] < n), other=0
+        )
+        acc = tl.dot(a, b, acc)
+    mask = (rows[:, None] < m) & (columns[None, :] < n)
+    tl.store(out_ptr + rows[:, None] * n + columns[None, :], acc, mask=mask)
+
+
+def own_kernel(name: str) -> str:
+    """Run a small kernel that is not tpfuse's, and compare it with torch."""
+    x, y = torch.randn(77, 100), torch.randn(77, 100)
+    left, right = x.half(), torch.randn(100, 50).half()
+    sizes = {"m": 77, "n": 50, "k": 100, "M": 32, "N": 32, "K": 32}
+    launch, expected = {
+        "vector_add": (Launch(vector_add, (8,), {"x_ptr": x, "y_ptr": y, "n": 7700, "BLOCK": 1024}, 4, 1), x + y),
+        "softmax": (Launch(softmax, (77,), {"x_ptr": x, "columns": 100, "BLOCK": 128}, 2, 1), x.softmax(1)),
+        "matmul": (Launch(matmul, (3, 2), {"a_ptr": left, "b_ptr": right} | sizes, 4, 3), left.float() @ right.float()),
+    }[name]
+    out = torch.full_like(expected, float("nan"))
+    launch.arguments["out_ptr"] = out
+    kernel = emulated.kernel_of(launch, FAMILY)
+    kernel.run(launch.grid, emulated.arguments_of(launch, FAMILY))
+    error = float((out - expected).abs().max())
+    return "" if error < 1e-4 else f"error {error}"
+
+
+# A line of PTX, and what replaces it in a mutant.
+MUTATIONS = {
+    "no barrier": (r"^\s*bar\.sync.*", ""),
+    "no wait for copies": (r"^\s*cp\.async\.wait_group.*", ""),
+    "waits for one group of copies less": (r"(wait_group\s+)0;", r"\g<1>1;"),
+    "no commit": (r"^\s*cp\.async\.commit_group.*", ""),
+    "no copy": (r"^.*cp\.async\.c[ag]\..*", ""),
+    "no store to shared memory": (r"^.*\bst\.shared\..*", ""),
+    "another place in shared memory": (r"(shared.*\[%r\d+\+)(\d+)\]", r"\g<1>1\2]"),
+    "two operands of a product swapped": (r"(mma\.sync.*?\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
+    "no release": (r"\.release\b", ".relaxed"),
+    "no acquire": (r"\.acquire\b", ".relaxed"),
+    "a release of the GPU alone": (r"\.sys\.(release|acq_rel)", r".gpu.\1"),
+}  # fmt: skip
+
+
+def mutants(text: str, mutation: str, most: int) -> list[tuple[str, str]]:
+    """Return at most so many (line, PTX) with one line changed."""
+    lines = text.split("\n")
+    pattern, by = MUTATIONS[mutation]
+    places = [index for index, line in enumerate(lines) if re.sub(pattern, by, line, count=1) != line]
+    chosen = places if len(places) <= most else sorted(random.Random(0).sample(places, most))
+    return [
+        (
+            f"{index + 1}: {lines[index].strip()}",
+            "\n".join([*lines[:index], re.sub(pattern, by, lines[index], count=1), *lines[index + 1 :]]),
+        )
+        for index in chosen
+    ]
+
+
+@cache
+def workload(name: str) -> Any:
+    """Return a function that runs kernels and returns their results."""
+    if name == "gemm":
+        x, weight, bias = normal(0, 70, 200), normal(1, 96, 200), normal(2, 96)
+        half = [tensor.bfloat16() for tensor in (x, weight, bias)]
+        return lambda: gemm_forward(*half, activation="gelu_tanh", keep_preactivation=True)
+    shape = operators.load(name).cases[0]
+    inputs = shape.seeded(torch.bfloat16)
+    grad = normal(0, *shape.reference(**inputs).shape, dtype=torch.bfloat16)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with verify.use(kernels="triton"):
+            return tuple(evaluate(shape.function, inputs, grad).values())
+
+    return run
+
+
+def planted(name: str, kernel: str, mutation: str, most: int) -> str:
+    """Return the mutants of a kernel that neither a check nor a different number finds, and how many there were."""
+    survivors = []
+    with emulated.emulated(FAMILY):
+        expected = [x.clone() for x in workload(name)() if x is not None]
+        ((key, whole),) = [(key, x) for key, x in emulated._kernels.items() if x.name == kernel]
+        changed = mutants(whole.text, mutation, most)
+        for line, text in changed:
+            try:
+                emulated._kernels[key] = Kernel(text, whole.shared)
+                got = [x for x in workload(name)() if x is not None]
+                if all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(got, expected, strict=True)):
+                    survivors.append(line)
+            except PtxError:
+                pass
+        emulated._kernels[key] = whole
+    return "\n".join([*survivors, f"{len(changed)} mutants"])
+
+
+def planted_in_protocol(name: str, mutation: str) -> str:
+    """Return the mutants of a program's kernels that the exploration does not find, and how many there were."""
+    survivors, count = [], 0
+    emulated._kernels.clear()
+    assert program(name, 2, "float32", 1) == ""
+    for key, whole in list(emulated._kernels.items()):
+        for line, text in mutants(whole.text, mutation, 99):
+            count += 1
+            emulated._kernels[key] = Kernel(text, whole.shared)
+            if not program(name, 2, "float32", 1):
+                survivors.append(f"{whole.name} {line}")
+        emulated._kernels[key] = whole
+    return "\n".join([*survivors, f"{count} mutants"])
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(json.dumps([globals()[name](*arguments) for name, *arguments in json.loads(sys.argv[1])]))

@@ -1,0 +1,112 @@
+"""Kernels compute the same as their references as they are compiled for sm_80, and protocols hold in compiled form.
+
+The works (`emulated_cases`) run in Python processes that do not interpret kernels.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from tpfuse.tools import operators
+from tpfuse.tools.rank_programs import PROGRAMS
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = tuple(version for version in ("3.6.0", "3.7.1", "3.9.0") if version != triton.__version__)
+
+
+def results(*works: tuple[Any, ...], version: str = triton.__version__) -> list[str]:
+    """Return what `emulated_cases` prints for the works, under a version of Triton that `make test` has installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    folder = ROOT / "build" / f"triton-{version}"
+    if version != triton.__version__ and not folder.is_dir():
+        pytest.skip(f"Triton {version} is not in build/: make test installs it")
+    paths = [str(ROOT)] if version == triton.__version__ else [str(folder), str(ROOT)]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("emulated_cases.py")), json.dumps(works)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+def test_a_kernel_of_each_kind_is_right() -> None:
+    works = [
+        ("case", "gemm", "swiglu", "bfloat16"),
+        ("case", "attention", "dropout", "bfloat16"),
+        ("case", "layer_norm", "no bias", "bfloat16"),
+        ("case", "cross_entropy", "vocabulary of 100", "bfloat16"),
+        ("case", "adamw", "three updates", "bfloat16"),
+        ("program", "all_gather_gemm", 2, "bfloat16", 2),
+    ]
+    assert results(*works) == [""] * len(works)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["vector_add", "softmax", "matmul"])
+def test_kernels_of_others_are_right(name: str) -> None:
+    assert results(("own_kernel", name)) == [""]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", [triton.__version__, *OTHERS])
+@pytest.mark.parametrize("operator", operators.names())
+def test_every_case_is_right(operator: str, version: str) -> None:
+    assert results(("cases", operator), version=version) == [""]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_protocols_hold_in_compiled_form(name: str, world: int, dtype: str) -> None:
+    assert results(("program", name, world, dtype, 2)) == [""]
+
+
+DRAINED = "after its last loop the kernel does not use shared memory again"
+# (what runs, kernel, mutation) -> how many of the mutants nothing finds, and why that is right
+PLANTED = [
+    ("gemm", "gemm_forward_kernel", "no barrier", 0, ""),
+    ("gemm", "gemm_forward_kernel", "no store to shared memory", 0, ""),
+    ("gemm", "gemm_forward_kernel", "another place in shared memory", 0, ""),
+    ("attention", "attention_backward_dkdv_kernel", "no barrier", 1, DRAINED),
+    ("attention", "attention_backward_dkdv_kernel", "no wait for copies", 1, DRAINED),
+    ("attention", "attention_backward_dkdv_kernel", "waits for one group of copies less", 1, DRAINED),
+    ("attention", "attention_backward_dkdv_kernel", "no copy", 0, ""),
+    ("layer_norm", "norm_backward_kernel", "no barrier", 1, DRAINED),
+    ("layer_norm", "norm_backward_kernel", "no store to shared memory", 0, ""),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "kernel", "mutation", "survivors", "reason"), PLANTED)
+def test_planted_faults_are_found(name: str, kernel: str, mutation: str, survivors: int, reason: str) -> None:
+    """A mutant is found by a check or by a number that differs."""
+    *left, count = results(("planted", name, kernel, mutation, 10))[0].split("\n")
+    assert count != "0 mutants"
+    assert len(left) == survivors, left
+
+
+# As above, for the first rounds of the collectives on two ranks
+PLANTED_IN_PROTOCOLS = [
+    ("no release", 0, ""),
+    ("no acquire", 0, ""),
+    ("a release of the GPU alone", 8, "only programs of one rank count those that have ended"),
+    ("no barrier", 3, "another barrier comes before the release too, or the grid has one program"),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("mutation", "survivors", "reason"), PLANTED_IN_PROTOCOLS)
+def test_planted_faults_of_a_protocol_are_found(mutation: str, survivors: int, reason: str) -> None:
+    *left, count = results(("planted_in_protocol", "collectives", mutation))[0].split("\n")
+    assert count != "0 mutants"
+    assert len(left) == survivors, left

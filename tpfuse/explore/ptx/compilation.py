@@ -1,0 +1,83 @@
+"""The compilation of a kernel to blocks of steps: functions that execute one instruction for all active threads."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tpfuse.explore.ptx import memory_steps, register_steps
+from tpfuse.explore.ptx.control_flow import weak_topological_order
+from tpfuse.explore.ptx.faults import Unsupported
+from tpfuse.explore.ptx.parser import Immediate, Parsed, PtxInstruction
+from tpfuse.explore.ptx.program import Step, StepBlock
+from tpfuse.explore.ptx.slots import Slots
+
+_ENDS = {"bra": "branch", "ret": "exit", "exit": "exit", "bar": "barrier", "barrier": "barrier"}
+_MAKERS: dict[str, Callable[[Slots, PtxInstruction], Step]] = {
+    "ld": memory_steps.load,
+    "st": memory_steps.store,
+    "atom": memory_steps.atomic,
+    "cp": memory_steps.asynchronous,
+    "ldmatrix": memory_steps.matrix,
+    "mma": register_steps.product,
+    "shfl": register_steps.shuffle,
+    "redux": register_steps.reduction,
+    "bar": register_steps.warp_barrier,
+}
+_NEVER_GUARDED = ("ldmatrix", "mma", "shfl", "redux", "bar")
+
+
+class Compiled(NamedTuple):
+    """A kernel as blocks of steps, with its slots."""
+
+    blocks: tuple[StepBlock, ...]
+    slots: Slots
+
+
+def compile_kernel(kernel: Parsed) -> Compiled:
+    """Compile a kernel. Raise Unsupported, with the line, for an instruction that is not known."""
+    code = kernel.instructions
+    ends = {index: _ENDS[x.parts[0]] for index, x in enumerate(code) if x.parts[0] in _ENDS and "warp" not in x.parts}
+    targets = {kernel.labels[code[index].target] for index, end in ends.items() if end == "branch"}
+    # Threads that have diverged meet where a block begins: a barrier is a block of its own.
+    starts = {0, *targets, *(index + 1 for index in ends), *(index for index, end in ends.items() if end == "barrier")}
+    ordered = sorted(start for start in starts if start < len(code))
+    spans = [range(start, after) for start, after in zip(ordered, [*ordered[1:], len(code)], strict=True)]
+    number = {span[0]: block for block, span in enumerate(spans)}
+    lasts = [(ends.get(span[-1], "next"), code[span[-1]]) for span in spans]
+    goals = [number[kernel.labels[last.target]] if end == "branch" else -1 for end, last in lasts]
+    if lasts[-1][0] not in ("exit", "branch") or lasts[-1][1].guard is not None:
+        raise Unsupported(f"{kernel.name} does not end with ret or a branch")
+    following: list[list[int]] = []
+    for block, ((end, last), goal) in enumerate(zip(lasts, goals, strict=True)):
+        leaves = end in ("exit", "branch") and last.guard is None
+        following.append(([] if leaves else [block + 1]) + ([goal] if end == "branch" else []))
+    slots, blocks = Slots(kernel), []
+    order = weak_topological_order(following)
+    for span, (end, last), goal, position in zip(spans, lasts, goals, order, strict=True):
+        inside = span if end == "next" else span[:-1]
+        steps = tuple((index, _step(slots, code[index])) for index in inside)
+        guard = slots.guard(last) if end in ("branch", "exit") else None
+        blocks.append(
+            StepBlock(steps, end, span[-1], goal, position, guard, _barrier(last) if end == "barrier" else None)
+        )
+    return Compiled(tuple(blocks), slots)
+
+
+def _step(slots: Slots, instruction: PtxInstruction) -> Step:
+    """Return the step of an instruction that does not end a block."""
+    name = instruction.parts[0]
+    try:
+        if name in _NEVER_GUARDED and instruction.guard is not None:
+            raise Unsupported(f"{instruction.opcode} under a predicate is not supported")
+        return _MAKERS.get(name, register_steps.arithmetic)(slots, instruction)
+    except Unsupported as error:
+        raise Unsupported(f"{error}\n  {instruction}") from None
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+        raise Unsupported(f"{instruction.opcode} with these operands is not supported\n  {instruction}") from None
+
+
+def _barrier(instruction: PtxInstruction) -> int:
+    """Return the number of a barrier at which all threads of a program meet."""
+    values = [x.value for x in instruction.operands if isinstance(x, Immediate)]
+    if instruction.opcode != "bar.sync" or instruction.guard is not None or len(instruction.operands) != 1:
+        raise Unsupported(f"{instruction} is not supported")
+    return values[0]

@@ -1,0 +1,31 @@
+"""The errors of a kernel that is executed."""
+
+
+class PtxError(Exception):
+    """A kernel cannot be executed, or does what it must not do. The message names the line of PTX and of the source."""
+
+
+class Unsupported(PtxError):
+    """The PTX has an instruction or a directive that this executor does not know."""
+
+
+class MemoryFault(PtxError):
+    """An access outside all memory that the kernel was given, or at an address that is not aligned."""
+
+
+class SharedRace(PtxError):
+    """Two warps access one place of shared memory, one of them writes, and no barrier orders them.
+
+    Also: a place is accessed while an asynchronous copy writes it, or read though nothing was ever written there.
+    site: the index of the instruction that wrote the place last, if there is one.
+    """
+
+    site: int | None = None
+
+
+class Divergence(PtxError):
+    """An instruction that all lanes of a warp must execute together is executed by some of them."""
+
+
+class Stuck(PtxError):
+    """No thread of a program can continue."""

@@ -1,0 +1,130 @@
+"""Runs tpfuse's kernels as they are compiled, on CPU tensors: every launch executes its PTX (`tpfuse.explore.ptx`).
+
+    with emulated("sm_80"):
+        out = tpfuse.ops.gemm.gemm(x, weight)       # on CPU tensors, under use(kernels="triton")
+
+Launchers choose their configuration as on a GPU of the family, and Triton compiles each launch up to PTX, for which it
+needs no GPU. This process must not interpret kernels.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from triton.compiler import make_backend
+
+from tpfuse import switches
+from tpfuse.explore import Report, SimulatedMemory, explore
+from tpfuse.explore.ptx import Kernel, ranks
+from tpfuse.explore.ptx.global_memory import Buffer, GlobalMemory
+from tpfuse.explore.run import ExploredRun
+from tpfuse.kernels import compiled_launch, launch
+from tpfuse.kernels.launch import Launch
+from tpfuse.tools import front_end
+from tpfuse.tools.recorded import Job, source_of, target
+
+_MOST_RANKS = 64  # elements of a table of addresses
+_tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by the address of the first element
+_kernels: dict[tuple[object, ...], Kernel] = {}
+
+
+def ptx_of(job: Job) -> tuple[str, int]:
+    """Return the PTX of a kernel, and how many bytes of shared memory each program needs. ptxas is not run."""
+    backend = make_backend(target(job.family))
+    options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, job.source.language)
+    module, metadata = front_end.lower(job), {**vars(options), "target": target(job.family)}
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        module = stages[stage](module, metadata)
+    if metadata["global_scratch_size"] or metadata["profile_scratch_size"]:
+        raise ValueError(f"{job.source.name} needs scratch memory, which is not emulated")
+    return module, metadata["shared"]
+
+
+def kernel_of(launched: Launch, family: str) -> Kernel:
+    """Return the compiled kernel of a launch, which is compiled once in a process."""
+    job = Job("", family, "", source_of(launched, family), launched.num_warps, launched.num_stages)
+    if job.key not in _kernels:
+        _kernels[job.key] = Kernel(*ptx_of(job))
+    return _kernels[job.key]
+
+
+def arguments_of(launched: Launch, family: str) -> list[Any]:
+    """Return the arguments that a launch passes to its compiled kernel: those that are no constants, in order.
+
+    Triton adds the addresses of two scratch memories, which are not used.
+    """
+    source = source_of(launched, family)
+    constant = {path[0] for path in source.constants}
+    names = [name for index, name in enumerate(source.fn.arg_names) if index not in constant]
+    return [*(launched.arguments[name] for name in names), None, None]
+
+
+def emulated(family: str, programs: int = 3) -> contextlib.AbstractContextManager[None]:
+    """Within the block, launches on CPU tensors run compiled for a GPU of `family` with so many multiprocessors."""
+
+    def run(kernel: Kernel, grid: tuple[int, ...], arguments: list[Any]) -> None:
+        buffers = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
+        kernel.run(grid, arguments, memory=GlobalMemory([*buffers, *_addressed(arguments)]))
+
+    return _launching(family, programs, run)
+
+
+def _addressed(arguments: list[Any]) -> Iterator[Buffer]:
+    """Yield the memory to which tables of addresses among the arguments lead: that of tensors which begin there."""
+    tables = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel() <= _MOST_RANKS]
+    addresses = {address for table in tables for address in table.flatten().tolist()}
+    if missing := addresses - set(_tensors):
+        for x in gc.get_objects():
+            if issubclass(type(x), Tensor) and x.device.type == "cpu" and x.data_ptr() in missing:
+                _tensors[x.data_ptr()] = x
+    yield from (Buffer.of("memory of a table", _tensors[address]) for address in addresses & set(_tensors))
+
+
+def explore_compiled(
+    program: Callable[[SimulatedMemory], object], world: int, family: str, programs: int = 3, **options: Any
+) -> Report:
+    """Run `tpfuse.explore.explore` on compiled kernels. options: of `explore`, and raise what it raises."""
+
+    @contextlib.contextmanager
+    def launches() -> Iterator[Callable[[ExploredRun], None]]:
+        current: list[ExploredRun] = []
+
+        def run(kernel: Kernel, grid: tuple[int, ...], arguments: list[Any]) -> None:
+            ranks.launch(current[0], kernel, grid, arguments)
+
+        def enter(explored: ExploredRun) -> None:
+            current[:] = [explored]
+
+        with _launching(family, programs, run):
+            yield enter
+
+    return explore(program, world, launches=launches, **options)
+
+
+@contextlib.contextmanager
+def _launching(
+    family: str, programs: int, execute: Callable[[Kernel, tuple[int, ...], list[Any]], None]
+) -> Iterator[None]:
+    assert not launch.INTERPRETED, "kernels are interpreted in this process"
+    cpu = torch.device("cpu")
+
+    def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int, num_stages: int) -> None:
+        launched = Launch(kernel, grid, arguments, num_warps, num_stages)
+        execute(kernel_of(launched, family), grid, arguments_of(launched, family))
+
+    before = compiled_launch.run, switches.INTERPRETED
+    launch._gpus[cpu] = family, programs
+    compiled_launch.run, switches.INTERPRETED = run, True
+    launch.forget_plans()
+    try:
+        yield
+    finally:
+        compiled_launch.run, switches.INTERPRETED = before
+        del launch._gpus[cpu]
+        launch.forget_plans()
