@@ -169,8 +169,9 @@ def start_all_to_all(
 
     counts: the elements for each rank and those from each rank, in flat x and out; None if all are equally many.
     """
-    sizes = () if counts is None else counts[::-1]  # torch takes what is received first
-    work = dist.all_to_all_single(out.view(-1), x.view(-1), *sizes, group=group, async_op=True)
+    sent, received = counts or (None, None)
+    sizes = {"output_split_sizes": received, "input_split_sizes": sent}
+    work = dist.all_to_all_single(out.view(-1), x.view(-1), group=group, async_op=True, **sizes)
     return CollectiveHandle("all_to_all", group, work)
 
 
