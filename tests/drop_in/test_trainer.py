@@ -286,7 +286,7 @@ def _refusals(folder: Path) -> list[str]:
     refused(lambda: _trainer(folder, (1, 2, 1), model=model))  # outside of torchrun
     with _torchrun():
         refused(lambda: Trainer(model, _arguments(folder, 1, save_strategy="no", eval_strategy="no")))
-        refused(lambda: _trainer(folder, (1, 2, 1), optim="sgd", neftune_noise_alpha=5.0))
+        refused(lambda: _trainer(folder, (1, 2, 1), 3, optim="sgd", label_smoothing_factor=0.1))
         classifier = LlamaForSequenceClassification(decoder(FAMILY).config)
         refused(lambda: _trainer(folder, (2, 1, 1), model=classifier))
         refused(lambda: _trainer(folder, (1, 2, 1)).train(resume_from_checkpoint=str(folder)))
@@ -308,7 +308,8 @@ def test_it_refuses_what_would_be_wrong(tmp_path: Path) -> None:
         assert outside.startswith(
             "accelerate sees 1 processes, and the mesh has 2 ranks: start the program by torchrun"
         )
-        assert unsupported == "ParallelTrainer does not support optim='sgd', neftune_noise_alpha: leave it out"
+        what = "optim='sgd', label_smoothing_factor at zero_stage=3"
+        assert unsupported == f"ParallelTrainer does not support {what}: leave it out"
         assert "a loss other than that of causal language models over data-parallel ranks" in loss
         assert nothing.startswith(f"{tmp_path} has no whole optimizer state of ParallelTrainer")
         assert different.startswith("the ranks [0, 1] of one model have different batches")

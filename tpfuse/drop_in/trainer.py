@@ -121,6 +121,8 @@ class ParallelTrainer(Trainer):
             "torch_compile": args.torch_compile,
             "use_liger_kernel": args.use_liger_kernel,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+            # Trainer shifts the labels by the name of the model's class, which fully_shard changes.
+            "label_smoothing_factor at zero_stage=3": args.label_smoothing_factor != 0 and self.zero_stage == 3,
             "auto_find_batch_size": args.auto_find_batch_size,
             "save_on_each_node": args.save_on_each_node,
             "enable_jit_checkpoint": args.enable_jit_checkpoint,
