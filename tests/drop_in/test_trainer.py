@@ -166,20 +166,11 @@ OTHER = {
 
 
 def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[str, Any]:
-    """Train with the settings OTHER after a run that stops amid a step, by Trainer if there is no layout.
+    """Train twice with the settings OTHER, by transformers' Trainer if there is no layout.
 
     Return the results, with the logits of texts without labels among the weights.
     """
-    from transformers import Trainer, TrainerCallback
-
-    class Stop(TrainerCallback):
-        runs = 0
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.runs += 1
-
-        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = self.runs == 1 and state.global_step == 1
+    from transformers import Trainer
 
     data, settings = _data(), OTHER
     with contextlib.nullcontext() if layout is None else _torchrun():
@@ -188,7 +179,6 @@ def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[s
             trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:5])
         else:
             trainer = _trainer(folder, layout, **settings)
-        trainer.add_callback(Stop())
         for _ in range(2):
             trainer.train()
         result = _result(trainer)
