@@ -112,7 +112,7 @@ class GradientBuckets(MicroBatches):
         self.accumulate = accumulate if stage == 2 and compression is None else "whole"
         self._uses = uses or {}
         self._turns: list[Bucket] = []  # the buckets whose next reductions have not begun, in order
-        self._reduces = self._in_pass = self._passed = self._ends_with_pass = False
+        self._reduces = self._more = self._in_pass = self._passed = self._ends_with_pass = False
         self._unreduced = False  # whether a gradient has arrived since the last pass that was reduced ended
         self._ended: set[Parameter] = set()  # the parameters of which no later pass of a pipeline computes gradients
         partial, tied = take_partial_gradients(model), frozenset(tied)
@@ -220,10 +220,9 @@ class GradientBuckets(MicroBatches):
             bucket = self._turns[0]
             if complete and (not bucket.complete or bucket.layout.kind == "tied"):
                 return
+            more = self._more
             if self._in_pass:
                 more = any(self.trained[segment.name] not in self._ended for segment in bucket.layout.segments)
-            else:
-                more = self.state is StepState.ACCUMULATING
             bucket.start_reduce(more=more)
             self._turns.pop(0)
 
@@ -256,7 +255,7 @@ class GradientBuckets(MicroBatches):
             if isinstance(parameter, DTensor) and _has_hooks(parameter):
                 withdraw_leaf(parameter)
         self._reduces, self._in_pass, self._passed, self._ends_with_pass = reduces, False, False, False
-        self._ended = set()
+        self._more, self._ended = not last, set()
 
     def _begin_pass(self, *, first: bool = False, backwards: int = 1) -> None:
         for bucket in self.buckets:
