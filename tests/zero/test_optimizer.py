@@ -95,7 +95,7 @@ def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
     ("world", "stage", "schedule", "local"),
     [
         (2, 1, "lambda", (0, 1)),
-        (2, 2, "cosine", (1,)),
+        (2, 2, "cosine", ()),
         (2, 3, "cosine", (1,)),
         *exhaustive((2, 0, "lambda", (0, 1)), (3, 3, "cosine", (0, 1)), (1, 2, "lambda", ()), (2, 2, "cosine", (0, 2))),
         *exhaustive((2, 3, "cosine", (0, 2))),
