@@ -105,6 +105,10 @@ CASES: list[tuple[str, str, tuple[int, ...], int]] = [
     ("bfe.u32", "rrrr", (0b1101_0000, 4, 4), 0b1101),
     ("bfe.s32", "rrrr", (0b1101_0000, 4, 4), -3),
     ("bfe.s32", "rrrr", (4, 2, 1), -1),
+    ("bfe.s32", "rrrr", (-16, 2, 99), -4),
+    ("bfe.u32", "rrrr", (-1, 3, 0), 0),
+    ("bfe.u64", "ddrr", (0xABCD << 40, 44, 8), 0xBC),
+    ("bfe.s64", "ddrr", (0xABCD << 40, 48, 99), 0xAB),
     ("prmt.b32", "rrrr", (0x33221100, 0x77665544, 0x5410), 0x55441100),
     ("prmt.b32", "rrrr", (0x33228100, 0x77665544, 0x98C7), 0xFF000077),
     ("selp.b32", "rrrp", (5, 6, 1), 5),
@@ -500,6 +504,20 @@ def test_an_atomic_operation_returns_the_old_number(operation: str, operands: Se
     out = torch.tensor([7, 0], dtype=torch.int32)
     kernel(body + "@%p1 st.global.b32 [%d0+4], %r1;").run((1,), [out])
     assert out.tolist() == [expected, 7]
+
+
+def test_a_parameter_may_be_chosen_by_its_address() -> None:
+    body = """
+      mov.b32 %r1, array0;
+      mov.b32 %r2, array1;
+      setp.eq.b32 %p1, %r0, %r0;
+      selp.b32 %r3, %r2, %r1, %p1;
+      ld.param.b64 %d2, [%r3];
+      st.global.b32 [%d2], %r2;
+    """
+    given = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    kernel(body, inputs=2).run((1,), given)
+    assert [x.item() for x in given] == [0, 8]
 
 
 def test_registers_of_inline_assembly_are_its_own() -> None:

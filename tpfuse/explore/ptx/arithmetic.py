@@ -235,17 +235,14 @@ _MAKERS.update({"shl": _shift_maker(False), "shr": _shift_maker(True)})
 def _bfe(modifiers: list[str]) -> Operation:
     """Return the bits from position b on, c of them, extended by zeros or by the highest of them."""
     (kind,) = modifiers
-    bits, signed = bits_of(kind), kind[0] == "s"
-    wide = np.int64 if signed else np.uint64
-    if bits != 32:
-        raise ValueError
+    bits, wide = bits_of(kind), np.int64 if kind[0] == "s" else np.uint64
 
     def extract(a: Bits, position: Bits, length: Bits) -> Bits:
         value = a.view(TYPES[kind]).astype(wide) >> (position & np.uint32(0xFF)).astype(wide)
-        unused = (np.uint32(64) - np.minimum(length & np.uint32(0xFF), np.uint32(32))).astype(wide)
-        return (value << unused >> unused).astype(wide).view(np.uint64).astype(np.uint32)
+        unused = (np.uint32(64) - np.minimum(length & np.uint32(0xFF), np.uint32(64))).astype(wide)
+        return (value << unused >> unused).astype(wide).view(np.uint64).astype(UNSIGNED[bits])
 
-    return Operation(extract, (32, 32, 32))
+    return Operation(extract, (bits, 32, 32))
 
 
 @_opcode("prmt")
@@ -256,7 +253,7 @@ def _prmt(modifiers: list[str]) -> Operation:
 
     def permute(a: Bits, b: Bits, digits: Bits) -> Bits:
         both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        result = np.uint32(0)
+        result: Bits = np.uint32(0)
         for place in range(4):
             digit = digits >> np.uint32(4 * place) & np.uint32(15)
             byte = both >> (digit.astype(np.uint64) & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)

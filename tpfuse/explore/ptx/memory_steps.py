@@ -88,13 +88,14 @@ def _parameter(slots: Slots, instruction: PtxInstruction) -> Step:
     target, source = instruction.operands
     _, *space, kind = instruction.parts
     slot, extend, unsigned = slots.slot(target, 0), _extension(kind, target.bits), UNSIGNED[bits_of(kind)]
-    address, places = slots.address(source, 64), slots.parameters
+    address = slots.address(source, 64 if source.base is None else source.base.bits)
+    places = slots.parameters
     if space != ["param"]:
         raise ValueError
 
     def step(p: Program) -> None:
         given = np.array([p.registers[place] for place in places], np.uint64)
-        number, inside = np.divmod(address(p.registers), np.uint64(8))
+        number, inside = np.divmod(address(p.registers).astype(np.uint64), np.uint64(8))
         if np.any(number >= len(given)) or np.any(inside):
             raise MemoryFault("no parameter has this address")
         p.write(slot, extend(given[number].astype(unsigned)), p.mask)
