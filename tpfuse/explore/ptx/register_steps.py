@@ -8,8 +8,8 @@ import numpy as np
 from tpfuse.explore.ptx import warps
 from tpfuse.explore.ptx.arithmetic import operation
 from tpfuse.explore.ptx.faults import Unsupported
-from tpfuse.explore.ptx.numbers import TYPES, bits_of, halves, joined
-from tpfuse.explore.ptx.parser import Immediate, PtxInstruction, Vector
+from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of, halves, joined
+from tpfuse.explore.ptx.parser import Immediate, PtxInstruction, Register, Vector
 from tpfuse.explore.ptx.program import Program, Step
 from tpfuse.explore.ptx.slots import Slots
 
@@ -24,6 +24,8 @@ def arithmetic(slots: Slots, instruction: PtxInstruction) -> Step:
     function, widths = operation(instruction.opcode)
     if len(sources) != len(widths):
         raise Unsupported(f"{instruction.opcode} has {len(sources)} sources: expected {len(widths)}")
+    if any(isinstance(x, Register) and x.bits > width for x, width in zip(sources, widths, strict=True)):
+        function = _narrowed(instruction, function, *widths)
     slot = slots.slot(target, 0)
     places = [slots.slot(source, width) for source, width in zip(sources, widths, strict=True)]
     guard = slots.guard(instruction)
@@ -34,6 +36,13 @@ def arithmetic(slots: Slots, instruction: PtxInstruction) -> Step:
     if len(places) == 2:
         return _binary(function, slot, *places)
     return _ternary(function, slot, *places)
+
+
+def _narrowed(instruction: PtxInstruction, function: Callable[..., Any], width: int) -> Callable[..., Any]:
+    """Return cvt of a register that is wider than its type: the lower bits count."""
+    if instruction.parts[0] != "cvt":
+        raise Unsupported(f"{instruction.opcode} of a wider register is not supported")
+    return lambda a: function(a.astype(UNSIGNED[width]))
 
 
 def _unary(function: Callable[..., Any], slot: int, a: int) -> Step:
