@@ -11,38 +11,32 @@ USER = f"{1 << (signal.SIGUSR2 - 1):016x}"
 PART, WHOLE = "Current thread 0x1:\n", "Current thread 0x1:\n  File a.py\n"
 
 
-@pytest.mark.parametrize("signals", ["SigPnd", "ShdPnd", "SigBlk"])
+@pytest.mark.parametrize(
+    "busy",
+    [
+        [{"SigPnd": USER}] * 3,
+        [{"ShdPnd": USER}] * 3,
+        [{"SigBlk": USER}] * 3,
+        [{}, {}, {"SigBlk": USER}],  # while a signal is delivered, it is neither pending nor blocked for a moment
+    ],
+    ids=["SigPnd", "ShdPnd", "SigBlk", "delivered"],
+)
 def test_a_stack_that_is_being_written_is_waited_for(
-    signals: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    busy: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process has written one line when it is first looked at, and the whole stack when its handler ends."""
+    """The process has written one line when it is first looked at, and the whole stack when its handler ends.
+
+    busy: what its status has at each look before the handler ends.
+    """
     path = tmp_path / ".stack-7"
     path.write_text(PART)
-    looks = []
+    left = iter(busy)
 
     def status(pid: int) -> dict[str, str]:
-        looks.append(pid)
-        if len(looks) == 4:
+        now = next(left, None)
+        if now is None:
             path.write_text(WHOLE)
-        busy = {signals: USER} if len(looks) < 4 else {}
-        return {"State": "R (running)", "SigCgt": USER, "SigBlk": "0", "SigPnd": "0", "ShdPnd": "0"} | busy
-
-    monkeypatch.setattr(stacks, "_status", status)
-    assert stacks.stacks_of(tmp_path, [7]) == {7: WHOLE}
-
-
-def test_a_stack_is_not_read_while_its_signal_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal is then neither pending nor blocked for a moment, which is the second look here."""
-    path = tmp_path / ".stack-7"
-    path.write_text(PART)
-    looks = []
-
-    def status(pid: int) -> dict[str, str]:
-        looks.append(pid)
-        if len(looks) == 4:
-            path.write_text(WHOLE)
-        blocked = USER if len(looks) == 3 else "0"
-        return {"State": "R (running)", "SigCgt": USER, "SigBlk": blocked, "SigPnd": "0", "ShdPnd": "0"}
+        return {"State": "R (running)", "SigCgt": USER, "SigBlk": "0", "SigPnd": "0", "ShdPnd": "0"} | (now or {})
 
     monkeypatch.setattr(stacks, "_status", status)
     assert stacks.stacks_of(tmp_path, [7]) == {7: WHOLE}
