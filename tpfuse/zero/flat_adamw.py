@@ -18,7 +18,7 @@ from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
 from tpfuse.zero.offload import MemoryStore, moment_dtype
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.base import GradientReducer
-from tpfuse.zero.reducer.shard_update import CPU_BLOCK, Rates, ShardUpdate, Staging, StateStore
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore, blocks_of
 from tpfuse.zero.shard_slices import StateKind, StateRectangle, state_rectangles
 
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
@@ -142,13 +142,11 @@ class FlatAdamW:
         for bucket in self._matrices:
             sums, momentum = bucket.reduced_shard, self._state[bucket]["exp_avg"]
             direction = torch.empty(len(momentum), dtype=self._muon.dtype, device=sums.device)
-            for part in self._store.blocks([momentum]):
-                size = CPU_BLOCK if momentum.device.type == "cpu" else max(1, len(momentum))
-                for start in range(part.start, part.stop, size):
-                    block = slice(start, min(start + size, part.stop))
-                    pair = sums[block], direction[block]
-                    with nullcontext(pair) if self._staging is None else self._staging.host(*pair) as (gradient, out):
-                        update_momentum(gradient, momentum[block], out, factor, self.muon)
+            for start, stop in blocks_of([momentum], self._store, self._staging):
+                block = slice(start, stop)
+                pair = sums[block], direction[block]
+                with nullcontext(pair) if self._staging is None else self._staging.host(*pair) as (gradient, out):
+                    update_momentum(gradient, momentum[block], out, factor, self.muon)
             directions += [piece.tensor for piece in self._rectangles(bucket, {"exp_avg": direction})]
         self._muon.step(directions, self._masters, lr, self.weight_decay, self.muon)
         for bucket in self._matrices:

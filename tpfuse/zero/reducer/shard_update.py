@@ -95,6 +95,19 @@ class Staging:
         parameter.copy_(new, non_blocking=True)
 
 
+def blocks_of(
+    state: Sequence[Tensor], store: StateStore, staging: Staging | None, following: Sequence[Tensor] = ()
+) -> Iterator[tuple[int, int]]:
+    """Yield the bounds [a, b) of the blocks of a shard in order; on CPUs a block has at most CPU_BLOCK elements.
+
+    state, following: as for `StateStore.blocks`. staging: None if the memory of the state is on the gradients' device.
+    """
+    for part in store.blocks(state, following):
+        block = CPU_BLOCK if staging is None and _on_host(state[0]) else part.stop
+        for a in range(part.start, part.stop, max(block, 1)):
+            yield a, min(a + block, part.stop)
+
+
 @dataclass(frozen=True)
 class ShardUpdate:
     """The update of one shard of n elements: its state, [n] of the state's dtype, and hyperparameters."""
@@ -114,11 +127,8 @@ class ShardUpdate:
         return moments if self.master is None else (self.master, *moments)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the bounds [a, b) of the blocks in order; on CPUs a block has at most CPU_BLOCK elements."""
-        for part in self.store.blocks(self.state, self.following):
-            block = CPU_BLOCK if self.staging is None and self.exp_avg.device.type == "cpu" else part.stop
-            for a in range(part.start, part.stop, max(block, 1)):
-                yield a, min(a + block, part.stop)
+        """Yield the bounds [a, b) of `blocks_of` this shard."""
+        return blocks_of(self.state, self.store, self.staging, self.following)
 
     def apply(self, gradient: Tensor, values: Tensor) -> None:
         """Update the whole shard. gradient: [n], of any floating dtype. values: [n], the parameters, written."""
