@@ -3,7 +3,9 @@
 CPU ranks run the same tests, so that this file is tested where there is no GPU.
 """
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.offload import MemoryStore
+from tpfuse.zero.optimizer import ZeroOptimizer
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = pytest.mark.timeout(600)
@@ -83,6 +86,53 @@ def _train(device: str, dtype: torch.dtype, stage: int, sums: bool, offload: boo
         whole = collectives.all_gather(found.detach().view(1, -1), dist.group.WORLD)
         assert (whole == whole[0]).all(), "ranks differ"
     buckets.close()
+
+
+def _loop(device: str, micro_batches: range, stage: int, options: dict[str, Any]) -> list[Tensor]:
+    """Train in a loop of one's own, whose step has these micro-batches on this rank, and return the weights."""
+    model = _model(torch.float32).to(device)
+    with use(implementation="fused"):
+        optimizer = ZeroOptimizer(model, stage=stage, lr=LR, weight_decay=0.1, bucket_bytes=20_000, **options)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for number in micro_batches:
+                last = number == micro_batches[-1]
+                with contextlib.nullcontext() if last else optimizer.no_sync():
+                    _loss(model, step, number, len(micro_batches), model[0].weight).backward()
+            optimizer.clip_grad_norm_(CLIP)
+            optimizer.step()
+        weights = [p.detach().cpu() for p in model.parameters()]
+        optimizer.engine.close()
+    return weights
+
+
+def _loop_on_ranks(device: str, stage: int, options: dict[str, Any]) -> list[Tensor]:
+    rank = dist.get_rank()
+    return _loop(device, range(2 * rank, 2 * rank + 2), stage, options)
+
+
+def _check_loop(ranks: RankPool, world: int, device: str, stage: int, options: dict[str, Any]) -> None:
+    expected = _loop("cpu", range(2 * world), 0, options)
+    first, *others = ranks.run(_loop_on_ranks, device, stage, options)
+    for found, wanted in zip(first, expected, strict=True):
+        assert (found - wanted).abs().max() <= LR / 10
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True)), "ranks differ"
+
+
+# Gradients that accumulate in shards, Muon on the middle matrix, and moments in bfloat16.
+LOOPS = [(2, {}), (1, {"algorithm": "muon", "matrices": {"2.weight": 1}}), (2, {"state_dtype": "bfloat16"})]
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(("stage", "options"), LOOPS, ids=str)
+def test_a_loop_on_gpus_equals_one_cpu_rank(ranks: RankPool, stage: int, options: dict[str, Any]) -> None:
+    _check_loop(ranks, ranks.world, "cuda", stage, options)
+
+
+def test_a_loop_on_cpus_equals_one_cpu_rank() -> None:
+    for stage, options in LOOPS:
+        _check_loop(pool(2), 2, "cpu", stage, options)
 
 
 @pytest.mark.gpu
