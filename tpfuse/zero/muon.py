@@ -81,18 +81,18 @@ class MuonOptions:
 
 
 def orthogonalised(x: Tensor, options: MuonOptions) -> Tensor:
-    """Return the matrix with the singular vectors of x and singular values near 1, in the dtype of x.
+    """Return the matrices with the singular vectors of x and singular values near 1, in the dtype of x.
 
     An iteration of Newton and Schulz with a polynomial of degree 5; its coefficients make small singular values grow
-    fast, and the result has values of about 0.7 to 1.2. A matrix of zeros stays zeros.
+    fast, and the result has values of about 0.7 to 1.2. A matrix of zeros stays zeros. x: [matrices, rows, columns].
     """
     a, b, c = options.ns_coefficients
-    wide = x if x.shape[0] <= x.shape[1] else x.T
-    wide = wide / wide.norm().clamp(min=options.eps)
+    wide = x if x.shape[1] <= x.shape[2] else x.mT
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=options.eps)
     for _ in range(options.ns_steps):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide if x.shape[0] <= x.shape[1] else wide.T
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide if x.shape[1] <= x.shape[2] else wide.mT
 
 
 def update_momentum(gradient: Tensor, momentum: Tensor, direction: Tensor, factor: float, options: MuonOptions) -> None:
@@ -234,13 +234,16 @@ class Muon:
     def _orthogonalise(self, each: _Round, directions: Sequence[Tensor], options: MuonOptions) -> None:
         sent = [[part.of(directions) for part in to] for to in each.sent]
         received = self._exchange(sent, each.received)
-        whole: dict[int, Tensor] = {}
+        owned = dict.fromkeys(number for regions in each.received for number, _ in regions)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number in owned:
+            alike.setdefault(self._matrices[number].shape, []).append(number)
+        stacks = {x: torch.empty(len(n), *x, dtype=self.dtype, device=self._device) for x, n in alike.items()}
+        whole = {number: part for x, numbers in alike.items() for number, part in zip(numbers, stacks[x], strict=True)}
         for (number, slices), values in received:
-            if number not in whole:
-                whole[number] = values.new_empty(self._matrices[number].shape)
             whole[number][_index(slices)] = values
-        for number in whole:
-            whole[number] = orthogonalised(whole[number], options)
+        for shape, numbers in alike.items():  # together: each by itself, a GPU would wait for the host
+            whole |= zip(numbers, orthogonalised(stacks[shape], options), strict=True)
         back = [[whole[number][_index(slices)] for number, slices in to] for to in each.returned]
         own = [[(part.matrix, part.slices) for part in parts] for parts in each.own]
         parts = [part for parts in each.own for part in parts]
