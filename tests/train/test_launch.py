@@ -415,6 +415,19 @@ def test_ranks_meet_in_a_store_that_has_keys_of_dead_ranks() -> None:
             assert raised.value.missing == (2,)
 
 
+def test_ranks_that_share_a_gpu_are_named_on_all_ranks() -> None:
+    def check(gpus: list[str]) -> list[BaseException | None]:
+        store, world = HashStore(), len(gpus)
+        with ThreadPoolExecutor(world) as threads:
+            infos = [launch.RankInfo(rank, world, rank, world, None) for rank in range(world)]
+            ranks = [threads.submit(launch._check_gpus, store, *each) for each in zip(infos, gpus, strict=True)]
+            return [rank.exception() for rank in ranks]
+
+    assert check(["a", "b", "c"]) == [None, None, None]
+    for error in check(["a", "b", "b"]):
+        assert isinstance(error, UserError) and "ranks 1 and 2 have the same GPU" in str(error)
+
+
 @pytest.mark.parametrize(("rank", "missing", "speaks"), [(0, (), True), (1, (), False), (1, (0,), True)])
 def test_under_torchrun_the_first_rank_that_is_not_missing_reports(
     monkeypatch: pytest.MonkeyPatch,

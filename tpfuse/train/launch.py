@@ -65,10 +65,13 @@ def torchrun_rank() -> RankInfo | None:
 
 
 def device_of(info: RankInfo) -> torch.device:
-    """Select and return the GPU of this rank, or return the CPU if there is no GPU."""
+    """Select and return the GPU of this rank, or return the CPU if there is no GPU.
+
+    A launcher may show each rank one GPU alone. Where ranks have to share one, `join` refuses that.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", info.local_rank)
+    device = torch.device("cuda", info.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -77,11 +80,13 @@ def join(info: RankInfo, device: torch.device, timeout: float) -> None:
     """Make the default process group (NCCL on GPUs, Gloo on CPU) once all ranks have started.
 
     timeout: the seconds that this rank waits for the others, here and in each collective of the group. Raise PeerLost,
-    which names the ranks that have not started.
+    which names the ranks that have not started. Raise UserError on every rank if two ranks have one GPU.
     """
     limit = timedelta(seconds=timeout)
     try:
         store = _meet(_store(info, limit), info, limit)
+        if device.type == "cuda":
+            _check_gpus(store, info, str(torch.cuda.get_device_properties(device).uuid))
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         if info.store is not None and device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -169,6 +174,16 @@ def _meet(store: Any, info: RankInfo, limit: timedelta) -> Any:
     raise PeerLost(
         f"rank {info.rank} waited {limit.total_seconds():g} s for {ranks} to start (--comm.timeout)", tuple(missing)
     )
+
+
+def _check_gpus(store: Any, info: RankInfo, gpu: str) -> None:
+    """Raise UserError on every rank if two ranks have one GPU, over which NCCL does not work."""
+    names = [f"tpfuse/gpu of rank {rank}" for rank in range(info.world)]
+    store.set(names[info.rank], gpu)
+    first: dict[str, int] = {}
+    for rank, name in enumerate(names):
+        if (other := first.setdefault(store.get(name).decode(), rank)) != rank:
+            raise UserError(f"ranks {other} and {rank} have the same GPU: start at most one rank for each GPU")
 
 
 @dataclass
