@@ -18,9 +18,10 @@ import torch.distributed as dist
 from tests.support.command import Commands
 from tests.support.graph_stand_in import GraphStandIn
 from tests.support.tiers import exhaustive
-from tests.support.training import CONFIG, Result, new_trainer, options_of, ranks_of, train, whole_weights
+from tests.support.training import CONFIG, Result, new_trainer, options_of, ranks_of, train
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
+from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.switches import use
@@ -70,7 +71,8 @@ def stepped(
         calls: Any = None if trainer.graph is None else trainer.graph._calls
         counts = (calls.launches, calls.captures, calls.replays) if isinstance(calls, GraphStandIn) else ()
         assert trainer.graph is None or trainer.graph._baked, "a step was captured"
-        return (losses, norms, {name: weight.cpu() for name, weight in whole_weights(trainer).items()}), counts
+        parts = {name: local_tensor(p).detach().cpu() for name, p in trainer.model.named_parameters()}
+        return (losses, norms, parts), counts
 
 
 def same(found: Result, expected: Result) -> bool:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tpfuse.choices import Implementation, Kernels
+from tpfuse.comm.layout import Slices, local_slices, local_tensor
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.explain import plans
 from tpfuse.models.gpt import GPTConfig
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 STEPS, SEQUENCES, RANKS = 2, 1, 2
 SIZES = GPTConfig(vocab_size=256, n_positions=128, n_embd=128, n_layer=4, n_head=4)  # the sizes in models/tiny.toml
 _ALONE = "one rank, torch"
-_Trained = tuple[list[float], dict[str, Tensor], float, str]
+_Part = tuple[torch.Size, Slices, Tensor]  # the shape of a weight, what a rank has of it, and that
+_Trained = tuple[list[float], dict[str, _Part], float, str]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ def _text() -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
 
 
 def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained:
-    """Train, and return the losses, weights, seconds of a step and the implementation that layers really use."""
+    """Train, and return the losses, this rank's parts of the weights, the seconds of a step and what layers really use.
+
+    No rank gathers weights: torch's functional collectives crash in a Gloo group of GPU ranks (seen with torch 2.11).
+    """
     from tpfuse.train.batches import Windows
     from tpfuse.train.trainer import Trainer
 
@@ -92,13 +96,20 @@ def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained
         losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
         seconds = (perf_counter() - started) / STEPS
         taken = ", ".join(sorted({plan.implementation for plan in plans(trainer.model)}))
-        weights = {key: _whole(parameter) for key, parameter in trainer.model.named_parameters()}
-    return losses, weights, seconds, taken
+        parts = {
+            key: (parameter.shape, local_slices(parameter), local_tensor(parameter).detach().double().cpu())
+            for key, parameter in trainer.model.named_parameters()
+        }
+    return losses, parts, seconds, taken
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach().double().cpu()
+def _whole(results: Sequence[_Trained]) -> dict[str, Tensor]:
+    """Return the weights, whole, from the parts of all ranks."""
+    weights = {key: torch.empty(shape, dtype=torch.float64) for key, (shape, _, _) in results[0][1].items()}
+    for _, parts, _, _ in results:
+        for key, (_, slices, part) in parts.items():
+            weights[key][tuple(slice(*bounds) for bounds in slices)] = part
+    return weights
 
 
 def _gpu() -> bool:
@@ -126,22 +137,23 @@ def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -
     alone, ranks = kind(1, timeout=300.0), kind(RANKS, timeout=300.0)
     try:
         try:
-            truth: _Trained = alone.run(_train, "auto", "torch", "float64", 1)[0]
-            plain: _Trained = alone.run(_train, "auto", "torch", "float32", 1)[0]
+            truth = _whole(alone.run(_train, "auto", "torch", "float64", 1))
+            plain: list[_Trained] = alone.run(_train, "auto", "torch", "float32", 1)
         except RankError as error:
             return [_failed(_ALONE, error)]
-        largest, distance = _distances(plain[1], truth[1])
-        scale = torch.cat([weight.flatten() for weight in truth[1].values()]).norm().item()
+        largest, distance = _distances(_whole(plain), truth)
+        scale = torch.cat([weight.flatten() for weight in truth.values()]).norm().item()
         allowed = 2 * distance + torch.finfo(torch.float32).eps * scale
-        runs = [TrainingRun(_ALONE, tuple(plain[0]), largest, distance, allowed, plain[2])]
+        runs = [TrainingRun(_ALONE, tuple(plain[0][0]), largest, distance, allowed, plain[0][2])]
         for name in names:
             try:
-                losses, weights, seconds, taken = ranks.run(_train, name, "auto", "float32", RANKS)[0]
+                trained: list[_Trained] = ranks.run(_train, name, "auto", "float32", RANKS)
             except RankError as error:
                 runs.append(_failed(name, error))
                 continue
+            losses, _, seconds, taken = trained[0]
             shown = name if taken == name else f"{name} (is {taken} here)"
-            runs.append(TrainingRun(shown, tuple(losses), *_distances(weights, truth[1]), allowed, seconds))
+            runs.append(TrainingRun(shown, tuple(losses), *_distances(_whole(trained), truth), allowed, seconds))
         return runs
     finally:
         alone.close()
