@@ -72,9 +72,10 @@ TIMED = {
 }
 # The share of a rank's rounds that are late, and the longest delay in cycles of a multiprocessor, about half a ms.
 _LATE, _LONGEST = 0.2, 1_000_000
-# Rounds that a thread may be ahead of its stream. Where that stream's queue is full, a launch waits, and launches of
-# other threads wait for it: with 16 rounds of a scatter by copy engines, they waited for ever on an H100.
-_AHEAD = 2
+# Rounds that a thread may be ahead of its stream, by the number of ranks. Where that stream's queue is full, a launch
+# waits, and launches of other threads wait for it: by copy engines, 2 ranks that were 16 rounds ahead and 4 ranks that
+# were 2 rounds ahead waited for ever on an H100.
+_AHEAD = {2: 2, 4: 1}
 _LOADING, _RUNNING = 240.0, 60.0  # seconds
 _COMPARED = "compared: "  # begins the lines that `main` prints
 
@@ -326,7 +327,7 @@ def at_once(name: str, world: int, device: torch.device, seed: int, rounds: int)
         late, turns = random.Random(f"{seed} {memory.rank}"), itertools.count(1)
 
         def delay() -> None:
-            if next(turns) % _AHEAD == 0:
+            if next(turns) % _AHEAD[world] == 0:
                 torch.cuda.current_stream(device).synchronize()
             if late.random() < _LATE:
                 torch.cuda._sleep(int(late.random() * _LONGEST))  # type: ignore[no-untyped-call]

@@ -180,7 +180,7 @@ def test_ranks_at_once_are_delayed_at_random(monkeypatch: pytest.MonkeyPatch) ->
         results = contact_steps.at_once("numbers", 2, torch.device("cpu"), seed=1, rounds=40)
         assert results == ([[], []] if not wrong else [[], [4, 39]])
     assert 2 * 2 * 40 * 0.1 < len(slept) < 2 * 2 * 40 * 0.3 and max(slept) <= contact_steps._LONGEST
-    assert len(synchronized) == 2 * 2 * (40 // contact_steps._AHEAD)
+    assert len(synchronized) == 2 * 2 * (40 // contact_steps._AHEAD[2])
 
 
 TESTS = """
