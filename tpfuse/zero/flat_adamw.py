@@ -71,7 +71,7 @@ class FlatAdamW:
         if buckets.matrices:
             slices = [(piece.name, piece.slices) for piece in masters]
             dtype = self._matrices[0].layout.state_dtype
-            self._muon = Muon(buckets.matrices, slices, buckets.stage_group, dtype, device)
+            self._muon = Muon(buckets.matrices, slices, buckets.stage_group, dtype, device, buckets.matrix_traffic)
 
     def _current_versions(self) -> dict[str, int]:
         """Return how often each parameter was written; writes into the bucket do not count."""

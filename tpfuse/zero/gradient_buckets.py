@@ -25,7 +25,7 @@ time, because the first stage is the last to compute.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import torch
@@ -108,6 +108,7 @@ class GradientBuckets(MicroBatches):
         self.stage, self.stage_group, self.matrices = stage, groups.stage, matrices
         self.data_ranks = rank_and_size(groups.data)[1] // take_context_sums(model, groups.data)
         self.compression, self.world_group = compression, groups.world
+        self.matrix_traffic = Traffic()  # of Muon's matrices
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
         self.accumulate = accumulate if stage == 2 and compression is None else "whole"
         self._uses = uses or {}
@@ -328,8 +329,8 @@ class GradientBuckets(MicroBatches):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes that all reducers have sent and received since the buckets were made."""
-        total = Traffic()
+        """Return the bytes that the reducers and Muon have sent and received since the buckets were made."""
+        total = replace(self.matrix_traffic)
         for reducer in self.reducers:
             total.add(reducer.traffic.sent, reducer.traffic.received)
         return total

@@ -27,10 +27,11 @@ from torch import Tensor
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout, start_all_to_all
 from tpfuse.comm.layout import Slices
 from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.traffic import Traffic
 from tpfuse.zero.muon_matrices import HiddenMatrix
 
 AdjustedRate = Literal["original", "match_rms_adamw"]
-_AT_ONCE = 2**25  # elements that a rank sends together, on average: 64 MiB in bfloat16
+AT_ONCE = 2**25  # elements that a rank sends together, on average: 64 MiB in bfloat16
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Muon:
     """Muon's update of the matrices of which the ranks of `group` hold rectangles.
 
     rectangles: the parameter and the slices of each rectangle that this rank holds. dtype: of the parameters, or of
-    their masters. device: on which owners compute. Collective. Raise PeerTimeout.
+    their masters. device: on which owners compute. traffic: counts what is exchanged. Collective. Raise PeerTimeout.
     """
 
     def __init__(
@@ -146,8 +147,9 @@ class Muon:
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
         device: torch.device,
+        traffic: Traffic,
     ) -> None:
-        self._matrices, self._group, self._device = matrices, group, device
+        self._matrices, self._group, self._device, self._traffic = matrices, group, device, traffic
         self.dtype = dtype if dtype is torch.float64 else torch.bfloat16
         numbers: dict[str, list[int]] = {}
         for number, matrix in enumerate(matrices):
@@ -203,7 +205,7 @@ class Muon:
         for _, number in sorted(order):
             together.add(number)
             elements += math.prod(self._matrices[number].shape)
-            if elements >= world * _AT_ONCE:
+            if elements >= world * AT_ONCE:
                 yield together
                 together, elements = set(), 0
         if together:
@@ -233,17 +235,17 @@ class Muon:
 
     def _orthogonalise(self, each: _Round, directions: Sequence[Tensor], options: MuonOptions) -> None:
         sent = [[part.of(directions) for part in to] for to in each.sent]
-        received = self._exchange(sent, each.received)
         owned = dict.fromkeys(number for regions in each.received for number, _ in regions)
         alike: dict[tuple[int, int], list[int]] = {}
         for number in owned:
             alike.setdefault(self._matrices[number].shape, []).append(number)
         stacks = {x: torch.empty(len(n), *x, dtype=self.dtype, device=self._device) for x, n in alike.items()}
         whole = {number: part for x, numbers in alike.items() for number, part in zip(numbers, stacks[x], strict=True)}
-        for (number, slices), values in received:
+        for (number, slices), values in self._exchange(sent, each.received):
             whole[number][_index(slices)] = values
+            del values  # and with the last view what has arrived
         for shape, numbers in alike.items():  # together: each by itself, a GPU would wait for the host
-            whole |= zip(numbers, orthogonalised(stacks[shape], options), strict=True)
+            whole |= zip(numbers, orthogonalised(stacks.pop(shape), options), strict=True)
         back = [[whole[number][_index(slices)] for number, slices in to] for to in each.returned]
         own = [[(part.matrix, part.slices) for part in parts] for parts in each.own]
         parts = [part for parts in each.own for part in parts]
@@ -259,6 +261,8 @@ class Muon:
             counts = [sum(tensor.numel() for tensor in to) for to in sent], [sum(row) for row in sizes]
             out = x.new_empty(sum(counts[1]))
             start_all_to_all(x, out, self._group, counts).wait()
+            kept = counts[0][self._group.rank()]
+            self._traffic.add((len(x) - kept) * x.itemsize, (len(out) - kept) * x.itemsize)
         start = 0
         for region in (region for regions in received for region in regions):
             size = _size(region[1])
@@ -273,7 +277,7 @@ def _owners(matrices: Sequence[HiddenMatrix], held: list[list[_Region]]) -> list
         for number, slices in regions:
             parts[rank][number] += _size(slices)
     owners, work = [0] * len(matrices), [0] * len(held)
-    costs = [_cost(*matrix.shape) for matrix in matrices]
+    costs = [cost(*matrix.shape) for matrix in matrices]
     for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
         owner = min(range(len(held)), key=lambda rank: (work[rank], -parts[rank][number]))
         owners[number] = owner
@@ -281,7 +285,7 @@ def _owners(matrices: Sequence[HiddenMatrix], held: list[list[_Region]]) -> list
     return owners
 
 
-def _cost(rows: int, columns: int) -> int:
+def cost(rows: int, columns: int) -> int:
     """Return the operations of a step of Newton-Schulz: three products with the smaller side."""
     least, most = sorted((rows, columns))
     return 4 * least * least * most + 2 * least**3

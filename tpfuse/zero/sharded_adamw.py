@@ -60,7 +60,7 @@ class ShardedAdamW:
         if engine.matrices:
             slices = [(member.name, local_slices(member.sharded)) for member in self._matrices]
             dtype = self._matrices[0].sharded.dtype
-            self._muon = Muon(engine.matrices, slices, engine.stage_group, dtype, engine.device)
+            self._muon = Muon(engine.matrices, slices, engine.stage_group, dtype, engine.device, engine.traffic)
 
     def step(self, lr: float, factor: float = 1.0, muon_lr: float | None = None) -> None:
         """Update the shards with the gradients times `factor`, then free the gradients.
