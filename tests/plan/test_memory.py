@@ -10,6 +10,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tpfuse
 from benchmarks.long_context import SavedBytes
@@ -30,16 +33,20 @@ from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, holdings, mos
 from tpfuse.plan.activations import activations
 from tpfuse.plan.in_flight import parts
 from tpfuse.plan.memory import RankMemory, memories, rank_memory
+from tpfuse.plan.muon import owned, sent_bytes, update_bytes
 from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, RankShare, TrainingProgram
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
+from tpfuse.train.trainer import StepResult
+from tpfuse.zero import muon
 from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameter_groups
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.muon import MuonOptions, cost, orthogonalised
 
 DEEP = dataclasses.replace(CONFIG, n_layer=9, dropout=0.0)
 WIDE = GPTConfig(vocab_size=61, n_positions=12, n_embd=32, n_layer=2, n_head=2)
@@ -243,6 +250,76 @@ def test_ranks_at_stage_3_hold_what_the_formula_counts(schedule: PipelineSchedul
         assert 0 < counted.gradients - whole - sums < sent + gathered, "gradients of a unit arrive beside their sums"
 
 
+class _Alive(TorchDispatchMode):
+    """Counts the most bytes of the tensors that are made in the block and exist at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._others = 0, set[int]()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((arguments, keywords)) if isinstance(x, Tensor)}
+        self._others |= given - self._made.keys()
+        result = function(*arguments, **(keywords or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)):
+            if storage._cdata not in self._others:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._made.values()))
+        return result
+
+
+def _updated(options: TrainCommand, name: str) -> tuple[StepResult, int, list[torch.Size]]:
+    """Train a step by an optimizer. Return its result, the most bytes of its update, and what it orthogonalises."""
+    options = dataclasses.replace(options, optim=dataclasses.replace(options.optim, name=name))  # type: ignore[arg-type]
+    trainer, windows = new_trainer(options, DEEP)
+    update, alive, shapes = trainer.optimizer._update_matrices, _Alive(), list[torch.Size]()
+
+    def counted(x: Tensor, options: MuonOptions) -> Tensor:
+        shapes.append(x.shape)
+        return orthogonalised(x, options)
+
+    def watched(*arguments: Any) -> None:
+        with alive:
+            update(*arguments)
+
+    trainer.optimizer._update_matrices = watched  # type: ignore[method-assign]
+    with mock.patch.object(muon, "orthogonalised", counted):
+        result = trainer.train_step(windows, lambda: False)
+    return result, alive.most, shapes
+
+
+def _with_and_without_muon(options: TrainCommand) -> Any:
+    return [_updated(options, name) for name in ("muon", "adamw")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "stage": 3, "dtype": "float32"},
+        *exhaustive(
+            {"dp": 2, "tp": 2, "stage": 0}, {"cp": 2, "tp": 2, "stage": 3}, {"dp": 2, "stage": 2},
+            {"dp": 3, "stage": 1}, {"tp": 2, "stage": 1}, {"dp": 4, "stage": 3, "replicas": 2, "dtype": "float32"},
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_send_and_hold_for_muon_what_the_formula_counts(layout: dict[str, Any]) -> None:
+    options = dataclasses.replace(options_of(**layout, optim={"name": "muon"}), kernels="torch")
+    found = pool(ranks_of(options)).run(_with_and_without_muon, options)
+    sizes, program, planned = sizes_of("toy", DEEP), program_of(options, DEEP.n_head), layout_of(options)
+    counts = [(ours[0].sent - adamw[0].sent, ours[0].received - adamw[0].received) for ours, adamw in found]
+    sent, received = map(sum, zip(*counts, strict=True))
+    expected = len(found) * sum(sent_bytes(sizes, DEEP.n_layer, planned, program))
+    cuts_buckets = options.zero.stage in (1, 2)  # into unequal parts of matrices
+    assert sent == received == pytest.approx(expected, rel=0.04 if cuts_buckets else 1e-12)
+    assert max(ours[1] for ours, _ in found) == pytest.approx(
+        update_bytes(sizes, DEEP.n_layer, planned, program), rel=0.02
+    )
+    most = max((ours[2] for ours, _ in found), key=lambda shapes: sum(cost(*shape) for shape in shapes))
+    assert sorted(map(sorted, most)) == sorted(map(sorted, owned(sizes, DEEP.n_layer, len(found))))
+
+
 def _saved_by_llama(sizes: ModelSizes, sequences: int) -> int:
     """Return the bytes that autograd saves of a model of transformers after `parallelize`, on one rank."""
     config = transformers.LlamaConfig(
@@ -357,6 +434,17 @@ def test_table_of_zero(zero: int, expected: float) -> None:
     wider = 2 / 64 * 7.5e9 if zero == 2 else 0
     held = (memory.parameters + memory.gradients + memory.optimizer - unsent) * 7.5e9 / SIZES.parameters
     assert held == pytest.approx(expected + wider, rel=0.01)
+
+
+def test_the_update_of_muon_begins_when_the_activations_are_free() -> None:
+    program = dataclasses.replace(TPFUSE, muon_steps=5, reserve=0.0)
+    for recompute, micro_batch in (("full", 1), ("none", 8)):
+        layout = RankLayout(1, 1, 8, 1, "1f1b", 1, 1, recompute, micro_batch, 64)  # type: ignore[arg-type]
+        memory, update = rank_memory(SIZES, layout, program), update_bytes(SIZES, SIZES.layers, layout, program)
+        passes = rank_memory(SIZES, layout, dataclasses.replace(program, muon_steps=0))
+        assert memory.activations == passes.activations
+        assert memory.activations + memory.workspace == max(update, passes.activations + passes.workspace)
+        assert (memory.workspace > passes.workspace) == (recompute == "full")
 
 
 def test_narrow_gradients_have_buffers_of_their_own() -> None:

@@ -87,6 +87,28 @@ def test_zero_shards_the_optimizer_and_gathers() -> None:
     assert three.data > 0
 
 
+def test_muon_adds_the_products_of_its_owners_and_its_exchange_and_keeps_one_moment_less() -> None:
+    """5 iterations of X Xᵀ, (X Xᵀ)² and a product of that with X; in 16 bits to the owners and back."""
+    gpu = replace(GPU, multiprocessors=0, host_seconds=0.0)
+    cluster, muon = replace(CLUSTER, gpu=gpu), replace(TPFUSE, muon_steps=5)
+    shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
+    each = [5 * (4 * m * m * n + 2 * m**3) / (990e12 * 0.7) for m, n in shapes]
+    elements = 32 * sum(m * n for m, n in shapes)
+    moment = 2 * 4 * elements / 3e12
+    for dp, zero, owner in ((1, 0, 32 * sum(each)), (8, 1, 4 * sum(each)), (8, 0, 4 * sum(each)), (2048, 3, max(each))):
+        layout = replace(LAYOUT, dp=dp, zero=zero, batch=dp)
+        with_muon, without = (step_times(SIZES, layout, cluster, program) for program in (muon, TPFUSE))
+        added = with_muon.optimizer - without.optimizer + moment / (dp if zero else 1)
+        assert added == pytest.approx(owner, rel=1e-9)
+        link = NVLINK if dp < 9 else NETWORK
+        sent = 2 * elements * (1 - 1 / dp) * (1 if zero == 0 else 2 / dp)
+        exchanges = 2 * -(-elements // (dp * 2**25)) if dp > 1 else 0
+        latencies = exchanges * (link.start + (dp - 1) * link.latency)
+        assert with_muon.data - without.data == pytest.approx(sent / link.bandwidth + latencies, rel=1e-9)
+    lazy = replace(cluster, gpu=replace(gpu, host_seconds=1.0))
+    assert step_times(SIZES, LAYOUT, lazy, muon).optimizer > 32 * 7 * 5 * 3, "the host issues three products each time"
+
+
 def test_stage_2_reduces_each_micro_batch_or_whole_gradients_once_and_stage_3_gathers_for_each_without_a_pipeline() -> (
     None
 ):

@@ -32,6 +32,11 @@ def all_gather(size: float, ranks: int, link: Link) -> float:
     return link.start + (ranks - 1) * link.latency + size * (ranks - 1) / ranks / link.bandwidth
 
 
+def all_to_all(sent: float, ranks: int, link: Link) -> float:
+    """Return the seconds of an all-to-all in which each rank sends `sent` bytes to the others together."""
+    return 0.0 if ranks == 1 else link.start + (ranks - 1) * link.latency + sent / link.bandwidth
+
+
 def send(size: float, link: Link) -> float:
     """Return the seconds of a message."""
     return link.latency + size / link.bandwidth

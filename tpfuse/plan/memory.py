@@ -7,6 +7,7 @@ from tpfuse.comm.channel import slot_size
 from tpfuse.parallel.pipeline.timeline import Held, holding_bytes
 from tpfuse.plan.activations import Activations, activations
 from tpfuse.plan.in_flight import HeldPart, parts, tied_apart
+from tpfuse.plan.muon import update_bytes
 from tpfuse.plan.sizes import ModelSizes, RankLayout, TrainingProgram
 from tpfuse.plan.states import RankPart, states
 
@@ -90,6 +91,8 @@ def _memory(
         workspace += sizes.block_weights // layout.tp * program.parameter_bytes
     if program.symmetric_slots and layout.tp > 1:  # two halves, which hold what is gathered or scattered
         workspace += 2 * slot_size(kept.message * layout.tp)
+    if program.muon_steps:  # the update begins when the activations are free
+        workspace = max(workspace, update_bytes(sizes, has.blocks, layout, program) - in_flight)
     counted: dict[str, Any] = held._asdict() | {"buffers": held.buffers + slots}
     return RankMemory(**counted, activations=in_flight, workspace=workspace + program.reserve)
 

@@ -58,8 +58,14 @@ class ModelSizes:
     @property
     def block_weights(self) -> int:
         """Return the number of elements of the matrices of a block."""
-        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_size * self.width
-        return attention + (self.other_weights or (2 + self.gated) * self.inner * self.width)
+        return self.other_weights + sum(rows * columns for rows, columns in self.block_matrices)
+
+    @property
+    def block_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Return the features out and in of each linear layer of a block; packed ones are several."""
+        query, key, inner, width = self.heads * self.head_size, self.kv_heads * self.head_size, self.inner, self.width
+        attention = (query, width), (key, width), (key, width), (width, query)
+        return attention if self.other_weights else (*attention, *[(inner, width)] * (1 + self.gated), (width, inner))
 
     @property
     def table_parameters(self) -> int:
@@ -194,8 +200,8 @@ class TrainingProgram:
     placeholder_gradients: bool = False
     # Whether ranks have slots in symmetric memory for what they send.
     symmetric_slots: bool = True
-    # Whether Muon updates the matrices of the blocks, which then have one moment.
-    muon: bool = False
+    # The iterations with which Muon orthogonalises the matrices of the blocks, which have one moment; 0 without Muon.
+    muon_steps: int = 0
     # Bytes that the context of CUDA, libraries and gaps between tensors take.
     reserve: float = 1.5 * 2**30
 

@@ -77,7 +77,7 @@ def states(
     parameter, state, sent = program.parameter_bytes, program.state_bytes, program.reduce_bytes
     parameters = gradients = optimizer = buffers = unsent = 0
     reducers: dict[str, tuple[int, int]] = {}  # the buckets of each, and its largest bucket
-    for group, found in buckets(sizes, part, tp, program.sequence_parallel, program.muon).items():
+    for group, found in buckets(sizes, part, tp, program.sequence_parallel, program.muon_steps > 0).items():
         moments = program.optimizer_bytes - (2 * program.moment_bytes - state if group == "muon" else 0)
         world = replicas * {"partial": tp, "tied": 2}.get(group, 1)
         stage = min(zero, 1 if world == 1 else 2)
@@ -131,7 +131,7 @@ def _fully_sharded(
         gradients += whole * sent
     buffers = gathered * parameter + max(block_shard, rest_shard) * world * sent
     _, matrices = _unit(tuple(shape for _, shape in _block(sizes, tp, True) if len(shape) > 1), world)
-    by_muon = part.blocks * matrices * program.muon
+    by_muon = part.blocks * matrices * (program.muon_steps > 0)
     moments = 2 * (shard - by_muon) * program.moment_bytes + by_muon * state
     return States(shard * state, gradients, moments, buffers)
 

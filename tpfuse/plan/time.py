@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tpfuse.parallel.pipeline.order import order, stage_ranks
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline
-from tpfuse.plan import communication, work
+from tpfuse.plan import communication, muon, work
 from tpfuse.plan.bubble import Cut, StageKind, StageSeconds, cut_of, pass_seconds, step_length, usual_cut
 from tpfuse.plan.hardware import Cluster, GpuSpec
 from tpfuse.plan.sizes import ModelSizes, RankLayout, RankShare, TrainingProgram
@@ -280,10 +280,15 @@ def _update(
     ranks, stride = layout.dp * layout.cp, layout.tp
     shards = ranks if layout.zero else 1
     # Adam reads and writes its state, and reads and writes the gradient twice: for its norm and to clear it.
-    moved = 2 * program.optimizer_bytes + 4 * program.gradient_bytes + program.parameter_bytes
-    optimizer = parameters / shards * moved / cluster.gpu.bandwidth
+    moved = parameters * (2 * program.optimizer_bytes + 4 * program.gradient_bytes + program.parameter_bytes)
+    exchange = matrices = 0.0
+    if program.muon_steps:  # one moment less of the matrices
+        moved -= blocks * sizes.block_weights / layout.tp * 2 * (2 * program.moment_bytes - program.state_bytes)
+        exchange = muon.exchange_seconds(sizes, blocks, layout, cluster, program)
+        matrices = muon.owner_seconds(sizes, blocks, layout, cluster, program)
+    optimizer = moved / shards / cluster.gpu.bandwidth + matrices
     if ranks == 1:
-        return 0.0, optimizer
+        return exchange, optimizer
     forward, backward = blocks * sum(parts.block[0]), blocks * sum(parts.block[1])
     gradients, last = parameters * program.gradient_bytes, one * program.gradient_bytes
     across = partial(communication.grouped, ranks=ranks, stride=stride, cluster=cluster, reduce=layout.zero == 0)
@@ -302,4 +307,4 @@ def _update(
         data += count * sum(
             communication.hidden_rest(gather, seconds, start) if hides else gather for seconds in passes
         )
-    return data, optimizer
+    return data + exchange, optimizer

@@ -79,9 +79,9 @@ def check_timed(options: TrainCommand, sizes: ModelSizes | None = None) -> None:
     train, zero, parallel = options.train, options.zero, options.parallel
     if train.dtype not in _TIMED:
         raise UserError(f"train.dtype {train.dtype}: tpfuse plan knows {', '.join(_TIMED)}")
-    unknown = {"train.autocast": train.autocast, "zero.offload": zero.offload, "optim.name": options.optim.name}
+    unknown = {"train.autocast": train.autocast, "zero.offload": zero.offload}
     for name, value in unknown.items():
-        if value not in ("none", "adamw"):
+        if value != "none":
             raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")
     if train.offload_activations:
         raise UserError("train.offload_activations: tpfuse plan does not know its cost yet: leave it out")
@@ -131,7 +131,7 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
         implementation="collective" if parallel.impl == "auto" else parallel.impl,
         balance=parallel.cp_balance,
         ulysses=ulysses_ranks(parallel, heads // parallel.tp),
-        muon=options.optim.name == "muon",
+        muon_steps=options.optim.muon_steps if options.optim.name == "muon" else 0,
     )
 
 
