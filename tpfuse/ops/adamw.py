@@ -4,7 +4,7 @@ Where the kernels do not run, torch's own fused update is called, once for all s
 either can continue from a state that the other has saved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from tpfuse.switches import use_triton
 _GOLDEN = -1640531535  # 0x9E3779B1 as int32
 _MIX1 = -2048144789  # 0x85EBCA6B
 _MIX2 = -1028477387  # 0xC2B2AE35
+_BLOCK = 2**17  # elements whose moments in bfloat16 a CPU updates at once, in its caches
+
+_Shard = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def adamw_(
@@ -56,7 +59,8 @@ def adamw_(
         return
     rates = beta1, beta2, eps, weight_decay
     if not use_triton(masters[0]):
-        _by_torch(shards, lr, *rates, step, scale, clip)
+        for together in _blocks(shards):
+            _by_torch(together, lr, *rates, step, scale, clip)
     else:
         rate, factor = _on_device(lr, step.device), None if clip is None else _on_device(clip, step.device)
         # Without tracing the kernel is called directly: the operator would take as long as the launch.
@@ -71,8 +75,19 @@ def _on_device(x: float | Tensor, device: torch.device) -> Tensor:
     return x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float32, device=device)
 
 
+def _blocks(shards: Sequence[_Shard]) -> Iterator[Sequence[_Shard]]:
+    """Yield all shards at once; on CPUs those with moments in bfloat16, which take temporary tensors, in blocks."""
+    if shards[0][2].dtype != torch.bfloat16 or shards[0][2].device.type != "cpu":
+        yield shards
+        return
+    for shard in shards:
+        parts = [None if x is None else x.split(_BLOCK) for x in shard]
+        for index in range(-(-len(shard[0]) // _BLOCK)):
+            yield [tuple(None if part is None else part[index] for part in parts)]  # type: ignore[list-item]
+
+
 def _by_torch(
-    shards: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]],
+    shards: Sequence[_Shard],
     lr: float | Tensor,
     beta1: float,
     beta2: float,
@@ -88,7 +103,7 @@ def _by_torch(
         if factor is not None:
             gradients = [x * factor for x in gradients]
     halves = [  # the moments that torch does not update in place
-        (exp_avg, exp_avg_sq, _drawn(master, gradient, exp_avg, exp_avg_sq, step))
+        (exp_avg, exp_avg_sq, *_drawn(master, gradient, exp_avg, exp_avg_sq, step))
         for master, gradient, exp_avg, exp_avg_sq in zip(masters, gradients, exp_avgs, exp_avg_sqs, strict=True)
         if exp_avg.dtype == torch.bfloat16
     ]
@@ -109,33 +124,36 @@ def _by_torch(
         amsgrad=False,
         maximize=False,
     )
-    for (exp_avg, exp_avg_sq, random), *new in zip(halves, exp_avgs, exp_avg_sqs, strict=False):
-        _keep(exp_avg, new[0], random & 0xFFFF)
-        _keep(exp_avg_sq, new[1], (random >> 16).bitwise_and_(0xFFFF))
+    for (exp_avg, exp_avg_sq, low, high), *new in zip(halves, exp_avgs, exp_avg_sqs, strict=False):
+        _keep(exp_avg, new[0], low)
+        _keep(exp_avg_sq, new[1], high)
     for master, parameter in zip(masters, parameters, strict=True):
         if parameter is not None:
             parameter.copy_(master)
 
 
-def _drawn(master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> Tensor:
-    """Return the bits of `tpfuse.kernels.adamw.drawn`, int32. Products and sums wrap around, and shifts bring zeros."""
-    random = (_bits(gradient) & ~0xFFFF).bitwise_or_(_bits(exp_avg)).mul_(_GOLDEN)
-    random += (_bits(exp_avg_sq) << 16).bitwise_or_((_bits(master) >> 16).bitwise_and_(0xFFFF))
-    random ^= step.view(()).int() * _GOLDEN
-    random.bitwise_xor_((random >> 16).bitwise_and_(0xFFFF)).mul_(_MIX1)
-    random.bitwise_xor_((random >> 13).bitwise_and_(0x7FFFF)).mul_(_MIX2)
-    return random.bitwise_xor_((random >> 16).bitwise_and_(0xFFFF))
+def _drawn(
+    master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the lower and upper 16 bits of `tpfuse.kernels.adamw.drawn`, int32.
+
+    Products and sums wrap around, and shifts bring zeros.
+    """
+    random = exp_avg_sq.float().view(torch.int32)
+    random |= (master.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+    upper = (gradient.view(torch.int32) & ~0xFFFF).bitwise_or_(exp_avg.view(torch.uint16).int())
+    random.add_(upper, alpha=_GOLDEN).bitwise_xor_(step.view(()).int() * _GOLDEN)
+    for places, factor in ((16, _MIX1), (13, _MIX2)):
+        random.bitwise_xor_((random >> places).bitwise_and_(2 ** (32 - places) - 1)).mul_(factor)
+    upper = (random >> 16).bitwise_and_(0xFFFF)
+    return random.bitwise_xor_(upper).bitwise_and_(0xFFFF), upper
 
 
 def _keep(kept: Tensor, new: Tensor, random: Tensor) -> None:
     """Round a new moment, float32, into `kept`, bfloat16, by 16 random bits; a NaN stays one."""
-    bits = _bits(new)
-    kept.view(torch.int16).copy_(torch.where(new.isnan(), bits, random.add_(bits)).bitwise_right_shift_(16))
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return the bits of float32 or bfloat16 as int32; the upper half is 0 for bfloat16."""
-    return x.view(torch.int32) if x.dtype == torch.float32 else x.view(torch.int16).int().bitwise_and_(0xFFFF)
+    bits = new.view(torch.int32)
+    random *= (bits & 0x7FFFFFFF).le_(0x7F800000)  # 0 for a NaN; torch.where takes several times as long
+    kept.view(torch.int16).copy_(random.add_(bits).bitwise_right_shift_(16))
 
 
 @custom_op("tpfuse::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "parameter"))
