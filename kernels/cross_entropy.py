@@ -252,6 +252,8 @@ def cross_entropy_backward_kernel(
     columns, mask = edge_columns(width, head, length)
     x = tl.load(logits_ptr + row[:, None] + columns, mask=mask, other=0.0)
     gradient = logit_gradient(x, columns, column, maximum, inverse, scale, ignored)
+    # These are fewer elements than threads: several warps read the same ones, and one of them stores, perhaps in place.
+    tl.debug_barrier()
     tl.store(out_ptr + row[:, None] + columns, rounded(gradient, out_ptr.dtype.element_ty), mask=mask)
 
 
