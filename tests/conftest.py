@@ -5,6 +5,8 @@ Each process has one thread: the tensors are small, and the ranks of the pools n
 
 import os
 import resource
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,22 @@ _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ranks inherit it an
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))
 
 ranks.PRELOADED += ["pytest", "tpfuse.train.trainer"]  # Most tests import no more.
+
+
+# What a test of each marker takes, roughly, in seconds; others take a third of a second.
+_SECONDS = {"processes": 15.0, "nodes": 15.0, "compile": 10.0, "exhaustive": 1.0}
+# They wait for what compiles beside the other tests; the second finds its programs in Triton's cache then.
+_LAST = ("test_compilation.py", "test_signal_ptx.py")
+
+
+@pytest.hookimpl(trylast=True)  # after the choice of tests by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take the longest, so that no process has a long one left when the others are done."""
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        seconds[item.path] += max((_SECONDS.get(mark.name, 0.0) for mark in item.iter_markers()), default=0.0) or 0.3
+    last = {name: place for place, name in enumerate(_LAST)}
+    items.sort(key=lambda item: (last.get(item.path.name, -1), -seconds[item.path], str(item.path)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Hooks that compile while other tests run, on the cores that these leave idle, and run the compiler's tests last."""
+"""Hooks that compile while other tests run, on the cores that these leave idle."""
 
 import contextlib
 import os
@@ -14,12 +14,6 @@ _COMPILING = pytest.StashKey[subprocess.Popen[bytes]]()
 
 def _wants_all_kernels(item: pytest.Item) -> bool:
     return item.path.name == "test_compilation.py"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of the compiler's results last; test_signal_ptx.py then finds its programs in Triton's cache."""
-    last = ("test_compilation.py", "test_signal_ptx.py")
-    items.sort(key=lambda item: last.index(item.path.name) if item.path.name in last else -1)
 
 
 def _give_way() -> None:
