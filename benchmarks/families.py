@@ -61,6 +61,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "bloom: untied": {"tie_word_embeddings": False},
     "cohere: use_qk_norm": {"use_qk_norm": True},
+    "falcon_h1": {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8},
     "gemma2": {"query_pre_attn_scalar": 12}, "gemma2: layer_types": {"layer_types": _KINDS},
     "gemma3n_text": {
         "layer_types": _KINDS, "intermediate_size": [96, 96], "vocab_size_per_layer_input": 101, "laurel_rank": 4,
@@ -77,6 +78,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama: one key head": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "llama: tied": {"tie_word_embeddings": True},
     "llama4_text": {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": 8},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 48},
     "opt: post-norm": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
     "phi: qk_layernorm": {"qk_layernorm": True}, "phi3: as many key heads": {"num_key_value_heads": 4},
