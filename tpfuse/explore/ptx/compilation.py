@@ -15,6 +15,7 @@ _MAKERS: dict[str, Callable[[Slots, PtxInstruction], Step]] = {
     "ld": memory_steps.load,
     "st": memory_steps.store,
     "atom": memory_steps.atomic,
+    "red": memory_steps.atomic,
     "cp": memory_steps.asynchronous,
     "ldmatrix": memory_steps.matrix,
     "mma": register_steps.product,

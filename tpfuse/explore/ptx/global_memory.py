@@ -71,6 +71,10 @@ class GlobalMemory:
         self._looked(changed=False)
         return self._read(addresses, dtype, 1)[:, 0]
 
+    def ordered_store(self, addresses: Array, values: Array, order: frozenset[str]) -> None:
+        """Store one number at each address with an order, such as {"release", "sys"}."""
+        self.store(addresses, values[:, None])
+
     def atomic(
         self, addresses: Array, dtype: Any, order: frozenset[str], change: Callable[[int, Any], Any], name: str
     ) -> Array:

@@ -104,11 +104,9 @@ def _parameter(slots: Slots, instruction: PtxInstruction) -> Step:
 
 
 def store(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return st to global or shared memory, without an order."""
+    """Return st to global or shared memory."""
     target, source = instruction.operands
     shared, order, kind, _ = _access(slots, instruction)
-    if order:
-        raise Unsupported(f"{instruction.opcode} is not supported")
     guard, dtype = slots.guard(instruction), UNSIGNED[bits_of(kind)]
     address, places = slots.address(target, 32 if shared else 64), slots.elements(source, bits_of(kind))
 
@@ -120,6 +118,8 @@ def store(slots: Slots, instruction: PtxInstruction) -> Step:
         columns = [p.values_of(p.registers[slot], threads).astype(dtype, copy=False) for slot in places]
         if shared:
             p.shared.store(addresses, p.warp_of[threads], np.stack(columns, axis=1))
+        elif order:
+            p.memory.ordered_store(addresses, columns[0], order)
         else:
             p.memory.store(addresses, np.stack(columns, axis=1))
 
@@ -127,14 +127,15 @@ def store(slots: Slots, instruction: PtxInstruction) -> Step:
 
 
 def atomic(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return atom on global memory, which threads perform one after another."""
+    """Return atom or red on global memory, which threads perform one after another; red has no result."""
     _, *modifiers, name, kind = instruction.parts
     order = frozenset(modifiers) & (_ORDERS | _SCOPES)
     if set(modifiers) - order != {"global"}:
         raise Unsupported(f"{instruction.opcode} is not supported")
-    target, place, *sources = instruction.operands
+    results = 0 if instruction.parts[0] == "red" else 1
+    place, *sources = instruction.operands[results:]
     bits, guard = bits_of(kind), slots.guard(instruction)
-    slot, address = slots.slot(target, bits), slots.address(place, 64)
+    targets, address = [slots.slot(x, bits) for x in instruction.operands[:results]], slots.address(place, 64)
     arguments = [slots.slot(x, bits) for x in sources]
     change, dtype = _change(name, kind, len(sources)), UNSIGNED[bits]
 
@@ -145,7 +146,9 @@ def atomic(slots: Slots, instruction: PtxInstruction) -> Step:
         given = [p.values_of(p.registers[x], threads) for x in arguments]
         addresses = p.values_of(address(p.registers), threads)
         replace = lambda i, old: change(old, *[x[i] for x in given])  # noqa: E731
-        p.write_some(slot, p.memory.atomic(addresses, dtype, order, replace, f"atom.{name}"), threads)
+        old = p.memory.atomic(addresses, dtype, order, replace, f"atom.{name}")
+        for slot in targets:
+            p.write_some(slot, old, threads)
 
     return step
 

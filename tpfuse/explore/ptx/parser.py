@@ -200,7 +200,7 @@ class _Body:
         else:
             raise Unsupported(f".reg .{type_name}: no type of a register that is known")
         for name in names.split(","):
-            if family := re.match(r"\s*(%?[A-Za-z_$]+)<(\d+)>", name):
+            if family := re.match(r"\s*(%?[\w$]*[A-Za-z_$])<(\d+)>", name):
                 self._families.append((family[1], int(family[2]), bits))
             else:
                 name = name.strip()
@@ -211,7 +211,7 @@ class _Body:
         for scope in reversed(self._scopes):
             if name in scope:
                 return scope[name]
-        if found := re.match(r"(%?[A-Za-z_$]+)(\d+)$", name):
+        if found := re.match(r"(%?[\w$]*[A-Za-z_$])(\d+)$", name):
             for prefix, count, bits in self._families:
                 if prefix == found[1] and int(found[2]) < count:
                     return self._scopes[0].setdefault(name, Register(name, bits))
@@ -241,7 +241,7 @@ class _Body:
         value = -value if sign == "-" else value
         if base in self._symbols:
             return Address(None, self._symbols[base] + value)
-        if base.startswith("%"):
+        if base.startswith("%") or any(base in scope for scope in self._scopes):
             return Address(self._register(base), value)
         if (constant := _constant(base)) is not None:
             return Address(None, constant + value)

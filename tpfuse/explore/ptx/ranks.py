@@ -65,12 +65,18 @@ class ExploredGlobalMemory(GlobalMemory):
             values = self._read(addresses, dtype, 1)[:, 0]
             return values, values
 
-        return self._ordered(addresses, order, "ld", perform, stores=False)
+        return self._ordered(addresses, order, "ld", perform, modifies=False, writes=False)
+
+    def ordered_store(self, addresses: Array, values: Array, order: frozenset[str]) -> None:
+        change: Callable[[int, Any], Any] = lambda position, old: values[position]  # noqa: E731
+        perform = lambda: self._replace(addresses, values.dtype, change)  # noqa: E731
+        self._ordered(addresses, order, "st", perform, modifies=False, writes=True)
 
     def atomic(
         self, addresses: Array, dtype: Any, order: frozenset[str], change: Callable[[int, Any], Any], name: str
     ) -> Array:
-        return self._ordered(addresses, order, name, lambda: self._replace(addresses, dtype, change), stores=True)
+        perform = lambda: self._replace(addresses, dtype, change)  # noqa: E731
+        return self._ordered(addresses, order, name, perform, modifies=True, writes=True)
 
     def barrier(self) -> None:
         self._checked.clocks.debug_barrier(self._task.chain)
@@ -82,7 +88,8 @@ class ExploredGlobalMemory(GlobalMemory):
         name: str,
         perform: Callable[[], tuple[Array, Array]],
         *,
-        stores: bool,
+        modifies: bool,
+        writes: bool,
     ) -> Array:
         """Perform an operation on words, all of which are symmetric memory or none of which is; return the old ones.
 
@@ -91,21 +98,26 @@ class ExploredGlobalMemory(GlobalMemory):
         parts = self._checked.touched(addresses)
         if not parts:
             return perform()[0]
-        semantics = Semantics(
-            acquires=bool(order & {"acquire", "acq_rel"}),
-            releases=bool(order & {"release", "acq_rel"}),
-            scope=min((_SCOPES[x] for x in order & _SCOPES.keys()), default=_SCOPES["gpu"]),
-            modifies=stores,
-            writes=stores,
-        )
+        # The words of `parts` are in the order of the regions.
+        order_of_parts = np.concatenate([np.flatnonzero(np.isin(addresses, part)) for _, part in parts])
 
         def watched() -> tuple[Array, Array, Array, Array]:
             old, new = perform()
-            return old, old, new, np.full(len(old), stores)
+            stored = old != new if name == "atom.cas" else np.full(len(old), writes)
+            return old, old[order_of_parts], new[order_of_parts], stored[order_of_parts]
 
         with self._at_source():
+            semantics = self._semantics(order, modifies=modifies, writes=writes)
             result: Array = self._checked.atomic(name, parts, semantics, watched)
         return result
+
+    def _semantics(self, order: frozenset[str], **more: bool) -> Semantics:
+        return Semantics(
+            acquires=bool(order & {"acquire", "acq_rel"}),
+            releases=bool(order & {"release", "acq_rel"}),
+            scope=min((_SCOPES[x] for x in order & _SCOPES.keys()), default=_SCOPES["gpu"]),
+            **more,
+        )
 
     @contextmanager
     def _at_source(self) -> Iterator[None]:
