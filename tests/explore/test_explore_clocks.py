@@ -137,10 +137,10 @@ def test_a_log_can_be_run_again_with_one_line_changed(change) -> None:
     do(clocks, two, line=("kernel.py", 2), acquires=change != "acquire")
     assert not knows(clocks, two, one, time)
     line = ("kernel.py", 2 if change == "acquire" else 1)
-    other = clocks.suppose(Supposition(line, change))
+    other = clocks.suppose(Supposition(line, (change,)))
     assert knows(other, two, one, time)
     assert all(other.time(chain) == clocks.time(chain) for chain in (0, 1, 2, 3, one, one + 1, two, two + 1))
-    assert not knows(clocks.suppose(Supposition(("kernel.py", 3), change)), two, one, time)
+    assert not knows(clocks.suppose(Supposition(("kernel.py", 3), (change,))), two, one, time)
 
 
 KINDS = {"load": (False, False), "store": (True, False), "atomic load": (False, True), "atomic": (True, True)}

@@ -18,6 +18,7 @@ from tpfuse.explore.errors import DeadlockError, ExploreError, ProtocolError, Ra
 from tpfuse.explore.explorer import Report, explore, explore_bounded
 from tpfuse.explore.schedules import PCT, Choices, RandomWalk, RoundRobin, Schedule, Sequential
 from tpfuse.explore.simulated_memory import SimulatedMemory
+from tpfuse.explore.torch_handle import TorchHandle
 
 __all__ = [
     "PCT",
@@ -32,6 +33,7 @@ __all__ = [
     "Schedule",
     "Sequential",
     "SimulatedMemory",
+    "TorchHandle",
     "explore",
     "explore_bounded",
 ]

@@ -15,6 +15,12 @@ own operations a release therefore covers the loads and stores that precede the 
 PR 10816), and all earlier atomic operations, which the same thread performs. For this reason a chain has two
 components: c for its loads and stores, c + 1 for its atomic operations.
 
+The compiler writes no barriers beside inline assembly. There the rule holds under every version of Triton, and for
+acquires too: if one thread of several waits, the others know what it has acquired after the next debug_barrier. The end
+of a kernel flushes its writes to the whole system. Kernels of other projects rely on that (torch's `symm_mem` among
+them), and signal by relaxed assembly: such a signal passes on what preceded its launch, and such a wait counts at the
+end of its launch.
+
 Every call that moves a clock is logged, so that a log can be run again under a supposition: "if this line were a
 release".
 """
@@ -43,13 +49,18 @@ class Atomic:
     stores: bool = True  # False for a load and for a failed compare-and-swap
     modifies: bool = True  # True for a read-modify-write, which continues earlier releases; False for a store
     host: bool = False
+    assembly: bool = False  # inline assembly, beside which the compiler writes no barrier
+    alone: bool = False  # one thread of several performed it, and the others have not waited for that
 
 
 class Supposition(NamedTuple):
-    """A supposed change of one source line."""
+    """A supposed change of one source line.
+
+    changes: of "release", "acquire", "debug_barrier" (before the line) and "wait" (a debug_barrier after the line).
+    """
 
     line: Line
-    change: str  # "release", "acquire" or "debug_barrier"
+    changes: tuple[str, ...]
 
 
 class Clocks:
@@ -60,6 +71,9 @@ class Clocks:
         self._count = 0
         self.knows: NDArray[np.int64] = np.zeros((16, 16), np.int64)
         self._covered: Clock = np.zeros(16, np.int64)  # for each chain the time of its last debug_barrier
+        self._begun = np.zeros_like(self.knows)  # what the stream knew when the chain's launch began
+        self._acquired = np.zeros_like(self.knows)  # what the chain will know after its next debug_barrier
+        self._observed = np.zeros_like(self.knows)  # what the chain's stream will know after the launch
         self._published: dict[Word, Clock] = {}
         self.log: list[tuple[str, tuple[object, ...]]] = []
 
@@ -73,7 +87,9 @@ class Clocks:
         chain, self._count = self._count, self._count + 2
         size = len(self.knows)
         if chain == size:
-            self.knows = np.pad(self.knows, (0, size))
+            self.knows, self._begun, self._acquired, self._observed = (
+                np.pad(rows, (0, size)) for rows in (self.knows, self._begun, self._acquired, self._observed)
+            )
             self._covered = np.pad(self._covered, (0, size))
             self._published = {word: np.pad(clock, (0, size)) for word, clock in self._published.items()}
         self._tick(chain)
@@ -87,6 +103,8 @@ class Clocks:
         self.log.append(("fork", (stream, program)))
         self._covered[program] = self.time(program)
         self.knows[program] = np.maximum(self.knows[program], self.knows[stream])
+        self._begun[program] = self.knows[stream]
+        self._acquired[program] = self._observed[program] = 0
         self._tick(program)
 
     def join(self, stream: int, programs: Iterable[int]) -> None:
@@ -94,7 +112,8 @@ class Clocks:
         programs = tuple(programs)
         self.log.append(("join", (stream, programs)))
         for program in programs:
-            np.maximum(self.knows[stream], self.knows[program], out=self.knows[stream])
+            for rows in (self.knows, self._acquired, self._observed):
+                np.maximum(self.knows[stream], rows[program], out=self.knows[stream])
         self._tick(stream)
 
     def barrier(self, streams: Iterable[int]) -> None:
@@ -109,6 +128,7 @@ class Clocks:
         """Record that all threads of the program have reached a `tl.debug_barrier()`."""
         self.log.append(("debug_barrier", (program,)))
         self._covered[program] = self.time(program)
+        np.maximum(self.knows[program], self._acquired[program], out=self.knows[program])
         self._tick(program)
 
     def atomic(self, operation: Atomic) -> None:
@@ -116,19 +136,23 @@ class Clocks:
         self.log.append(("atomic", (operation,)))
         chain, covered = operation.chain, self._covered[operation.chain]
         if self._suppose and self._suppose.line == operation.line:
-            if self._suppose.change == "debug_barrier":
-                covered = self.time(chain)
-            else:
-                releases = operation.releases or self._suppose.change == "release"
-                acquires = operation.acquires or self._suppose.change == "acquire"
-                operation = replace(operation, releases=releases, acquires=acquires)
-        if operation.acquires and operation.word in self._published:
-            np.maximum(self.knows[chain], self._published[operation.word], out=self.knows[chain])
+            changes = self._suppose.changes
+            covered = self.time(chain) if "debug_barrier" in changes else covered
+            operation = replace(
+                operation,
+                releases=operation.releases or "release" in changes,
+                acquires=operation.acquires or "acquire" in changes,
+                alone=operation.alone and "wait" not in changes,
+            )
+        if (operation.acquires or operation.assembly) and operation.word in self._published:
+            rows = self.knows if operation.acquires else self._observed
+            rows = self._acquired if operation.acquires and operation.alone else rows
+            np.maximum(rows[chain], self._published[operation.word], out=rows[chain])
         if operation.stores and not operation.modifies:
             self._published.pop(operation.word, None)
-        if operation.stores and operation.releases:
-            clock = self.knows[chain].copy()
-            if self.barrier_rule and not operation.host:
+        if operation.stores and (operation.releases or operation.assembly):
+            clock = (self.knows if operation.releases else self._begun)[chain].copy()
+            if operation.releases and (self.barrier_rule or operation.assembly) and not operation.host:
                 clock[chain] = covered
             if operation.word in self._published:
                 np.maximum(clock, self._published[operation.word], out=clock)

@@ -7,9 +7,12 @@ from tpfuse.explore.clocks import Atomic, Clocks, Line, Supposition, Word
 from tpfuse.explore.sites import text_of
 
 _SUPPOSED = {
-    "debug_barrier": "a tl.debug_barrier() before the release at {line} would order them",
-    "release": "release semantics at {line} would order them",
-    "acquire": "acquire semantics at {line} would order them",
+    ("debug_barrier",): "a tl.debug_barrier() before the release at {line} would order them",
+    ("wait",): "a tl.debug_barrier() after the wait at {line} would order them",
+    ("release",): "release semantics at {line} would order them",
+    ("acquire",): "acquire semantics at {line} would order them",
+    ("release", "debug_barrier"): "release semantics at {line} and a tl.debug_barrier() before it would order them",
+    ("acquire", "wait"): "acquire semantics at {line} and a tl.debug_barrier() after it would order them",
 }
 
 
@@ -22,19 +25,27 @@ def explain(clocks: Clocks, earlier: int, time: int, later: int) -> str:
     operations = [operation for operation in atomics if isinstance(operation, Atomic)]
     for supposition in _suppositions(clocks, operations):
         if clocks.suppose(supposition).knows[later, earlier] >= time:
-            return _SUPPOSED[supposition.change].format(line=text_of(supposition.line))
+            return _SUPPOSED[supposition.changes].format(line=text_of(supposition.line))
     return _what_is_missing(operations, _released(clocks, earlier, time), earlier & ~1, later)
 
 
 def _suppositions(clocks: Clocks, operations: list[Atomic]) -> list[Supposition]:
     suppositions: dict[Supposition, None] = {}
     for operation in operations:
-        if operation.releases and clocks.barrier_rule and not operation.host:
-            suppositions[Supposition(operation.line, "debug_barrier")] = None
+        barrier_rule = (clocks.barrier_rule or operation.assembly) and not operation.host
+        if operation.releases and barrier_rule:
+            suppositions[Supposition(operation.line, ("debug_barrier",))] = None
+        if operation.acquires and operation.alone:
+            suppositions[Supposition(operation.line, ("wait",))] = None
         if not operation.releases and operation.stores:
-            suppositions[Supposition(operation.line, "release")] = None
+            suppositions[Supposition(operation.line, ("release",))] = None
         if not operation.acquires:
-            suppositions[Supposition(operation.line, "acquire")] = None
+            suppositions[Supposition(operation.line, ("acquire",))] = None
+    for operation in operations:
+        if operation.assembly and not operation.releases and operation.stores:
+            suppositions[Supposition(operation.line, ("release", "debug_barrier"))] = None
+        if operation.alone and not operation.acquires:
+            suppositions[Supposition(operation.line, ("acquire", "wait"))] = None
     return list(suppositions)
 
 

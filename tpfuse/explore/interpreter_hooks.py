@@ -19,6 +19,8 @@ from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime import interpreter
 
+from tpfuse.explore import inline_assembly
+from tpfuse.explore.inline_assembly import refuse_thread_numbers
 from tpfuse.explore.memory import Addresses, Semantics
 from tpfuse.explore.run import ExploredRun
 
@@ -34,6 +36,7 @@ def _semantics(sem: Any, scope: Any, **more: bool) -> Semantics:
 
 
 def _addresses(pointers: Any, mask: Any = None) -> Addresses:
+    refuse_thread_numbers(pointers.data)
     addresses: Addresses = np.asarray(pointers.data).ravel()
     return addresses if mask is None else addresses[_active(mask).ravel()]
 
@@ -55,7 +58,7 @@ class _Operations:
     """The operations of the interpreter's builder that touch memory, for one run."""
 
     def __init__(self, run: ExploredRun) -> None:
-        self._memory, self._scheduler = run.memory, run.scheduler
+        self._run, self._memory, self._scheduler = run, run.memory, run.scheduler
 
     def create_masked_load(self, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         size = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
@@ -69,6 +72,7 @@ class _Operations:
         return value
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_thread_numbers(value.data)
         size = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
         parts = self._memory.touched(_addresses(ptrs, mask))
         if parts:
@@ -79,7 +83,15 @@ class _Operations:
 
     def create_barrier(self) -> None:
         if self._scheduler.current.program is not None:
-            self._memory.clocks.debug_barrier(self._scheduler.current.chain)
+            inline_assembly.program_barrier(self._run)
+
+    def create_inline_asm(
+        self, text: str, constraints: str, values: list[Any], types: list[Any], is_pure: bool, pack: int
+    ) -> inline_assembly.AssemblyResults:
+        if pack != 1:
+            raise ValueError(f"inline assembly with pack={pack}: the explorer supports pack=1")
+        operands, grid = [value.data for value in values], vars(_BUILDER)["grid_dim"]
+        return inline_assembly.execute(self._run, text, constraints, operands, types, grid)
 
     def _atomic(
         self,
@@ -106,6 +118,7 @@ class _Operations:
     def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         perform = lambda: _PLAIN.create_atomic_rmw(_BUILDER, op, ptr, val, mask, sem, scope)  # noqa: E731
         name = f"atomic_{op.name.lower().removeprefix('f').removeprefix('u')}"
+        refuse_thread_numbers(val.data)
         return self._atomic(name, ptr, mask, _semantics(sem, scope), perform, lambda old: np.ones(old.shape, bool))
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
@@ -149,7 +162,10 @@ def _launch(run: ExploredRun, executor: Any, args: tuple[Any, ...], kwargs: dict
     grid = executor.grid(named) if callable(executor.grid) else executor.grid
     grid = (*grid, 1, 1)[:3]
 
+    threads = 32 * kwargs.get("num_warps", 4)
+
     def begin(index: tuple[int, ...]) -> None:
+        run.scheduler.current.threads, run.scheduler.current.some_threads = threads, False
         _BUILDER.set_grid_dim(*grid)
         _BUILDER.set_grid_idx(*index)
 

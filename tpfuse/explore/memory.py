@@ -29,6 +29,8 @@ class Semantics:
     modifies: bool = True  # a read-modify-write
     writes: bool = True  # False for a load
     host: bool = False
+    assembly: bool = False  # see `Atomic`
+    alone: bool = False
 
 
 _SCOPES = ("cta", "gpu", "sys")
@@ -178,6 +180,8 @@ class CheckedMemory:
                 stores=stored and semantics.writes,
                 modifies=semantics.modifies,
                 host=semantics.host,
+                assembly=semantics.assembly,
+                alone=semantics.alone,
             )
         )
 
@@ -223,6 +227,23 @@ class CheckedMemory:
             return int(old[0]), old, region.words[index : index + 1].copy(), np.array([value is not None])
 
         return int(self.atomic(operation, [(region, np.array([address], np.uint64))], semantics, perform))
+
+    def host_exchange(
+        self, operation: str, region: Region, index: int, expected: int, value: int, releases: bool
+    ) -> bool:
+        """Set a word to `value` if it is `expected`, as a release or an acquire; return whether it was."""
+        assert region.words is not None
+        word = region.words[index : index + 1]
+        semantics = Semantics(acquires=not releases, releases=releases, scope=2, host=True)
+
+        def perform() -> tuple[bool, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
+            old = word.copy()
+            done = bool(old[0] == expected)
+            word[0] = value if done else old[0]
+            return done, old, word.copy(), np.array([done])
+
+        address = np.array([region.base + index * region.step], np.uint64)
+        return bool(self.atomic(operation, [(region, address)], semantics, perform))
 
 
 def _words(parts: Parts) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ class Task:
 
     held: the reason why it cannot continue by itself; empty if it can. watched: the words whose change it waits for;
     None if it does not wait for any. where: the description of the line at which it waits. lines: the source lines of a
-    compiled kernel's operation; empty for an operation whose lines are on Python's stack.
+    compiled kernel's operation; empty for an operation whose lines are on Python's stack. threads: how many threads its
+    program has. some_threads: whether only some of them act, up to the next barrier (`inline_assembly`).
     """
 
     def __init__(self, number: int, rank: int, stream: int) -> None:
@@ -31,6 +32,7 @@ class Task:
         self.gate, self.done = threading.Semaphore(0), False
         self.held, self.where = "", ""
         self.lines: tuple[tuple[str, int], ...] = ()
+        self.threads, self.some_threads = 1, False
         self.watched: frozenset[int] | None = None
         self.polled: dict[tuple[int, ...], object] = {}
         self.woken = False  # whether it looks again because all threads waited, and not because of a change

@@ -72,13 +72,34 @@ class SimulatedMemory(SymmetricMemory):
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
+        region, peer = self._word(flags, owner, index), owner if peer is None else peer
+        done = lambda: wrapped(self._run.memory.host_word("wait_signal", region, index, None) - value) >= 0  # noqa: E731
+        self._repeat(done, op, peer)
+
+    def exchange(
+        self,
+        flags: SymmetricBuffer,
+        owner: int,
+        index: int,
+        expected: int,
+        value: int,
+        *,
+        releases: bool,
+        peer: int,
+        op: str,
+    ) -> None:
+        """Wait until a word is `expected`, and set it to `value` in the same step, as torch's signals do.
+
+        releases: whether this is a release, and not an acquire. Raise PeerTimeout as `wait_signal` does.
+        """
         region = self._word(flags, owner, index)
-        while True:
-            current = self._run.memory.host_word("wait_signal", region, index, None)
-            if wrapped(current - value) >= 0:
-                return
+        done = lambda: self._run.memory.host_exchange(op, region, index, expected, value, releases)  # noqa: E731
+        self._repeat(done, op, peer)
+
+    def _repeat(self, done: Callable[[], bool], op: str, peer: int) -> None:
+        while not done():
             if self._run.aborted(self.rank):
-                raise self._timeout(op, owner if peer is None else peer)
+                raise self._timeout(op, peer)
 
     def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> Region:
         if flags.dtype != torch.int32 or not 0 <= index < flags.shape.numel():
