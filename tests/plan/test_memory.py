@@ -277,7 +277,7 @@ def _updated(options: TrainCommand, name: str) -> tuple[StepResult, int, list[to
     update, alive, shapes = trainer.optimizer._update_matrices, _Alive(), list[torch.Size]()
 
     def counted(x: Tensor, options: MuonOptions) -> Tensor:
-        shapes.append(x.shape)
+        shapes.extend([x.shape[1:]] * len(x))
         return orthogonalised(x, options)
 
     def watched(*arguments: Any) -> None:

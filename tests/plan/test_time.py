@@ -107,6 +107,9 @@ def test_muon_adds_the_products_of_its_owners_and_its_exchange_and_keeps_one_mom
         assert with_muon.data - without.data == pytest.approx(sent / link.bandwidth + latencies, rel=1e-9)
     lazy = replace(cluster, gpu=replace(gpu, host_seconds=1.0))
     assert step_times(SIZES, LAYOUT, lazy, muon).optimizer > 32 * 7 * 5 * 3, "the host issues three products each time"
+    small = replace(SIZES, width=256, heads=2, kv_heads=2, inner=1024)
+    issued = step_times(small, LAYOUT, lazy, muon).optimizer
+    assert issued == pytest.approx(32 * 7 * 8 + 3 * (5 * 3 + 4), rel=1e-6), "together for matrices of one shape"
 
 
 def test_stage_2_reduces_each_micro_batch_or_whole_gradients_once_and_stage_3_gathers_for_each_without_a_pipeline() -> (

@@ -5,6 +5,7 @@ matrices by cost; the rank with the most work counts. Ranks send their parts of 
 is orthogonalised back, while nothing else computes (`tpfuse.zero.muon`).
 """
 
+from collections import Counter
 from functools import cache
 from heapq import heapreplace
 from math import ceil, hypot, prod
@@ -15,7 +16,8 @@ from tpfuse.plan.sizes import ModelSizes, RankLayout, TrainingProgram
 from tpfuse.plan.work import HALF, MatrixProduct, product_seconds
 from tpfuse.zero.muon import AT_ONCE, cost
 
-_OPERATORS = 12  # that the host issues for a matrix beside its iterations: norm, quotient, copies, update
+_OPERATORS = 8  # that the host issues for a matrix: copies, update
+_OF_A_SHAPE = 4  # and for those of one shape in an exchange, beside the iterations: norm and quotient
 _PRODUCTS = 3  # of an iteration
 
 
@@ -61,7 +63,9 @@ def owner_seconds(
     for m, n in map(sorted, matrices):
         products = MatrixProduct(m, m, n), MatrixProduct(m, m, m), MatrixProduct(m, n, m)
         device += program.muon_steps * sum(product_seconds(product, gpu, _size(program)) for product in products)
-    operators = len(matrices) * (_PRODUCTS * program.muon_steps + _OPERATORS)
+    exchanges = ceil(sum(map(prod, matrices)) / AT_ONCE)
+    together = sum(min(count, exchanges) for count in Counter(matrices).values())
+    operators = len(matrices) * _OPERATORS + together * (_PRODUCTS * program.muon_steps + _OF_A_SHAPE)
     return hypot(device, operators * gpu.host_seconds)
 
 
@@ -69,23 +73,25 @@ def update_bytes(sizes: ModelSizes, blocks: int, layout: RankLayout, program: Tr
     """Return the most bytes that the update of the matrices needs beside the state, on the rank with the most work.
 
     What is to be orthogonalised exists for all matrices at once. Beside it are two tensors in float32 from which it
-    comes; or else the owner's matrices of one exchange, with what an iteration computes from the largest of them, or
+    comes; or else the owner's matrices of one exchange, with what an iteration computes from those of one shape, or
     with what it returns and what comes back.
     """
     ranks, part = _shares(layout)
     matrices = owned(sizes, blocks, ranks)
     if not matrices:
         return 0.0
-    together = 0
+    together, alike = 0, Counter[tuple[int, int]]()
     for shape in matrices:
         together += prod(shape)
+        alike[shape] += 1
         if together >= AT_ONCE:
             break
-    m, n = sorted(matrices[0])
+    iterated = max(2 * count * (prod(shape) + min(shape) ** 2) for shape, count in alike.items())
+    m, n = matrices[0]
     held = blocks * sizes.block_weights * part
     passed = together * ranks * part
     momentum = 2 * program.state_bytes * m * n * part
-    owners = together + max(2 * m * n + 2 * m * m, 2 * passed)
+    owners = together + max(iterated, 2 * passed)
     return held * _size(program) + max(momentum, owners * _size(program))
 
 
