@@ -6,14 +6,26 @@ The definitions are those of NVIDIA's PTX ISA 8.7, chapter "Instruction Set".
 import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tpfuse.explore.ptx import Divergence, Kernel, MemoryFault, PtxError, SharedRace, Stuck, Unsupported
+from tpfuse.explore import RaceError, Sequential, explore
+from tpfuse.explore.ptx import (
+    Divergence,
+    GlobalRace,
+    Kernel,
+    MemoryFault,
+    PtxError,
+    SharedRace,
+    Stuck,
+    Unsupported,
+    ranks,
+)
 from tpfuse.explore.ptx.control_flow import weak_topological_order
 
 HEAD = """
@@ -435,6 +447,26 @@ COPY = (
 """
 )
 
+GLOBAL_EXCHANGE = """
+  .loc 1 7 0 // kernel.py:7:0
+  mad.wide.u32 %d1, %r0, 4, %d0;
+  xor.b32 %r1, %r0, 32;
+  mad.wide.u32 %d2, %r1, 4, %d0;
+  st.global.b32 [%d1], %r0;
+  bar.sync 0;
+  ld.global.b32 %r2, [%d2];
+  bar.sync 0;
+  st.global.b32 [%d1], %r2;
+"""
+GLOBAL_SUM = """
+  .loc 1 7 0 // kernel.py:7:0
+  ld.global.b32 %r1, [%d0];
+  add.s32 %r1, %r1, 1;
+  bar.sync 0;
+  setp.eq.s32 %p1, %r0, 0;
+  @%p1 st.global.b32 [%d0], %r1;
+"""
+
 
 def run_on_64(body: str, shared: int = 512) -> list[int]:
     out = torch.arange(64, dtype=torch.int32)
@@ -453,6 +485,15 @@ def test_warps_exchange_numbers_through_shared_memory() -> None:
     assert run_on_64(COPY.replace("4, 4;", "4, 0;")) == [0] * 64
 
 
+def test_warps_exchange_numbers_through_global_memory() -> None:
+    assert run_on_64(GLOBAL_EXCHANGE) == [thread ^ 32 for thread in range(64)]
+    assert run_on_64(GLOBAL_SUM) == [1, *range(1, 64)]
+    assert run_on_64(GLOBAL_EXCHANGE.replace("%r0, 32;", "%r0, 16;").replace("bar.sync 0;", ""))  # within a warp
+
+
+CHANGED = "the source of an asynchronous copy has changed"
+
+
 @pytest.mark.parametrize(
     ("body", "fault", "message"),
     [
@@ -465,6 +506,12 @@ def test_warps_exchange_numbers_through_shared_memory() -> None:
         (COPY.replace("wait_group 0", "wait_group 1"), SharedRace, "an asynchronous copy that nobody has waited for"),
         (without(COPY, "cp.async.wait_group 0;"), SharedRace, "an asynchronous copy that nobody has waited for"),
         (without(COPY, "bar.sync 0;"), SharedRace, "and no barrier orders the two"),
+        (without(GLOBAL_EXCHANGE, "bar.sync 0;"), GlobalRace, "warp 0 wrote it, warp 1 read it, and no barrier orders"),
+        (GLOBAL_EXCHANGE.replace("bar.sync 0;\n  st", "st"), GlobalRace, "warp 1 read it, warp 0 wrote it, and no"),
+        (without(GLOBAL_SUM, "bar.sync 0;"), GlobalRace, "warp 1 read it, warp 0 wrote it"),
+        (GLOBAL_SUM.replace("@%p1 ", ""), GlobalRace, "warp 0 wrote it, warp 1 wrote it"),
+        (COPY.replace("cp.async.wait_group 0;", "st.global.b32 [%d1], %r1;\ncp.async.wait_all;"), GlobalRace, CHANGED),
+        (SHARED + "cp.async.ca.shared.global [%r3], [%d0+256], 4;", MemoryFault, r"byte 256 of array0 \(256\)"),
         ("ld.global.b32 %r1, [%d0+256];", MemoryFault, r"byte 256 of array0 \(256\): outside all memory"),
         ("ld.global.b32 %r1, [%d0+-4];", MemoryFault, "outside all memory"),
         ("ld.global.b64 %d1, [%d0+4];", MemoryFault, "byte 4 of array0 .* not aligned"),
@@ -479,13 +526,50 @@ def test_a_fault_is_named_with_its_line(body: str, fault: type[PtxError], messag
     with pytest.raises(fault, match=message) as caught:
         run_on_64(body)
     assert "line " in str(caught.value)
-    if fault is SharedRace:
+    if fault in (SharedRace, GlobalRace):
         assert "(kernel.py:7)" in str(caught.value)
 
 
-def test_a_copy_reads_its_source_as_late_as_its_wait_allows() -> None:
-    body = COPY.replace("cp.async.wait_group 0;", "neg.s32 %r9, %r0;\nst.global.b32 [%d1], %r9;\ncp.async.wait_all;")
-    assert run_on_64(body) == [-(thread ^ 32) for thread in range(64)]
+SEND = """
+  mad.wide.u32 %d2, %r0, 4, %d0;
+  st.global.b32 [%d2], %r0;
+  bar.sync 0;
+  setp.eq.s32 %p1, %r0, 0;
+  @%p1 atom.global.sys.release.exch.b32 %r1, [%d1], 1;
+"""
+BEGIN = "cp.async.ca.shared.global [%r3], [%d3], 4;\n"
+RECEIVE = (
+    SHARED
+    + "mad.wide.u32 %d3, %r0, 4, %d0;\nwait:\natom.global.sys.acquire.add.u32 %r5, [%d1], 0;\n"
+    + f"setp.ne.s32 %p1, %r5, 1;\n@%p1 bra wait;\n{BEGIN}cp.async.wait_all;\nbar.sync 0;\n"
+    + "ld.shared.b32 %r6, [%r4];\nmad.wide.u32 %d3, %r0, 4, %d2;\nst.global.b32 [%d3], %r6;"
+)
+
+
+def test_a_copy_may_read_a_peers_data_before_its_wait() -> None:
+    """Both when it begins and when it is waited for, the data must be there, and nobody may change them."""
+
+    def receive(body: str) -> list[int]:
+        send, take = kernel(SEND, inputs=2, threads=64), kernel(body, inputs=3, threads=64, shared=256)
+        out, running = torch.zeros(64, dtype=torch.int32), []
+
+        @contextmanager
+        def launches() -> Iterator[Any]:
+            yield running.append
+
+        def program(memory: Any) -> None:
+            data, flags = memory.buffer("data", (64,), torch.int32), memory.signals("flags", 1)
+            if memory.rank == 1:
+                ranks.launch(running[-1], send, (1,), [data.peers[0], flags.peers[0]])
+            else:
+                ranks.launch(running[-1], take, (1,), [data.local, flags.local, out])
+
+        explore(program, 2, schedules=[Sequential()], launches=launches)
+        return list(out.tolist())
+
+    assert receive(RECEIVE) == [thread ^ 32 for thread in range(64)]
+    with pytest.raises(RaceError, match="nothing orders these accesses"):
+        receive(RECEIVE.replace(BEGIN, "").replace("wait:", f"{BEGIN}wait:"))
 
 
 def test_atomic_operations_follow_one_another() -> None:

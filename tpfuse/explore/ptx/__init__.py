@@ -10,7 +10,7 @@ All threads of a program run at once, as NumPy arrays, and the programs of a gri
 missing barrier or an instruction that is not known raises a PtxError, which names the line of PTX and of the source.
 """
 
-from tpfuse.explore.ptx.faults import Divergence, MemoryFault, PtxError, SharedRace, Stuck, Unsupported
+from tpfuse.explore.ptx.faults import Divergence, GlobalRace, MemoryFault, PtxError, SharedRace, Stuck, Unsupported
 from tpfuse.explore.ptx.kernel import Kernel
 
-__all__ = ["Divergence", "Kernel", "MemoryFault", "PtxError", "SharedRace", "Stuck", "Unsupported"]
+__all__ = ["Divergence", "GlobalRace", "Kernel", "MemoryFault", "PtxError", "SharedRace", "Stuck", "Unsupported"]

@@ -23,6 +23,17 @@ class SharedRace(PtxError):
     site: int | None = None
 
 
+class GlobalRace(PtxError):
+    """Two warps of a program access one place of global memory, one of them writes, and no barrier orders them.
+
+    Also: memory changes while an asynchronous copy may read it. at: the index of the instruction; None for the
+    present one. site: the index of the instruction that accessed the place before it, if there is one.
+    """
+
+    at: int | None = None
+    site: int | None = None
+
+
 class Divergence(PtxError):
     """An instruction that all lanes of a warp must execute together is executed by some of them."""
 

@@ -10,7 +10,7 @@ from tpfuse.explore.ptx.arithmetic import operation
 from tpfuse.explore.ptx.faults import MemoryFault, Unsupported
 from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of
 from tpfuse.explore.ptx.parser import Immediate, PtxInstruction, Vector
-from tpfuse.explore.ptx.program import LANES, Copy, Program, Step
+from tpfuse.explore.ptx.program import LANES, Program, Step
 from tpfuse.explore.ptx.slots import Slots
 
 _ORDERS = {"relaxed", "acquire", "release", "acq_rel"}
@@ -64,6 +64,8 @@ def load(slots: Slots, instruction: PtxInstruction) -> Step:
             data = p.memory.ordered_load(addresses, dtype, order)[:, None]
         else:
             data = p.memory.load(addresses, dtype, count)
+            from_each = place if uniform else addresses
+            p.global_order.add(from_each, p.warp_of[threads], data.itemsize * count, p.at, writes=False)
         for slot, column, extend in zip(places, data.T.copy(), extensions, strict=True):
             if slot is not None:
                 value = extend(column)
@@ -121,7 +123,9 @@ def store(slots: Slots, instruction: PtxInstruction) -> Step:
         elif order:
             p.memory.ordered_store(addresses, columns[0], order)
         else:
-            p.memory.store(addresses, np.stack(columns, axis=1))
+            values = np.stack(columns, axis=1)
+            p.memory.store(addresses, values)
+            p.global_order.add(addresses, p.warp_of[threads], values[0].nbytes, p.at, writes=True)
 
     return step
 
@@ -183,9 +187,8 @@ def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
     def step(p: Program) -> None:
         threads = p.threads_of(p.guarded(guard))
         targets, sources = (p.values_of(x(p.registers), threads) for x in (to, come))
-        p.shared.begin_copy(targets, p.warp_of[threads], nbytes)
         length = np.minimum(p.values_of(p.registers[kept_slot], threads), np.uint32(nbytes))
-        p.copies.append(Copy(threads, p.committed[threads], sources, length, targets, nbytes, p.at))
+        p.begin_copy(threads, sources, length, targets, nbytes)
 
     return step
 

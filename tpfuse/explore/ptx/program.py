@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tpfuse.explore.ptx.faults import Divergence, PtxError, SharedRace, Stuck
+from tpfuse.explore.ptx.faults import Divergence, GlobalRace, PtxError, SharedRace, Stuck
 from tpfuse.explore.ptx.global_memory import GlobalMemory
+from tpfuse.explore.ptx.global_order import GlobalOrder
 from tpfuse.explore.ptx.parser import PtxInstruction
 from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
 
@@ -55,13 +56,14 @@ class Copy(NamedTuple):
     source: Array
     kept: Array  # how many bytes are copied; the others become 0
     target: Array
+    early: Array  # the bytes that it found when it began
     size: int
     at: int  # the index of the instruction
 
     def some(self, chosen: Array) -> "Copy":
         """Return the part of the copy that the chosen threads make."""
-        threads, group, source, kept, target = (x[chosen] for x in self[:5])
-        return Copy(threads, group, source, kept, target, self.size, self.at)
+        threads, group, source, kept, target, early = (x[chosen] for x in self[:6])
+        return Copy(threads, group, source, kept, target, early, self.size, self.at)
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Program:
         self.memory.source = lambda: self.instructions[self.at].source
         self.warp_of = self.thread_numbers // LANES
         self.committed = np.zeros(self.threads, np.int64)  # commit groups of each thread
+        self.global_order = GlobalOrder()
         self._alive = np.ones(self.threads, bool)
         self._everyone = self._alive.copy()
         self._groups = [ThreadGroup(0, self._everyone)]
@@ -166,6 +169,16 @@ class Program:
         register: Array = self.registers[slot]
         return register
 
+    def begin_copy(self, threads: Array, source: Array, kept: Array, target: Array, size: int) -> None:
+        """Begin an asynchronous copy of these threads, for each of which `kept` says how many bytes it reads.
+
+        A copy may read its source and write its target at any time up to its wait. Therefore the source must be there
+        now, and nobody may use the target before the wait.
+        """
+        self.shared.begin_copy(target, self.warp_of[threads], size)
+        early = self._copied(threads, source, kept, size)
+        self.copies.append(Copy(threads, self.committed[threads], source, kept, target, early, size, self.at))
+
     def commit_copies(self) -> None:
         """Let the copies that the active threads have begun since their last group be their next group."""
         self.committed = self.committed + self.active()
@@ -173,7 +186,7 @@ class Program:
     def finish_copies(self, left: int | None = None) -> None:
         """Complete the asynchronous copies of the active threads but for their last `left` groups; None: all copies.
 
-        A copy reads its source and writes its target now: as late as its wait allows.
+        A copy reads its source again and writes its target now: as late as its wait allows.
         """
         active, remaining = self.active(), []
         for copy in self.copies:
@@ -188,16 +201,23 @@ class Program:
 
     def _perform(self, copy: Copy) -> None:
         waiting, self.at = self.at, copy.at  # a wrong address is the copy's fault
-        values = np.zeros((len(copy.threads), copy.size), np.uint8)
-        for kept in np.unique(copy.kept):
-            if kept:
-                these = np.flatnonzero(copy.kept == kept)
-                unit = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}.get(int(kept), np.uint8)
-                width = np.dtype(unit).itemsize
-                loaded = self.memory.load(copy.source[these], unit, int(kept) // width)
-                values[these, :kept] = loaded.view(np.uint8)
+        values = self._copied(copy.threads, copy.source, copy.kept, copy.size)
+        if (values != copy.early).any():
+            raise GlobalRace("the source of an asynchronous copy has changed since it began, and it was not waited for")
         self.at = waiting
         self.shared.end_copy(copy.target, self.warp_of[copy.threads], values)
+
+    def _copied(self, threads: Array, source: Array, kept: Array, size: int) -> Array:
+        """Return the bytes that a copy finds now; those that are not read are 0."""
+        values = np.zeros((len(threads), size), np.uint8)
+        for length in np.unique(kept):
+            if length:
+                these = np.flatnonzero(kept == length)
+                unit = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}.get(int(length), np.uint8)
+                loaded = self.memory.load(source[these], unit, int(length) // np.dtype(unit).itemsize)
+                values[these, :length] = loaded.view(np.uint8)
+                self.global_order.add(source[these], self.warp_of[threads[these]], int(length), self.at, writes=False)
+        return values
 
     def _next(self) -> ThreadGroup | None:
         """Return the group that runs next; None if all threads have ended."""
@@ -229,6 +249,8 @@ class Program:
             mask = self.guarded(block.guard)
             ended = group.mask if mask is None else mask & group.mask
             self._alive &= ~ended
+            if not self._alive.any():
+                self.global_order.barrier()
             if (left := group.mask & ~ended).any():
                 self._groups.append(ThreadGroup(after, left))
             for number in list(self._waiting):
@@ -249,12 +271,16 @@ class Program:
         arrived = np.logical_or.reduce([group.mask for group in self._waiting[number]])
         if (arrived == self._alive).all():
             self.shared.barrier(np.unique(self.warp_of[arrived]).tolist())
+            self.global_order.barrier()
             self.memory.barrier()
             self._groups += self._waiting.pop(number)
 
     def _located(self, error: PtxError) -> PtxError:
         """Return the error with the program and the instruction."""
-        places = [f"program {self.index}, {self.instructions[self.at]}"]
+        at = error.at if isinstance(error, GlobalRace) and error.at is not None else self.at
+        places = [f"program {self.index}, {self.instructions[at]}"]
         if isinstance(error, SharedRace) and error.site is not None:
             places.append(f"written by {self.instructions[error.site]}")
+        if isinstance(error, GlobalRace) and error.site is not None:
+            places.append(f"after {self.instructions[error.site]}")
         return type(error)("\n  ".join([str(error), *places]))
