@@ -157,7 +157,7 @@ class KernelTrace:
 
     @property
     def launched(self) -> int:
-        """The number of launches that were traced so far."""
+        """Return the number of launches that were traced so far."""
         return len(self._launches)
 
     def __enter__(self) -> "KernelTrace":

@@ -258,5 +258,5 @@ def test_parameters_that_saw_a_shard_are_named() -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_layers_whose_gradients_are_summed_are_not_named(taken: bool) -> None:
-    """Also where an engine sums them."""
+    """They are not named where an engine sums them either."""
     assert [lines for lines, _ in pool(2).run(_warnings, True, taken)] == [[], []]

@@ -506,7 +506,7 @@ def _zip(path: Path) -> Path:
 
 
 def test_nanogpt_names_its_characters(tmp_path: Path) -> None:
-    """As its prepare.py for Shakespeare's characters writes them."""
+    """The names are those that its prepare.py for Shakespeare's characters writes."""
     text = "to be or not to be\n" * 40
     letters = sorted(set(text))
     for name, part in (("train.bin", text[:700]), ("val.bin", text[700:])):

@@ -80,7 +80,7 @@ def test_a_write_between_a_forward_pass_and_its_backward_pass_is_an_error(how: s
 
 @on_ranks(2)
 def test_writes_between_steps_are_in_the_next_one() -> None:
-    """Also where an evaluation has gathered parameters and prefetched a unit that it did not use."""
+    """The same holds where an evaluation has gathered parameters and prefetched a unit that it did not use."""
     model, optimizer = _made()
     plain = _Layers()
     reference = torchs_adamw(dict(plain.named_parameters()), lr=_LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)

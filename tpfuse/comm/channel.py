@@ -46,7 +46,7 @@ class Channel:
 
     @property
     def next_epoch(self) -> int:
-        """The number of the epoch that the next `signal` begins."""
+        """Return the number of the epoch that the next `signal` begins."""
         return int(self._epoch[0]) + 1
 
     def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:

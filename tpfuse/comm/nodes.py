@@ -30,12 +30,12 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """The number of nodes."""
+        """Return the number of nodes."""
         return self.across.size()
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks of each node, at least two."""
+        """Return the number of ranks of each node, at least two."""
         return self.within.size()
 
 

@@ -102,12 +102,12 @@ class RankState:
 
     @property
     def begun(self) -> int:
-        """The number of operations of all ranks that this rank has begun."""
+        """Return the number of operations of all ranks that this rank has begun."""
         return self.words[BEGUN]
 
     @property
     def messages(self) -> int:
-        """The number of messages that this rank has begun to send or to receive."""
+        """Return the number of messages that this rank has begun to send or to receive."""
         return self.words[MESSAGES]
 
     def digest(self, number: int) -> int:

@@ -48,17 +48,17 @@ class PlaceTimes:
 
     @property
     def waiting(self) -> int:
-        """The time of all waits."""
+        """Return the time of all waits."""
         return sum(self.waits.values())
 
     @property
     def total(self) -> int:
-        """The whole time."""
+        """Return the whole time."""
         return self.computing + self.communication + self.waiting + self.idle
 
     @property
     def own(self) -> int:
-        """The time in which this rank waited for no other."""
+        """Return the time in which this rank waited for no other."""
         return self.total - self.waiting
 
     def add(self, other: "PlaceTimes") -> None:

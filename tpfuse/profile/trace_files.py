@@ -26,12 +26,12 @@ class SpanNode:
 
     @property
     def duration(self) -> int:
-        """The ns from the span's beginning to its end."""
+        """Return the ns from the span's beginning to its end."""
         return self.span.end - self.span.begin
 
     @property
     def exclusive(self) -> int:
-        """The ns that are in no span inside."""
+        """Return the ns that are in no span inside."""
         return self.duration - sum(child.duration for child in self.children)
 
     def walk(self, *above: Span) -> Iterator[tuple["SpanNode", tuple[Span, ...]]]:
@@ -65,7 +65,7 @@ class RankTrace:
 
     @property
     def steps(self) -> list[SpanNode]:
-        """The spans of the steps."""
+        """Return the spans of the steps."""
         return [root for root in self.roots if root.span.kind == "step"]
 
 

@@ -39,7 +39,7 @@ class DirectHandle:
 
     @property
     def lost(self) -> bool:
-        """Whether a reset has ended the operation."""
+        """Return whether a reset has ended the operation."""
         return self._generation != self._collectives.memory.generation
 
     def begin(self) -> None:
