@@ -87,11 +87,11 @@ def cases(rank: LoneRank) -> list[HostCase]:
             lambda: empties((WORLD * ROWS, COLUMNS)), 15,
         ),
         HostCase(
-            "gemm, which registers it with torch", lambda: gemm(tall, weight, bias, activation="gelu_tanh"),
+            "gemm as an operator", lambda: gemm(tall, weight, bias, activation="gelu_tanh"),
             lambda: _registered(tall, weight, bias, None, "gelu_tanh", False), None,
         ),
         HostCase(
-            "gemm, which registers it, with autograd", lambda: gemm(tall, trained, bias, activation="swiglu"),
+            "gemm as an operator, with autograd", lambda: gemm(tall, trained, bias, activation="swiglu"),
             lambda: _registered(tall, trained, bias, None, "swiglu", True), None,
         ),
         HostCase(
