@@ -16,7 +16,17 @@ from tests.support.channels import connect
 from tpfuse.explore import SimulatedMemory
 from tpfuse.explore.mutants import Mutant, mutants_of
 from tpfuse.explore.suite import Fault, ProtocolSuite, replace, without_rank_0
-from tpfuse.kernels import all_gather, all_reduce, all_to_all, endpoint, reduce_scatter, signal_wait, signals
+from tpfuse.kernels import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    attention_merge,
+    cross_entropy,
+    endpoint,
+    reduce_scatter,
+    signal_wait,
+    signals,
+)
 from tpfuse.ops.linear import engine_gather, engine_scatter
 from tpfuse.testing.inputs import integers
 
@@ -132,4 +142,5 @@ def test_every_synchronisation_line_of_a_kernel_belongs_to_a_suite() -> None:
     tested = {line for suite in _suites() for line in _lines(mutants_of(*suite.needed, among=suite.modules))}
     assert {module for module, _ in tested} <= {module for module, _ in lines}
     left = {module for module, _ in lines - tested}
-    assert left <= {signal_wait.__name__}, "test_signal_wait.py: nothing comes after its wait that could race"
+    within = {attention_merge.__name__, cross_entropy.__name__}  # their barriers order warps: the emulator's business
+    assert left <= {signal_wait.__name__} | within, "test_signal_wait.py: nothing comes after its wait that could race"
