@@ -9,11 +9,14 @@ needs no GPU. This process must not interpret kernels.
 
 import contextlib
 import gc
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import triton
 from torch import Tensor
 from triton.compiler import make_backend
 
@@ -27,13 +30,17 @@ from tpfuse.kernels.launch import Launch
 from tpfuse.tools import front_end
 from tpfuse.tools.recorded import Job, source_of, target
 
+_ALIGNMENT = 128  # bytes, of a tensor map
 _MOST_RANKS = 64  # elements of a table of addresses
 _tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by the address of the first element
 _kernels: dict[tuple[object, ...], Kernel] = {}
 
 
-def ptx_of(job: Job) -> tuple[str, int]:
-    """Return the PTX of a kernel, and how many bytes of shared memory each program needs. ptxas is not run."""
+def ptx_of(job: Job) -> tuple[str, int, int]:
+    """Return the PTX of a kernel, and how many bytes of shared and of scratch memory each program needs.
+
+    ptxas is not run.
+    """
     backend = make_backend(target(job.family))
     options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
     stages: dict[str, Any] = {}
@@ -41,9 +48,20 @@ def ptx_of(job: Job) -> tuple[str, int]:
     module, metadata = front_end.lower(job), {**vars(options), "target": target(job.family)}
     for stage in ("ttir", "ttgir", "llir", "ptx"):
         module = stages[stage](module, metadata)
-    if metadata["global_scratch_size"] or metadata["profile_scratch_size"]:
-        raise ValueError(f"{job.source.name} needs scratch memory, which is not emulated")
-    return module, metadata["shared"]
+    if metadata["profile_scratch_size"]:
+        raise ValueError(f"{job.source.name} needs memory for a profile, which is not emulated")
+    return fenced(module), metadata["shared"], metadata["global_scratch_size"]
+
+
+def fenced(text: str) -> str:
+    """Return a PTX text with the proxy fences that Triton 3.7.1 and older leave out, in the same lines.
+
+    The definition of wgmma asks for a fence.proxy.async after cp.async if wgmma reads what was copied. Triton puts
+    it there since its pull request 9610. H100s were not seen to need it.
+    """
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) or "wgmma" not in text:
+        return text
+    return re.sub(r"(cp\.async\.wait_group\s+\d+;)", r"\1 fence.proxy.async.shared::cta;", text)
 
 
 def kernel_of(launched: Launch, family: str) -> Kernel:
@@ -57,12 +75,16 @@ def kernel_of(launched: Launch, family: str) -> Kernel:
 def arguments_of(launched: Launch, family: str) -> list[Any]:
     """Return the arguments that a launch passes to its compiled kernel: those that are no constants, in order.
 
-    Triton adds the addresses of two scratch memories, which are not used.
+    Triton adds the addresses of two scratch memories. In the first one each program makes its tensor maps; the second
+    one is not used.
     """
     source = source_of(launched, family)
     constant = {path[0] for path in source.constants}
     names = [name for index, name in enumerate(source.fn.arg_names) if index not in constant]
-    return [*(launched.arguments[name] for name in names), None, None]
+    size = kernel_of(launched, family).scratch * math.prod(launched.grid)
+    scratch = torch.full((size + _ALIGNMENT,), 0xFF, dtype=torch.uint8)
+    aligned = scratch[-scratch.data_ptr() % _ALIGNMENT :][:size] if size else None
+    return [*(launched.arguments[name] for name in names), aligned, None]
 
 
 def emulated(family: str, programs: int = 3) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Execute compiled kernels on the CPU: the PTX that Triton makes for GPUs of compute capability 8.0.
+"""Execute compiled kernels on the CPU: the PTX that Triton makes for GPUs of compute capability 8.0 and 9.0.
 
     from tpfuse.explore.ptx import Kernel
 
@@ -10,7 +10,28 @@ All threads of a program run at once, as NumPy arrays, and the programs of a gri
 missing barrier or an instruction that is not known raises a PtxError, which names the line of PTX and of the source.
 """
 
-from tpfuse.explore.ptx.faults import Divergence, GlobalRace, MemoryFault, PtxError, SharedRace, Stuck, Unsupported
+from tpfuse.explore.ptx.faults import (
+    Divergence,
+    GlobalRace,
+    MbarrierFault,
+    MemoryFault,
+    PtxError,
+    SharedRace,
+    Stuck,
+    Unsupported,
+    WgmmaHazard,
+)
 from tpfuse.explore.ptx.kernel import Kernel
 
-__all__ = ["Divergence", "GlobalRace", "Kernel", "MemoryFault", "PtxError", "SharedRace", "Stuck", "Unsupported"]
+__all__ = [
+    "Divergence",
+    "GlobalRace",
+    "Kernel",
+    "MbarrierFault",
+    "MemoryFault",
+    "PtxError",
+    "SharedRace",
+    "Stuck",
+    "Unsupported",
+    "WgmmaHazard",
+]

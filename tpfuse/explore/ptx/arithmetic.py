@@ -104,11 +104,14 @@ def _binary_maker(name: str) -> _Maker:
             return Operation(float_function(function, kind, "ftz" in given, 2), (bits_of(kind),) * 2)
         if name == "mul":
             return _integer_product(modifiers, 2)
-        _only(modifiers)
+        relu = "relu" in _only(modifiers, *(("relu",) if name in ("min", "max") and kind == "s32" else ()))
         function, bits = _INTEGER_BINARY[name], bits_of(kind)
         if kind[0] != "s":
             return Operation(function, (bits, bits))
         signed, unsigned = TYPES[kind], UNSIGNED[bits]
+        if relu:
+            plain = function
+            function = lambda a, b: np.maximum(plain(a, b), signed(0))  # noqa: E731
         return Operation(lambda a, b: function(a.view(signed), b.view(signed)).view(unsigned), (bits, bits))
 
     return make
@@ -203,6 +206,13 @@ def _not(modifiers: list[str]) -> Operation:
 def _mov(modifiers: list[str]) -> Operation:
     (kind,) = modifiers
     return Operation(lambda a: a, (bits_of(kind),))
+
+
+@_opcode("cvta")
+def _cvta(modifiers: list[str]) -> Operation:
+    if modifiers != ["global", "u64"]:  # global addresses are generic ones
+        raise ValueError
+    return Operation(lambda a: a, (64,))
 
 
 @_opcode("selp")

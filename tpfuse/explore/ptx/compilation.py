@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tpfuse.explore.ptx import memory_steps, register_steps
+from tpfuse.explore.ptx import asynchronous_steps, memory_steps, register_steps
 from tpfuse.explore.ptx.control_flow import weak_topological_order
 from tpfuse.explore.ptx.faults import Unsupported
 from tpfuse.explore.ptx.parser import Immediate, Parsed, PtxInstruction
@@ -18,19 +18,26 @@ _MAKERS: dict[str, Callable[[Slots, PtxInstruction], Step]] = {
     "red": memory_steps.atomic,
     "cp": memory_steps.asynchronous,
     "ldmatrix": memory_steps.matrix,
+    "stmatrix": memory_steps.store_matrix,
     "mma": register_steps.product,
     "shfl": register_steps.shuffle,
     "redux": register_steps.reduction,
     "bar": register_steps.warp_barrier,
+    "elect": asynchronous_steps.elect,
+    "fence": asynchronous_steps.fence,
+    "mbarrier": asynchronous_steps.memory_barrier,
+    "tensormap": asynchronous_steps.tensor_map,
+    "wgmma": asynchronous_steps.matrix_product,
 }
-_NEVER_GUARDED = ("ldmatrix", "mma", "shfl", "redux", "bar")
+_NEVER_GUARDED = ("ldmatrix", "stmatrix", "mma", "shfl", "redux", "bar", "elect", "wgmma")
 
 
 class Compiled(NamedTuple):
-    """A kernel as blocks of steps, with its slots."""
+    """A kernel as blocks of steps, with its slots. touched: those that each instruction accesses, if it has wgmma."""
 
     blocks: tuple[StepBlock, ...]
     slots: Slots
+    touched: tuple[frozenset[int], ...]
 
 
 def compile_kernel(kernel: Parsed) -> Compiled:
@@ -60,7 +67,9 @@ def compile_kernel(kernel: Parsed) -> Compiled:
         blocks.append(
             StepBlock(steps, end, span[-1], goal, position, guard, _barrier(last) if end == "barrier" else None)
         )
-    return Compiled(tuple(blocks), slots)
+    asynchronous = any(x.parts[0] == "wgmma" for x in code)
+    touched = tuple(asynchronous_steps.touched(slots, x) for x in code) if asynchronous else ()
+    return Compiled(tuple(blocks), slots, touched)
 
 
 def _step(slots: Slots, instruction: PtxInstruction) -> Step:

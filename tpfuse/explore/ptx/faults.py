@@ -40,3 +40,18 @@ class Divergence(PtxError):
 
 class Stuck(PtxError):
     """No thread of a program can continue."""
+
+
+class WgmmaHazard(PtxError):
+    """A register of a wgmma is accessed while it runs, or was changed without a wgmma.fence before it.
+
+    site: the index of the instruction that began it, if it runs.
+    """
+
+    def __init__(self, message: str, site: int | None = None) -> None:
+        super().__init__(message)
+        self.site = site
+
+
+class MbarrierFault(PtxError):
+    """An mbarrier is used where none is, is initialized twice, or gets more arrivals or bytes than it may count."""

@@ -20,11 +20,12 @@ from tpfuse.explore.ptx.slots import special_registers
 class Kernel:
     """A kernel that is parsed and compiled from a PTX text.
 
-    shared: the bytes of shared memory that a launch gives to each program. Raise Unsupported for what is not known.
+    shared: the bytes of shared memory that a launch gives to each program. scratch: the bytes of global memory that it
+    gives to each program beside the arguments. Raise Unsupported for what is not known.
     """
 
-    def __init__(self, text: str, shared: int = 0) -> None:
-        self.text, self.shared, self.parsed = text, shared, parse(text)
+    def __init__(self, text: str, shared: int = 0, scratch: int = 0) -> None:
+        self.text, self.shared, self.scratch, self.parsed = text, shared, scratch, parse(text)
         self.name = self.parsed.name
         self._code = compile_kernel(self.parsed)
 
@@ -77,7 +78,15 @@ class Kernel:
                 registers[slots.by_name[name]] = value
         shared = CheckedSharedMemory(self.shared, slots.granule, threads // LANES)
         program = Program(
-            code.blocks, self.parsed.instructions, registers, memory, shared, threads, most_blocks, tuple(index)
+            code.blocks,
+            self.parsed.instructions,
+            code.touched,
+            registers,
+            memory,
+            shared,
+            threads,
+            most_blocks,
+            tuple(index),
         )
         with np.errstate(all="ignore"):
             program.run()

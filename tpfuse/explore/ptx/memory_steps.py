@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tpfuse.explore.ptx import warps
+from tpfuse.explore.ptx import asynchronous_steps, warps
 from tpfuse.explore.ptx.arithmetic import operation
 from tpfuse.explore.ptx.faults import MemoryFault, Unsupported
 from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of
@@ -170,6 +170,8 @@ def _change(name: str, kind: str, arguments: int) -> Callable[..., Any]:
 
 def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return cp.async, or one of the instructions that wait for such copies."""
+    if instruction.parts[2] == "bulk":
+        return asynchronous_steps.bulk(slots, instruction)
     _, _, what, *hints = instruction.parts
     if what in ("commit_group", "wait_group", "wait_all") and instruction.guard is None:
         left = [x.value for x in instruction.operands if isinstance(x, Immediate)]
@@ -211,5 +213,26 @@ def matrix(slots: Slots, instruction: PtxInstruction) -> Step:
         loaded = warps.matrix_fragments(rows.view(np.uint16), count, transposed)
         for slot, column in zip(places, loaded, strict=True):
             p.write_some(slot, column, active)
+
+    return step
+
+
+def store_matrix(slots: Slots, instruction: PtxInstruction) -> Step:
+    """Return stmatrix: lane 8 i + j gives the address of row j of matrix i, 16 bytes."""
+    target, source = instruction.operands
+    _, *modifiers = instruction.parts
+    count = int(modifiers[3].removeprefix("x"))
+    transposed = "trans" in modifiers
+    if [x for x in modifiers if x != "trans"] != ["sync", "aligned", "m8n8", f"x{count}", "shared", "b16"]:
+        raise Unsupported(f"{instruction.opcode} is not supported")
+    address, places = slots.address(target, 32), slots.elements(source, 32)
+
+    def step(p: Program) -> None:
+        p.whole_warps(p.mask)
+        active = p.threads_of(p.mask)
+        threads = active[active % LANES < 8 * count]
+        fragments = np.stack([p.values_of(p.registers[slot], active) for slot in places])
+        rows = warps.matrix_rows(fragments, transposed)
+        p.shared.store(p.values_of(address(p.registers), threads), p.warp_of[threads], rows.view(np.uint64))
 
     return step

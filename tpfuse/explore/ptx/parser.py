@@ -7,7 +7,7 @@ registers are their own. Debugging sections are not read; `.loc` and `.file` nam
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpfuse.explore.ptx.faults import Unsupported
@@ -39,10 +39,11 @@ class Special:
 
 @dataclass(frozen=True)
 class Address:
-    """A register, or 0 if it is None, plus an offset in bytes."""
+    """A register, or 0 if it is None, plus an offset in bytes. coordinates: of a tensor map's tile."""
 
     base: Register | None
     offset: int
+    coordinates: tuple["Operand | None", ...] = ()
 
 
 Operand = Register | Immediate | Special | Address
@@ -130,6 +131,8 @@ class _Body:
         self._files = {found[1]: "/".join(filter(None, found.groups()[1:])) for found in _FILE.finditer(text)}
         self._symbols = parameters | self._shared_symbols(text[:start])
         self._scopes: list[dict[str, Register]] = [{}]
+        self._opened: list[int] = [0]  # a number of each scope
+        self._count = 0
         self._families: list[tuple[str, int, int]] = []  # (prefix, count, bits) of `.reg .b32 %r<9>`
         self._source, self._where = ("", 0), ""
 
@@ -156,15 +159,17 @@ class _Body:
                 if not statement.strip():
                     continue
                 while found := re.match(r"\s*(\$?[\w$]+):(?!:)\s*", statement):
-                    self.labels[found[1]] = len(self.instructions)
+                    self.labels[self._scoped(found[1])] = len(self.instructions)
                     statement = statement[found.end() :]
                 if statement.strip() == "{":
                     self._scopes.append({})
+                    self._count += 1
+                    self._opened.append(self._count)
                     statement = ""
                 elif statement.strip() == "}":
                     if len(self._scopes) == 1:
                         return
-                    self._scopes.pop()
+                    self._close()
                     statement = ""
                 elif statement.rstrip().endswith(";"):
                     self._statement(" ".join(statement.split())[:-1].strip(), began)
@@ -187,7 +192,7 @@ class _Body:
         if text.startswith(".") or found is None:
             raise Unsupported("no directive or instruction that is known")
         negated, guard, opcode, rest = found.groups()
-        target = rest.strip() if opcode in ("bra", "bra.uni") else ""
+        target = self._scoped(rest.strip()) if opcode in ("bra", "bra.uni") else ""
         operands = () if target else tuple(map(self._operand, _split(rest)))
         condition = None if guard is None else (self._register(guard), bool(negated))
         return PtxInstruction(opcode, operands, condition, target, line, self._source, self._where, text)
@@ -206,6 +211,19 @@ class _Body:
                 name = name.strip()
                 scoped = f"{name}@{len(self.instructions)}" if len(self._scopes) > 1 else name
                 self._scopes[-1][name] = Register(scoped, bits)
+
+    def _scoped(self, label: str) -> str:
+        """Return the unique name of a label of the innermost scope."""
+        return label if len(self._scopes) == 1 else f"{label}@{self._opened[-1]}"
+
+    def _close(self) -> None:
+        """End the innermost scope: branches to labels that it does not have go to those of the scope around it."""
+        suffix = f"@{self._opened[-1]}"
+        self._scopes.pop()
+        self._opened.pop()
+        for index, x in enumerate(self.instructions):
+            if x.target.endswith(suffix) and x.target not in self.labels:
+                self.instructions[index] = replace(x, target=self._scoped(x.target.removesuffix(suffix)))
 
     def _register(self, name: str) -> Register:
         for scope in reversed(self._scopes):
@@ -234,6 +252,12 @@ class _Body:
         return self._register(text)
 
     def _address(self, text: str) -> Address:
+        text, _, coordinates = text.partition(",")
+        if coordinates:
+            place, tile = self._address(text.strip()), self._operand(coordinates.strip())
+            if not isinstance(tile, Vector):
+                raise Unsupported(f"[{text}]: no address that is known")
+            return replace(place, coordinates=tile.elements)
         base, sign, offset = re.match(r"([^+-]*?)\s*(?:([+-])\s*(.+))?$", text).groups()  # type: ignore[union-attr]
         value = _constant(offset) if offset else 0
         if value is None:

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tpfuse.explore.ptx.faults import Divergence, GlobalRace, PtxError, SharedRace, Stuck
+from tpfuse.explore.ptx.faults import Divergence, GlobalRace, MbarrierFault, PtxError, SharedRace, Stuck, WgmmaHazard
 from tpfuse.explore.ptx.global_memory import GlobalMemory
 from tpfuse.explore.ptx.global_order import GlobalOrder
+from tpfuse.explore.ptx.mbarriers import Mbarriers
 from tpfuse.explore.ptx.parser import PtxInstruction
 from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
+from tpfuse.explore.ptx.wgmma import WARPGROUP, Products
 
 Array = NDArray[Any]
 Step = Callable[["Program"], None]
@@ -68,10 +70,15 @@ class Copy(NamedTuple):
 
 @dataclass
 class Program:
-    """One program of a grid. registers: by slot (`slots`). mask: the active threads, or None for all of them."""
+    """One program of a grid. registers: by slot (`slots`). mask: the active threads, or None for all of them.
+
+    touched: for each instruction the slots that it accesses, of a kernel with wgmma. maps: for the address of each
+    tensor map its words when a proxy fence made it visible, and the clocks of that fence.
+    """
 
     blocks: Sequence[StepBlock]
     instructions: Sequence[PtxInstruction]
+    touched: Sequence[frozenset[int]]
     registers: list[Any]
     memory: GlobalMemory
     shared: CheckedSharedMemory
@@ -81,6 +88,8 @@ class Program:
     mask: NDArray[np.bool_] | None = None
     at: int = 0  # the index of the instruction that is executed
     copies: list[Copy] = field(default_factory=list)
+    mbarriers: Mbarriers = field(default_factory=Mbarriers)
+    maps: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.thread_numbers = np.arange(self.threads)
@@ -92,18 +101,25 @@ class Program:
         self._everyone = self._alive.copy()
         self._groups = [ThreadGroup(0, self._everyone)]
         self._waiting: dict[int, list[ThreadGroup]] = {}
+        self.products = Products(self.threads)
+        # Threads that wait at mbarriers until one changes, and those that the present block has let wait
+        self._parked: list[ThreadGroup] = []
+        self._failed: tuple[NDArray[np.bool_], tuple[int, str]] | None = None
+        self._stuck = 0, ""  # the instruction that they execute, and why they wait
 
     def run(self) -> None:
         """Execute the program. Raise a PtxError that names the instruction."""
         for _ in range(self.most_blocks):
             group = self._next()
             if group is None:
-                return
+                return self._check_end()
             block = self.blocks[group.block]
             self.mask = None if group.mask is self._everyone or group.mask.all() else group.mask
             try:
                 for self.at, step in block.steps:
                     self.shared.site = self.at
+                    if self.products.slots:
+                        self._check_products()
                     step(self)
                 self.at = block.last
                 self._end(group, block)
@@ -150,6 +166,23 @@ class Program:
             whole[threads] = values
             values = whole
         self.registers[slot] = values
+
+    def warps_of(self, mask: NDArray[np.bool_] | None) -> list[int]:
+        """Return the numbers of the warps with a thread in a mask."""
+        warps: list[int] = np.unique(self.warp_of[self.threads_of(mask)]).tolist()
+        return warps
+
+    def wait_again(self, threads: Array, why: str) -> None:
+        """Let threads for whom an mbarrier's phase has not ended wait, after this block, until an mbarrier changes."""
+        if len(threads):
+            mask = np.zeros(self.threads, bool)
+            mask[threads] = True
+            self._failed = mask, (self.at, why)
+
+    def moved(self) -> None:
+        """Wake the threads that wait at mbarriers, one of which has changed."""
+        self._groups += self._parked
+        self._parked = []
 
     def threads_of(self, mask: NDArray[np.bool_] | None) -> Array:
         """Return the numbers of the threads in a mask."""
@@ -222,9 +255,12 @@ class Program:
     def _next(self) -> ThreadGroup | None:
         """Return the group that runs next; None if all threads have ended."""
         if not self._groups:
-            if not self._waiting:
+            if not self._waiting and not self._parked:
                 return None
             waiting = [f"{int(sum(g.mask.sum() for g in x))} threads at barrier {n}" for n, x in self._waiting.items()]
+            if self._parked:
+                self.at, why = self._stuck
+                waiting.append(f"{int(sum(group.mask.sum() for group in self._parked))} threads {why}")
             raise self._located(Stuck(f"no thread can continue: {', '.join(waiting)} of {int(self._alive.sum())}"))
         if len(self._groups) == 1:
             return self._groups.pop()
@@ -235,7 +271,16 @@ class Program:
 
     def _end(self, group: ThreadGroup, block: StepBlock) -> None:
         """Move the threads of a group to where they go after a block."""
-        after = group.block + 1
+        after, before = group.block + 1, len(self._groups)
+        self._follow(group, block, after)
+        if self._failed is not None:
+            mask, self._stuck = self._failed
+            moving = self._groups[before:]
+            self._groups[before:] = [x for x in moving if not (x.mask & mask).any()]
+            self._parked += [x for x in moving if (x.mask & mask).any()]
+            self._failed = None
+
+    def _follow(self, group: ThreadGroup, block: StepBlock, after: int) -> None:
         if block.end == "next":
             self._groups.append(ThreadGroup(after, group.mask))
         elif block.end == "branch":
@@ -275,6 +320,18 @@ class Program:
             self.memory.barrier()
             self._groups += self._waiting.pop(number)
 
+    def _check_products(self) -> None:
+        lanes = self.active()[: self.threads // WARPGROUP * WARPGROUP].reshape(-1, WARPGROUP)
+        self.products.check(self.touched[self.at], np.flatnonzero(lanes.any(1)))
+
+    def _check_end(self) -> None:
+        """Raise an error if something asynchronous still runs when the program has ended."""
+        if self.products.running:
+            self.at = self.products.running[0].at
+            raise self._located(WgmmaHazard("the program ends before it has waited for this wgmma"))
+        if self.mbarriers.copying():
+            raise self._located(MbarrierFault("the program ends before a bulk copy has ended"))
+
     def _located(self, error: PtxError) -> PtxError:
         """Return the error with the program and the instruction."""
         at = error.at if isinstance(error, GlobalRace) and error.at is not None else self.at
@@ -283,4 +340,6 @@ class Program:
             places.append(f"written by {self.instructions[error.site]}")
         if isinstance(error, GlobalRace) and error.site is not None:
             places.append(f"after {self.instructions[error.site]}")
+        if isinstance(error, WgmmaHazard) and error.site is not None:
+            places.append(f"begun by {self.instructions[error.site]}")
         return type(error)("\n  ".join([str(error), *places]))

@@ -4,6 +4,10 @@ Each warp has a vector clock, as chains of operations have in `tpfuse.explore.cl
 warps. Shadow memory holds for each granule the warp that wrote it last with its time, and for each warp the time of its
 last read. A granule is as wide as the narrowest access of the kernel, which PTX aligns to its width. The lanes of one
 warp count as ordered: where they store different values at one place with one instruction, the last one's remains.
+
+The asynchronous proxy (bulk copies, wgmma) is one more chain of operations, behind those of the warps. It sees what
+warps have stored once a proxy fence comes between (PTX ISA 8.7, "Proxy-preserved base causality order"): a second
+vector of times says for each warp up to when.
 """
 
 from collections.abc import Sequence
@@ -31,12 +35,15 @@ class CheckedSharedMemory:
         self._views: dict[Any, Array] = {}
         self._granule = granule
         granules = padded // granule
-        self._knows = np.eye(warps, dtype=np.int32)
+        self._clocks = np.stack([np.eye(warps + 1, dtype=np.int32), np.zeros((warps + 1, warps + 1), np.int32)])
+        self._knows, self._fenced = self._clocks
+        self._proxy = warps  # the chain of the asynchronous proxy
         self._writer = np.zeros(granules, np.int32)
         self._written = np.zeros(granules, np.int32)  # 0: never
         self._wrote = np.zeros(granules, np.int32)  # the site of the last write
         self._read = np.zeros((granules, warps), np.int32)
         self._copying = np.zeros(granules, bool)
+        self._reading = np.zeros(granules, np.int32)  # how many operations of the asynchronous proxy read it
 
     def load(self, addresses: Array, warps: Array, dtype: Any, count: int) -> Array:
         """Return [accesses, count] numbers of a type. warps: the warp of each access."""
@@ -71,10 +78,71 @@ class CheckedSharedMemory:
         self._record(granules, warps[:, None])
         self._bytes[index[:, None] + np.arange(values.shape[1])] = values
 
+    def begin_read(self, addresses: Array, warps: Sequence[int], size: int) -> None:
+        """Begin reads by the asynchronous proxy for these warps together: until they end, nobody may write there."""
+        granules = self._granules(self._index(addresses, size), size)
+        written, rows = self._written[granules], list(warps)
+        if (bad := written == 0).any():
+            self._report(granules, bad, np.array(rows[0]), "reads by wgmma, but nothing has been written there")
+        for row in rows:
+            self._check_order(granules, np.array(row), written, "reads by wgmma")
+        self._check_fenced(granules, rows)
+        self._reading[granules] += 1
+
+    def end_read(self, addresses: Array, warps: Sequence[int], size: int) -> None:
+        """End such reads: other warps may write there after a barrier."""
+        granules = self._granules(self._index(addresses, size), size)
+        self._reading[granules] -= 1
+        for row in warps:
+            self._read[granules, row] = self._knows[row, row]
+
+    def chunks(self, addresses: Array) -> Array:
+        """Return 16 bytes from each address on, without a check."""
+        result: Array = self._bytes.reshape(-1, 16)[(addresses - SHARED_BASE) // 16]
+        return result
+
+    def begin_bulk_copy(self, addresses: Array, warp: int, size: int) -> None:
+        """Begin writes by the asynchronous proxy for a warp: until they end, nobody may access these places."""
+        index = self._index(addresses, size)
+        self._check_write(index, np.full(len(index), warp), size, proxy=True)
+        self._copying[self._granules(index, size)] = True
+
+    def end_bulk_copy(self, addresses: Array, values: Array) -> Array:
+        """End such writes of [accesses, bytes]. Return the clocks of who has seen that they ended."""
+        index = self._index(addresses, values.shape[1])
+        granules = self._granules(index, values.shape[1])
+        self._copying[granules] = False
+        self._clocks[:, self._proxy, self._proxy] += 1
+        self._record(granules, np.array(self._proxy))
+        self._bytes[index[:, None] + np.arange(values.shape[1])] = values
+        result = np.zeros_like(self._clocks[:, 0])
+        result[:, self._proxy] = self._knows[self._proxy, self._proxy]
+        return result
+
+    def proxy_fence(self, warps: Sequence[int]) -> None:
+        """Let the asynchronous proxy see all stores that are ordered before this."""
+        for row in warps:
+            self._fenced[row] = np.maximum(self._fenced[row], self._knows[row])
+            self._knows[row, row] += 1
+
+    def release(self, warp: int) -> Array:
+        """Return the clocks of who has seen what a warp has done up to now."""
+        result = self._clocks[:, warp].copy()
+        self._knows[warp, warp] += 1
+        return result
+
+    def acquire(self, warp: int, clocks: Array) -> None:
+        """Let a warp see what others have released."""
+        self._clocks[:, warp] = np.maximum(self._clocks[:, warp], clocks)
+
+    def has_seen(self, warp: int, clocks: Array) -> bool:
+        """Return whether a warp has seen what others have released."""
+        return bool((self._clocks[0, warp] >= clocks[0]).all())
+
     def barrier(self, warps: Sequence[int]) -> None:
         """Order everything that these warps have done before everything that they do afterwards."""
         rows = list(warps)
-        self._knows[rows] = self._knows[rows].max(axis=0)
+        self._clocks[:, rows] = self._clocks[:, rows].max(axis=1, keepdims=True)
         self._knows[rows, rows] += 1
 
     def _view(self, dtype: Any) -> Array:
@@ -103,10 +171,14 @@ class CheckedSharedMemory:
         self._check_order(granules, warps, written, "read")
         self._read[granules, warps] = self._knows[warps, warps]
 
-    def _check_write(self, index: Array, warps: Array, size: int) -> None:
+    def _check_write(self, index: Array, warps: Array, size: int, *, proxy: bool = False) -> None:
         granules, warps = self._granules(index, size), warps[:, None]
         self._check_order(granules, warps, self._written[granules], "write")
-        bad: Array = np.any(self._read[granules] > self._knows[warps[:, 0], None], axis=-1)
+        if (reading := self._reading[granules] > 0).any():
+            self._report(granules, reading, warps, "write, but a wgmma that nobody has waited for reads it")
+        if proxy:
+            self._check_fenced(granules, [int(warps[0, 0])])
+        bad: Array = np.any(self._read[granules] > self._knows[warps[:, 0], None, : self._proxy], axis=-1)
         if bad.any():
             self._report(granules, bad, warps, "write, which another warp read, and no barrier orders the two")
         self._record(granules, warps)
@@ -120,13 +192,18 @@ class CheckedSharedMemory:
         if (bad := self._copying[granules]).any():
             self._report(granules, bad, warps, f"{what}, but an asynchronous copy that nobody has waited for writes it")
         if (bad := written > self._knows[warps, self._writer[granules]]).any():
-            self._report(granules, bad, warps, f"{what}, which warp {{}} wrote, and no barrier orders the two")
+            self._report(granules, bad, warps, f"{what}, which {{}} wrote, and no barrier orders the two")
+
+    def _check_fenced(self, granules: Array, rows: list[int]) -> None:
+        if (bad := self._written[granules] > self._fenced[rows].min(axis=0)[self._writer[granules]]).any():
+            what = "uses by the asynchronous proxy, which {} wrote, and no fence.proxy.async comes between"
+            self._report(granules, bad, np.array(rows[0]), what)
 
     def _report(self, granules: Array, bad: Array, warps: Array, what: str) -> None:
         granule = int(granules[bad][0])
         warp = int(np.broadcast_to(warps, granules.shape)[bad][0])
-        error = SharedRace(
-            f"byte {granule * self._granule} of shared memory: warp {warp} {what}".format(self._writer[granule])
-        )
+        writer = int(self._writer[granule])
+        who = "the asynchronous proxy" if writer == self._proxy else f"warp {writer}"
+        error = SharedRace(f"byte {granule * self._granule} of shared memory: warp {warp} {what}".format(who))
         error.site = int(self._wrote[granule]) if self._written[granule] else None
         raise error

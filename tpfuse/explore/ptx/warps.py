@@ -62,6 +62,13 @@ def matrix_fragments(rows: Array, count: int, transposed: bool) -> Array:
     return pairs.reshape(count, -1)
 
 
+def matrix_rows(registers: Array, transposed: bool) -> Array:
+    """Return the rows [warps * 8 * count, 8] that stmatrix stores of registers [count, threads]."""
+    pairs = np.ascontiguousarray(registers.reshape(len(registers), -1, 8, 4).transpose(1, 0, 2, 3))
+    matrices = pairs.view(np.uint16)
+    return np.ascontiguousarray(matrices.swapaxes(2, 3) if transposed else matrices).reshape(-1, 8)
+
+
 def _halves(registers: Array, kind: str) -> Array:
     """Return float32 numbers [registers, threads, 2] of registers with two 16-bit numbers each."""
     if kind == "bf16":
@@ -69,7 +76,7 @@ def _halves(registers: Array, kind: str) -> Array:
     return registers.view(np.float16).reshape(*registers.shape, 2).astype(np.float32)
 
 
-def _left_16(kind: str, registers: Array) -> Array:
+def left_16(kind: str, registers: Array) -> Array:
     """Return A [warps, 16, 16]: register i has row g + 8 (i & 1) and columns 2 t + 8 (i >> 1) and the next."""
     parts = _halves(registers, kind).reshape(2, 2, -1, 8, 4, 2)  # column half, row half, warp, g, t, pair
     return parts.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
@@ -81,7 +88,7 @@ def _right_16(kind: str, registers: Array) -> Array:
     return parts.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
 
 
-def _left_8(registers: Array) -> Array:
+def left_8(registers: Array) -> Array:
     """Return A [warps, 16, 8]: register i has row g + 8 (i & 1) and column t + 4 (i >> 1), a tf32 number."""
     parts = (registers & np.uint32(0xFFFFE000)).view(np.float32).reshape(2, 2, -1, 8, 4)
     return parts.transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
@@ -117,9 +124,9 @@ class Products:
         self._left: Callable[[Array], Array]
         self._right: Callable[[Array], Array]
         if shape == "m16n8k16" and kind in ("bf16", "f16"):
-            self._left, self._right = partial(_left_16, kind), partial(_right_16, kind)
+            self._left, self._right = partial(left_16, kind), partial(_right_16, kind)
         elif shape == "m16n8k8" and kind == "tf32":
-            self._left, self._right = _left_8, _right_8
+            self._left, self._right = left_8, _right_8
         else:
             raise Unsupported(f"mma.sync {shape} of {kind} is not supported")
         self._known: dict[tuple[int, ...], tuple[list[Array], Array]] = {}

@@ -1,0 +1,119 @@
+"""Tensor maps: what tensormap.replace writes and cp.async.bulk.tensor reads.
+
+The 128 bytes of a tensor map have a form that NVIDIA keeps for itself; here each field has a place of its own. The
+fields and the values that they may have are those of the PTX ISA 8.7, "tensormap.replace", and of the CUDA driver's
+cuTensorMapEncodeTiled. Tiles are supported, without interleaving, with element strides of 1 and zeros outside.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpfuse.explore.ptx.faults import MemoryFault, Unsupported
+from tpfuse.explore.ptx.global_memory import GlobalMemory
+from tpfuse.explore.ptx.wgmma import swizzled
+
+Array = NDArray[Any]
+SIZE = 128
+_MOST_DIMENSIONS = 5
+# field -> (byte of its first element, bits, elements); 0 elements: it has no ordinal
+FIELDS = {
+    "global_address": (0, 64, 0),
+    "global_stride": (8, 64, _MOST_DIMENSIONS - 1),
+    "global_dim": (40, 32, _MOST_DIMENSIONS),
+    "box_dim": (60, 32, _MOST_DIMENSIONS),
+    "element_stride": (80, 32, _MOST_DIMENSIONS),
+    "rank": (100, 32, 0),
+    "elemtype": (104, 32, 0),
+    "interleave_layout": (108, 32, 0),
+    "swizzle_mode": (112, 32, 0),
+    "fill_mode": (116, 32, 0),
+}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2}  # of an element, by elemtype
+_WIDTHS = {0: 1, 1: 2, 2: 4, 3: 8}  # chunks of 16 bytes in a row of the swizzling pattern, by swizzle_mode
+
+
+def place_of(field: str, ordinal: int) -> int:
+    """Return the byte at which an element of a field is. Raise ValueError if the field does not have it."""
+    start, bits, elements = FIELDS[field]
+    if not 0 <= ordinal < max(1, elements):
+        raise ValueError
+    return start + ordinal * bits // 8
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor map. Sizes have the innermost dimension first. strides: in bytes, of all dimensions."""
+
+    address: int
+    element: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    width: int
+
+    @classmethod
+    def decode(cls, words: Array) -> "TensorMap":
+        """Return the tensor map in 32 words. Raise MemoryFault where a field has a value that is not allowed."""
+        given = words.tobytes()
+
+        def field(name: str, ordinal: int = 0) -> int:
+            place = place_of(name, ordinal)
+            return int.from_bytes(given[place : place + FIELDS[name][1] // 8], "little")
+
+        rank, kind = field("rank") + 1, field("elemtype")
+        if rank > _MOST_DIMENSIONS:
+            raise MemoryFault(f"a tensor map of {rank} dimensions: at most {_MOST_DIMENSIONS}")
+        for name in ("interleave_layout", "fill_mode"):
+            if field(name):
+                raise Unsupported(f"a tensor map with {name} {field(name)} is not supported")
+        if kind not in _BYTES or field("swizzle_mode") not in _WIDTHS:
+            raise Unsupported(f"a tensor map of elemtype {kind}, swizzle_mode {field('swizzle_mode')} is not supported")
+        if any(field("element_stride", axis) != 1 for axis in range(rank)):
+            raise Unsupported("a tensor map with element strides other than 1 is not supported")
+        size, width = _BYTES[kind], _WIDTHS[field("swizzle_mode")]
+        strides = (size, *(field("global_stride", axis) for axis in range(rank - 1)))
+        box = tuple(field("box_dim", axis) for axis in range(rank))
+        sizes = tuple(field("global_dim", axis) for axis in range(rank))
+        result = cls(field("global_address"), size, sizes, strides, box, width)
+        result._check()
+        return result
+
+    def _check(self) -> None:
+        inner = self.box[0] * self.element
+        if self.address % 16 or any(stride % 16 or stride >= 2**40 for stride in self.strides[1:]):
+            raise MemoryFault(
+                f"a tensor map of address {self.address:#x}, strides {self.strides[1:]}: no multiple of 16"
+            )
+        if not all(self.sizes) or not all(1 <= x <= 256 for x in self.box) or inner % 16:
+            raise MemoryFault(f"a tensor map of sizes {self.sizes} and a box of {self.box} is not allowed")
+        if self.width > 1 and inner > 16 * self.width:
+            raise MemoryFault(f"the box's rows have {inner} bytes: at most {16 * self.width} with this swizzle_mode")
+        if self.width > 1 and inner < 16 * self.width:
+            raise Unsupported(f"a box with rows of {inner} bytes, of {16 * self.width} when swizzled, is not supported")
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of a box, which all count at the mbarrier."""
+        return self.element * int(np.prod(self.box))
+
+    def chunks(self, target: int) -> Array:
+        """Return where the chunks of 16 bytes of a box go, which begins at an address of shared memory."""
+        if target % 128:
+            raise MemoryFault(f"a box at byte {target} of shared memory: no multiple of 128")
+        return swizzled(target + np.arange(0, self.nbytes, 16), self.width)
+
+    def load(self, memory: GlobalMemory, coordinates: tuple[int, ...]) -> Array:
+        """Return the chunks [chunks, 16] of the box at some coordinates, with zeros outside the tensor."""
+        inside, address = np.ones((), bool), np.array(self.address, np.int64)
+        for axis in range(len(self.box)):
+            index = coordinates[axis] + np.arange(self.box[axis], dtype=np.int64)
+            shape = (-1, *(1,) * axis)
+            inside = inside & ((index >= 0) & (index < self.sizes[axis])).reshape(shape)
+            address = address + (index * self.strides[axis]).reshape(shape)
+        values = np.zeros(inside.shape, _UNSIGNED[self.element])
+        values[inside] = memory.load(address[inside].astype(np.uint64), values.dtype.type, 1)[:, 0]
+        return values.reshape(-1).view(np.uint8).reshape(-1, 16)
