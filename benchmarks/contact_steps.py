@@ -1,8 +1,8 @@
 """The steps of `benchmarks.first_contact`: on a GPU, or in a rehearsal, interpreted on a CPU.
 
-A rehearsal takes the same steps. Shapes are tiny, an operator has one case, ranks of one process alternate in the
-explorer instead of running at the same time, tests that need a GPU skip themselves, and the tuner's clock is the
-host's.
+A rehearsal takes the same steps. Shapes are tiny, an operator has one case, two ranks of one process alternate in the
+explorer instead of two and four that run at the same time, one run stands for all sanitizers, tests that need a GPU
+skip themselves, and the tuner's clock is the host's.
 """
 
 import importlib
@@ -134,7 +134,7 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
         ],
         "one process": [
             Step(f"one process: {world} ranks", partial(run_ranks, plan, world), 300.0, environment=ENVIRONMENT)
-            for world in WORLDS
+            for world in (WORLDS[:1] if plan.rehearse else WORLDS)
         ],
         "processes": [
             Step(f"processes: {file}", partial(run_tests, file), 200.0, most=180.0, least=30.0, environment=tests)
@@ -253,8 +253,8 @@ def _blame(plan: Plan, suspect: str, operator: str, name: str) -> Row:
 
 
 def sanitize(plan: Plan, rows: Rows) -> None:
-    """Run the smallest case of each operator under each tool of NVIDIA's compute-sanitizer."""
-    for tool in SANITIZERS:
+    """Run the smallest case of each operator under each tool of NVIDIA's compute-sanitizer; once in a rehearsal."""
+    for tool in SANITIZERS[:1] if plan.rehearse else SANITIZERS:
         rows.each(tool, partial(_sanitize, plan, tool, rows))
 
 

@@ -74,7 +74,6 @@ def test_a_rehearsal_keeps_rows_and_a_document(
 ) -> None:
     """Times of the interpreter are in no figure. A second call has nothing left to do."""
     monkeypatch.setattr(apart, "_process", inline)
-    monkeypatch.setattr(contact_steps, "WORLDS", (2,))
     monkeypatch.setattr(contact_steps, "PROGRAMS", {"all_gather_gemm": rank_programs.PROGRAMS["all_gather_gemm"]})
     monkeypatch.setattr(contact_steps, "TUNED", ("adamw",))
     groups = ["device", "operators", "one process", "timings", "other timings", "graph", "tune"]
