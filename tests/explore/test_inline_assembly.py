@@ -1,11 +1,14 @@
 """Kernels that signal by inline assembly, as other projects write them, and torch's handle of symmetric memory."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from tpfuse.explore import DeadlockError, ProtocolError, RaceError, RoundRobin, TorchHandle, explore, explore_bounded
+from tpfuse.explore.ptx import Kernel, compiled, ranks
 
 # Signals by compare-and-swap, from 0 to 1 and back, in the style of torch's `symm_mem` kernels
 
@@ -143,6 +146,43 @@ def test_a_relaxed_signal_passes_on_what_preceded_its_launch() -> None:
     explore(program, 2)
 
 
+@triton.jit
+def failing_kernel(slots, pads, out_ptr, rank, EXPECTED: tl.constexpr):
+    slot = tl.load(slots.to(tl.pointer_type(tl.uint64)) + 1).to(tl.pointer_type(tl.int32))
+    pads = pads.to(tl.pointer_type(tl.uint64))
+    lanes = tl.arange(0, 2)
+    words = tl.load(pads + 1 - lanes)  # not in the order of the ranks
+    if rank == 0:
+        tl.store(slot, 7)
+    tl.debug_barrier()
+    if thread_number() < 2:
+        if rank == 0:
+            expected = tl.where(lanes == 0, EXPECTED, 0)
+            text: tl.constexpr = "atom.global.release.sys.cas.b32 $0, [$1], $2, 1;"
+            tl.inline_asm_elementwise(text, "=r,l,r", [words, expected], dtype=tl.int32, is_pure=False, pack=1)
+            if EXPECTED:
+                swap(tl.load(pads + 1), "relaxed", 0, 1)
+        else:
+            swap(tl.load(pads + 1), "acquire", 1, 0)
+    tl.debug_barrier()
+    if rank == 1:
+        tl.store(out_ptr, tl.load(slot))
+
+
+@pytest.mark.parametrize("expected", [0, 5])
+def test_a_swap_that_fails_releases_nothing(expected) -> None:
+    def program(memory):
+        handle, out = TorchHandle(memory, "slots", (1,), torch.int32), torch.full((1,), 7, dtype=torch.int32)
+        failing_kernel[(1,)](handle.buffer_ptrs_dev, handle.signal_pad_ptrs_dev, out, memory.rank, expected)
+        assert out.item() == 7
+
+    if expected == 0:
+        explore(program, 2, schedules=[RoundRobin()])
+    else:
+        with pytest.raises(RaceError, match="nothing orders these accesses"):
+            explore(program, 2, schedules=[RoundRobin()])
+
+
 # Signals by stores and loads
 
 
@@ -212,6 +252,42 @@ def test_a_loop_whose_signal_does_not_come_is_a_deadlock() -> None:
         explore(program, 2, seeds=())
 
 
+# Compiled kernels
+
+TABLE = """
+.visible .entry read(.param .u64 table) .reqntid 32 {
+    .reg .b64 %d<2>;
+    .reg .b32 %r<1>;
+    ld.param.u64 %d0, [table];
+    ld.global.b64 %d1, [%d0 + 8];
+    ld.global.b32 %r0, [%d1];
+    ret;
+}"""
+
+
+def test_a_compiled_kernel_reads_the_buffers_of_a_handle_by_the_address_of_their_table() -> None:
+    runs = []
+
+    @contextmanager
+    def launches():
+        yield runs.append
+
+    def program(memory):
+        handle = TorchHandle(memory, "slots", (1,), torch.int32)
+        if memory.rank == 1:
+            handle.get_buffer(1, (1,), torch.int32).fill_(5)
+        else:
+            ranks.launch(runs[0], Kernel(TABLE), (1,), [handle.buffer_ptrs_dev])
+
+    with pytest.raises(RaceError, match=r"fill_ by rank 1 .*\n  ld by rank 0|ld by rank 0, .*\n  fill_ by rank 1"):
+        explore(program, 2, seeds=(), launches=launches)
+
+
+def test_launches_run_compiled_only_if_kernels_are_not_interpreted() -> None:
+    with pytest.raises(ValueError, match="unset TRITON_INTERPRET"), compiled():
+        pass
+
+
 # What is refused
 
 
@@ -224,7 +300,7 @@ def any_kernel(words, TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.co
 def value_kernel(words, USE: tl.constexpr):
     number = thread_number() * 2
     if USE == "address":
-        tl.store(words + number, 1)
+        tl.store(words + number, 1, mask=number < 8)
     elif USE == "value":
         tl.store(words, number)
     elif USE == "block":

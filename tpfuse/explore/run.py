@@ -41,6 +41,7 @@ class ExploredRun:
         self.memory = CheckedMemory(self.scheduler, options.barrier_rule, roots)
         self.aborts = [Region("abort", rank, torch.Size([1]), torch.int32, checked=False) for rank in range(world)]
         self.memory.regions += self.aborts
+        self.tables: list[torch.Tensor] = []  # of the addresses of buffers; kernels may get the address of a table
         self._body = body
         self._chains: dict[tuple[int, int], int] = {}  # (stream, program) -> chain
         self._arrived: dict[str, list[Task]] = {}

@@ -61,6 +61,7 @@ class SimulatedMemory(SymmetricMemory):
         self._regions[key] = parts
         self._meet(f"buffer {key!r}", joins=False)
         addresses = torch.tensor([part.base for part in parts], dtype=torch.int64)
+        self._run.tables.append(addresses)
         return SymmetricBuffer(key, [part.tensor for part in parts], self.rank, addresses)
 
     def _release(self, buffer: SymmetricBuffer) -> None:

@@ -1,10 +1,13 @@
 """Execute compiled kernels on the CPU: the PTX that Triton makes for GPUs of compute capability 8.0 and 9.0.
 
-    from tpfuse.explore.ptx import Kernel
+    from tpfuse.explore.ptx import Kernel, compiled
 
-    compiled = triton.compile(...)                            # needs no GPU
-    kernel = Kernel(compiled.asm["ptx"], compiled.metadata.shared)
-    kernel.run((programs,), [x, out, n, None, None])          # tensors on the CPU, in the order of the parameters
+    with compiled():
+        kernel[(programs,)](x, out, n, BLOCK=128)             # a kernel of Triton; tensors on the CPU
+    explore(protocol, world=2, launches=compiled)             # the same in an explored protocol
+
+    kernel = Kernel(ptx, shared)                              # or the PTX of any kernel, with its parameters in order
+    kernel.run((programs,), [x, out, n, None, None])
 
 All threads of a program run at once, as NumPy arrays, and the programs of a grid one after another. A wrong access, a
 missing barrier or an instruction that is not known raises a PtxError, which names the line of PTX and of the source.
@@ -22,6 +25,7 @@ from tpfuse.explore.ptx.faults import (
     WgmmaHazard,
 )
 from tpfuse.explore.ptx.kernel import Kernel
+from tpfuse.explore.ptx.launches import compiled
 
 __all__ = [
     "Divergence",
@@ -34,4 +38,5 @@ __all__ = [
     "Stuck",
     "Unsupported",
     "WgmmaHazard",
+    "compiled",
 ]

@@ -23,6 +23,7 @@ def launch(run: ExploredRun, kernel: Kernel, grid: Sequence[int], arguments: Seq
     """Run a launch of the current rank. arguments: as for `Kernel.run`."""
     given, sizes = kernel.bind(arguments), (*grid, 1, 1)[:3]
     tensors = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
+    tensors += [Buffer.of("a table of addresses", x) for x in run.tables]
     regions = [Buffer(f"{x.key} of rank {x.rank}", x.base, x.end - x.base) for x in run.memory.regions]
 
     def execute() -> None:
