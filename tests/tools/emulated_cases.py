@@ -35,10 +35,11 @@ def case(operator: str, name: str, dtype: str) -> str:
     return "" if result.passed else str(result)
 
 
-def cases(operator: str) -> str:
-    """Compare all cases of an operator in all dtypes."""
-    names = [case.name for case in operators.load(operator).cases]
-    return "\n".join(filter(None, (case(operator, name, dtype) for name in names for dtype in verify.DTYPES)))
+def cases(operator: str, every: bool) -> str:
+    """Compare all cases of an operator in all dtypes or, unless `every`, each in one of them, which take turns."""
+    names, dtypes = [case.name for case in operators.load(operator).cases], verify.DTYPES
+    pairs = [(x, y) for i, x in enumerate(names) for j, y in enumerate(dtypes) if every or j == i % len(dtypes)]
+    return "\n".join(filter(None, (case(operator, *pair) for pair in pairs)))
 
 
 def program(name: str, world: int, dtype: str, rounds: int) -> str:
