@@ -23,7 +23,7 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 SIZE = 60  # the features that are sharded, in each part, which 2, 3 and 4 divide
 LAYERS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -126,7 +126,9 @@ def test_results_and_gradients_match_the_reference(kind: str, world: int, dtype:
             pool(world).run(_check, kind, dtype, options)
 
 
-def _parameters() -> None:
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
+@on_ranks("world")
+def test_parameters_are_dtensors() -> None:
     mesh, own = tensor_mesh(), SIZE // dist.get_world_size()
     column, row = ColumnParallelLinear(9, SIZE, device_mesh=mesh), RowParallelLinear(SIZE, 9, device_mesh=mesh)
     packed = ColumnParallelLinear(9, 3 * SIZE, parts=3, device_mesh=mesh)
@@ -148,11 +150,6 @@ def _parameters() -> None:
     assert meta.weight.is_meta and meta.bias is None and list(meta.state_dict()) == ["weight"]
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(1)])
-def test_parameters_are_dtensors(world: int) -> None:
-    pool(world).run(_parameters)
-
-
 def test_initial_weights_are_those_of_a_linear_layer() -> None:
     weight = ColumnParallelLinear(9, 3 * SIZE, parts=3).weight
     assert not isinstance(weight, DTensor) and weight.abs().max() <= 1 / 3 and weight.std() > 0.9 / 27**0.5
@@ -165,7 +162,9 @@ def _linear(in_features: int, out_features: int, dtype: torch.dtype, bias: bool)
     return linear
 
 
-def _from_linear(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("world", "dtype"), [(2, F32), *exhaustive((1, F64), (4, F32))])
+@on_ranks("world")
+def test_layers_made_from_linear_layers_compute_the_same(dtype: torch.dtype) -> None:
     rank, world, mesh = dist.get_rank(), dist.get_world_size(), tensor_mesh()
     x, wide = integers(3, world, 9, dtype=dtype), integers(3, world, SIZE, dtype=dtype)
     for bias in (True, False):
@@ -191,12 +190,8 @@ def _from_linear(dtype: torch.dtype) -> None:
     assert RowParallelLinear.from_linear(linear, sequence_parallel=True, sequence_dim=0).sequence_dim == 0
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, F32), *exhaustive((1, F64), (4, F32))])
-def test_layers_made_from_linear_layers_compute_the_same(world: int, dtype: torch.dtype) -> None:
-    pool(world).run(_from_linear, dtype)
-
-
-def _errors() -> None:
+@on_ranks(2)
+def test_bad_arguments_are_refused_on_several_ranks() -> None:
     mesh = tensor_mesh()
     for kind, sizes, options, message in (
         ("column", (4, 7), {}, r"out_features 7 in 1 part\(s\) cannot be split among 2 ranks: .*Embedding.project$"),
@@ -211,10 +206,6 @@ def _errors() -> None:
     layer.bias = nn.Parameter(distribute_tensor(torch.zeros(8), other, [Shard(0)]))
     with pytest.raises(ValueError, match=r"bias is on .*: expected .*, the mesh of its layer"):
         layer(torch.ones(3, 4))
-
-
-def test_bad_arguments_are_refused_on_several_ranks() -> None:
-    pool(2).run(_errors)
 
 
 @EVERY_LAYER

@@ -10,10 +10,13 @@ from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 
-def _check(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks("world")
+def test_result_and_gradient_are_those_of_torch(sequence_parallel: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     layer = PositionEmbedding(63, 9, sequence_parallel=sequence_parallel, device_mesh=tensor_mesh())
     assert isinstance(layer, nn.Embedding)
@@ -27,12 +30,6 @@ def _check(sequence_parallel: bool) -> None:
     out.backward(grad[own])
     assert torch.equal(out, expected[own])
     assert isinstance(layer.weight.grad, DTensor) and torch.equal(layer.weight.grad.to_local(), whole.grad)
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(1)])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_result_and_gradient_are_those_of_torch(world: int, sequence_parallel: bool) -> None:
-    pool(world).run(_check, sequence_parallel)
 
 
 def test_a_table_of_torch_is_taken_whole() -> None:

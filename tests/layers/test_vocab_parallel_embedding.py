@@ -18,7 +18,7 @@ from tpfuse.comm.mesh import shard_range
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -52,7 +52,10 @@ def test_embedding_and_projection_match_the_reference(world: int, dtype: torch.d
             pool(world).run(_tied, dtype, *case)
 
 
-def _exact(table: int) -> None:
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
+@pytest.mark.parametrize("table", [1, 63])
+@on_ranks("world")
+def test_rows_are_copied_exactly(table: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for sequence_parallel in (False, True):
         layer = VocabParallelEmbedding(
@@ -64,12 +67,6 @@ def _exact(table: int) -> None:
         assert torch.equal(layer(ids), whole[ids][:, tokens])
         layer.sequence_dim = 0
         assert torch.equal(layer(ids.t()), whole[ids.t()][tokens])
-
-
-@pytest.mark.parametrize("world", [3, *exhaustive(1)])
-@pytest.mark.parametrize("table", [1, 63])
-def test_rows_are_copied_exactly(table: int, world: int) -> None:
-    pool(world).run(_exact, table)
 
 
 def _parameters() -> None:
@@ -85,7 +82,8 @@ def test_parameters_are_dtensors(world: int) -> None:
     pool(world).run(_parameters)
 
 
-def _batches() -> None:
+@on_ranks(2)
+def test_the_sequence_of_a_batch_is_sharded() -> None:
     """Check that logits and loss of [2, tokens] are those of one rank, for both dimensions of the sequence."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for dim in (-2, 0):
@@ -102,11 +100,9 @@ def _batches() -> None:
         torch.testing.assert_close(layer.loss(x, ids, 1 / 7), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_sequence_of_a_batch_is_sharded() -> None:
-    pool(2).run(_batches)
-
-
-def _padding() -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
+@on_ranks("world")
+def test_padding_is_zero_and_gets_no_gradient() -> None:
     mesh, world = tensor_mesh(), dist.get_world_size()
     ids = torch.arange(30 * world) % 9
     # These rows are on the first rank and, with two ranks, next to the boundary of their shards.
@@ -123,11 +119,6 @@ def _padding() -> None:
             layer(ids).exp().sum().backward()
             assert plain.weight.grad is not None and isinstance(layer.weight.grad, DTensor)
             torch.testing.assert_close(layer.weight.grad.full_tensor(), plain.weight.grad, rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
-def test_padding_is_zero_and_gets_no_gradient(world: int) -> None:
-    pool(world).run(_padding)
 
 
 def _from_embedding() -> None:
@@ -161,7 +152,8 @@ def test_embeddings_with_unsupported_options_are_refused() -> None:
             VocabParallelEmbedding(9, 5, padding_idx)
 
 
-def _errors() -> None:
+@on_ranks(2)
+def test_bad_arguments_are_refused() -> None:
     layer = VocabParallelEmbedding(63, 9, sequence_parallel=True, device_mesh=tensor_mesh())
     with pytest.raises(ValueError, match="ids between 0 and 63 do not fit a table of 63 rows"):
         layer(torch.tensor([0, 63]))
@@ -172,7 +164,3 @@ def _errors() -> None:
         for call in (lambda: layer(torch.zeros(4, dtype=torch.int64)), lambda: layer.project(torch.zeros(4, 9))):
             with pytest.raises(ValueError, match=rf"sequence_dim {dim}: the input has shape \(4, .\): expected one of"):
                 call()
-
-
-def test_bad_arguments_are_refused() -> None:
-    pool(2).run(_errors)

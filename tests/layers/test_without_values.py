@@ -38,7 +38,7 @@ from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 
 @contextlib.contextmanager
@@ -134,7 +134,9 @@ def _layers(device: torch.device, mesh: Any) -> None:
         assert parameter.grad is not None and parameter.grad.shape == parameter.shape and not has_values(parameter.grad)
 
 
-def _on_one_of_two(how: str) -> None:
+@pytest.mark.parametrize("how", ["meta", "fake"])
+@on_ranks(2)
+def test_ranks_of_a_group_do_not_communicate(how: str) -> None:
     mesh = tensor_mesh()
     other = mesh_of(1, 2)
     group, pair = group_of(mesh), (other["dp"].get_group(), other["tp"].get_group())
@@ -145,11 +147,6 @@ def _on_one_of_two(how: str) -> None:
         for check, arguments in ((_operators, (group,)), (_communicating, (group, pair)), (_layers, (mesh,))):
             with naming(check.__name__):
                 check(device, *arguments)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("how", ["meta", "fake"])
-def test_ranks_of_a_group_do_not_communicate(how: str) -> None:
-    pool(2).run(_on_one_of_two, how)
 
 
 @pytest.mark.parametrize("how", ["meta", "fake"])

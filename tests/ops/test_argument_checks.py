@@ -21,7 +21,7 @@ from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 Call = Callable[[], object]
 
@@ -65,12 +65,9 @@ def _table() -> list[tuple[Call, str]]:
     return given
 
 
-def _each_is_refused() -> None:
+@on_ranks(2)
+def test_each_is_refused_in_one_line() -> None:
     for call, message in _table():
         with pytest.raises(ValueError) as caught:
             call()
         assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_each_is_refused_in_one_line() -> None:
-    pool(2).run(_each_is_refused)

@@ -9,12 +9,15 @@ from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import group_of
 from tpfuse.ops import collectives
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "replicate", "gather_last", "split_last")
 
 
-def _forward_and_backward(name: str) -> None:
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks("world")
+def test_forward_and_backward(name: str) -> None:
     group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
     x, grad = integers(1, world, 5, 9), integers(2, world, 5, 9)
     if name in ("reduce_scatter", "split_last"):
@@ -47,25 +50,16 @@ def _forward_and_backward(name: str) -> None:
     assert torch.equal(leaf.grad, expected)
 
 
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-@pytest.mark.parametrize("name", NAMES)
-def test_forward_and_backward(name: str, world: int) -> None:
-    pool(world).run(_forward_and_backward, name)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_is_the_identity(name: str) -> None:
     x = integers(4, 3, 5)
     assert getattr(collectives, name)(x, None) is x
 
 
-def _errors() -> None:
+@on_ranks(2)
+def test_rows_that_the_ranks_do_not_divide_are_refused() -> None:
     group = group_of(tensor_mesh())
     with pytest.raises(ValueError, match="3 rows cannot be split among 2 ranks"):
         collectives.reduce_scatter(torch.ones(3, 2), group)
     with pytest.raises(ValueError, match="split_last: 3 features cannot be split among 2 ranks"):
         collectives.split_last(torch.ones(2, 3), group)
-
-
-def test_rows_that_the_ranks_do_not_divide_are_refused() -> None:
-    pool(2).run(_errors)

@@ -16,7 +16,7 @@ from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -104,7 +104,10 @@ def test_a_masked_vocabulary_and_a_nan(world: int, kind: str) -> None:
     assert torch.count_nonzero(gradient[:5, 6:]) == 0
 
 
-def _used_twice(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
+@on_ranks("world")
+def test_the_logits_are_not_overwritten(kind: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(50, rank, world)
     logits, target = normal(7, 20, 50)[:, start:stop].clone().requires_grad_(), _targets(20, 50)
@@ -114,12 +117,6 @@ def _used_twice(kind: str) -> None:
         (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
         (again,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert torch.equal(first, again) and torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_the_logits_are_not_overwritten(world: int, kind: str) -> None:
-    pool(world).run(_used_twice, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *exhaustive(torch.bfloat16)])
@@ -153,7 +150,10 @@ def test_the_custom_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
         torch.library.opcheck(backward, (logits.detach(), target, torch.ones(2, 12), torch.ones(12), 0))
 
 
-def _errors(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
+@on_ranks("world")
+def test_bad_arguments_are_refused(kind: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     group = group_of(tensor_mesh())
     start, stop = shard_range(10, rank, world)
@@ -172,9 +172,3 @@ def _errors(kind: str) -> None:
     ):
         with naming(message), use(kernels=kind), pytest.raises(ValueError, match=message):
             cross_entropy(wrong, of, 10, group)
-
-
-@pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [3, *exhaustive(1)])
-def test_bad_arguments_are_refused(world: int, kind: str) -> None:
-    pool(world).run(_errors, kind)

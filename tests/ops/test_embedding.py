@@ -13,7 +13,7 @@ from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.ops.embedding import embedding
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 
 def _exact(table: int, shape: tuple[int, ...], scatter: bool) -> None:
@@ -39,14 +39,11 @@ def test_rows_and_gradients_are_exact(world: int) -> None:
             pool(world).run(_exact, *case)
 
 
-def _out_of_range() -> None:
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
+@on_ranks("world")
+def test_ids_out_of_range_are_refused() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(10, rank, world)
     for ids in ([0, 10], [-1, 0]):
         with pytest.raises(ValueError, match=f"ids between {min(ids)} and {max(ids)} do not fit a table of 10 rows"):
             embedding(torch.tensor(ids), torch.zeros(stop - start, 3), 10, group_of(tensor_mesh()))
-
-
-@pytest.mark.parametrize("world", [3, *exhaustive(1)])
-def test_ids_out_of_range_are_refused(world: int) -> None:
-    pool(world).run(_out_of_range)

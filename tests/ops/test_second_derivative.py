@@ -21,7 +21,7 @@ from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 Group = dist.ProcessGroup
 WEIGHT, TARGET = torch.ones(4, 6), torch.tensor([0, 3, 1, 2])
@@ -55,7 +55,8 @@ OPERATORS: dict[str, Callable[[Tensor, Group], Tensor]] = {
 }
 
 
-def _penalties() -> None:
+@on_ranks(2)
+def test_a_gradient_penalty_is_an_error() -> None:
     group = dist.group.WORLD
     assert group is not None
     for operator in OPERATORS.values():
@@ -64,10 +65,6 @@ def _penalties() -> None:
             (grad,) = torch.autograd.grad(reduced(operator(x, group)), x, create_graph=True)
             with pytest.raises(RuntimeError, match="has no second derivative"):
                 (reduced(operator(x, group)) + grad.square().sum()).backward()
-
-
-def test_a_gradient_penalty_is_an_error() -> None:
-    pool(2).run(_penalties)
 
 
 @pytest.mark.parametrize("reduced", [Tensor.sum, lambda out: out.square().sum()])

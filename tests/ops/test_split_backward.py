@@ -34,7 +34,7 @@ from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.parallel.pipeline.runner import backward_weights
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 Function = Callable[..., Tensor]
 Events = Counter[str]
@@ -157,7 +157,16 @@ def _gathers(name: Implementation) -> Events:
     return Events({{"direct": "signal", "collective": "start_all_gather", "fused": "all_gather_forward"}[name]: 1})
 
 
-def _products(name: Implementation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("direct", torch.float64),
+        ("fused", torch.float32),
+        *exhaustive(("collective", torch.float64), ("direct", torch.bfloat16), ("collective", torch.bfloat16)),
+    ],
+)
+@on_ranks(2)
+def test_tensor_parallel_products(name: Implementation, dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     x, rows = integers(rank, 4, 3, 5, dtype=dtype), integers(rank, 8, 3, 5, dtype=dtype)
     weight, bias = integers(2 + rank, 3, 5, dtype=dtype), integers(4, 3, dtype=dtype)
@@ -169,18 +178,6 @@ def _products(name: Implementation, dtype: torch.dtype) -> None:
         _compare(_gathering(None, True), x, [weight, wide, bias, other], signals)
         _compare(_scattering, rows, [weight, bias], _gathers(name))
         _compare(_reducing, rows, [weight, bias])
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("direct", torch.float64),
-        ("fused", torch.float32),
-        *exhaustive(("collective", torch.float64), ("direct", torch.bfloat16), ("collective", torch.bfloat16)),
-    ],
-)
-def test_tensor_parallel_products(name: Implementation, dtype: torch.dtype) -> None:
-    pool(2).run(_products, name, dtype)
 
 
 @pytest.mark.parametrize("chosen", ["torch", "triton"])
@@ -217,11 +214,8 @@ def test_linear_cross_entropy(chosen: Any) -> None:
         _compare(lambda x, w: linear_cross_entropy(x, w, target, 5)[0], normal(1, 4, 6), [normal(2, 5, 6)])
 
 
-def _vocabulary() -> None:
+@on_ranks(2)
+def test_linear_cross_entropy_of_two_ranks() -> None:
     group, target = dist.group.WORLD, torch.tensor([0, 3, -1, 9])
     x, weight = normal(1, 4, 6), normal(2 + dist.get_rank(), 5, 6)
     _compare(lambda x, w: linear_cross_entropy(x, w, target, 10, group)[0], x, [weight])
-
-
-def test_linear_cross_entropy_of_two_ranks() -> None:
-    pool(2).run(_vocabulary)

@@ -88,13 +88,16 @@ def test_messages_go_both_ways_around_a_ring(name: Implementation, slots: int) -
     _send_around(name, slots, [*turns, *(((63,), dtype) for dtype in DTYPES)])
 
 
-def _many(name: Implementation, slots: int, count: int) -> None:
+@pytest.mark.parametrize(("world", "slots"), [(2, 3), *exhaustive((3, 2))])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@on_ranks("world")
+def test_many_messages_in_few_slots(name: Implementation, slots: int) -> None:
     """The source is ahead by as many messages as there are slots, and the target releases some of them early."""
     rank, world = dist.get_rank(), dist.get_world_size()
     messages = opened(name, [Route("x", 0, world - 1, slots)], 4 * 1000, dist.new_group())
     if rank == 0:
         x = torch.empty(63)
-        for number in range(count):
+        for number in range(40):
             sent = x if name != "collective" else torch.empty(63)
             messages.send(0, sent.copy_(content(number, 0, 63)))
         messages.finish()
@@ -105,7 +108,7 @@ def _many(name: Implementation, slots: int, count: int) -> None:
             assert same(held[number].tensor, content(number, 0, 63)), "it has not been overwritten"
             messages.release(0, held.pop(number))
 
-        for number in range(count):
+        for number in range(40):
             if held and number % 3 == 0:
                 release(max(held))  # the others stay, although they are older
             if number - slots in held:
@@ -114,13 +117,6 @@ def _many(name: Implementation, slots: int, count: int) -> None:
             assert held[number].number == number
         for number in sorted(held, reverse=True):
             release(number)
-
-
-@pytest.mark.parametrize(("world", "slots"), [(2, 3), *exhaustive((3, 2))])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@on_ranks("world")
-def test_many_messages_in_few_slots(name: Implementation, slots: int) -> None:
-    _many(name, slots, 40)
 
 
 @on_ranks(2)
@@ -221,7 +217,9 @@ def test_routes_that_cannot_be_are_refused() -> None:
             open_messages(_world(), CPU, torch.float32, [Route("x", 0, 1, 1 + dist.get_rank())], 4)
 
 
-def _open_twice(name: Implementation) -> None:
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@on_ranks(2)
+def test_routes_may_be_opened_again(name: Implementation) -> None:
     rank, routes, group = dist.get_rank(), [Route("x", 0, 1, 1)], dist.new_group()
     for turn in range(2):
         messages = opened(name, routes, 4, group)
@@ -232,11 +230,6 @@ def _open_twice(name: Implementation) -> None:
             message = messages.receive(0, (1,), torch.float32)
             assert message.tensor.tolist() == [turn + 1.0]
             messages.release(0, message)
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_routes_may_be_opened_again(name: Implementation) -> None:
-    pool(2).run(_open_twice, name)
 
 
 def _traced(name: Implementation) -> tuple[list[tuple[str, str, int | None, str]], list[str]]:

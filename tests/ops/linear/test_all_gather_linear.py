@@ -15,7 +15,7 @@ from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
 
@@ -29,7 +29,16 @@ def _count(patch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def _several(name: Implementation, activation: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "activation", "world"),
+    [
+        *((name, "relu", 2) for name in IMPLEMENTATIONS[:2]),
+        ("fused", None, 2),
+        *exhaustive(*((name, None, 3) for name in IMPLEMENTATIONS)),
+    ],
+)
+@on_ranks("world")
+def test_several_weights_share_one_gather(name: Implementation, activation: str | None) -> None:
     """Compare a call for three weights, one without a bias and one that is not trained, with a call for each."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     x = integers(1, world, 4, 2, 5)[rank]
@@ -61,18 +70,6 @@ def _several(name: Implementation, activation: str | None) -> None:
             assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize(
-    ("name", "activation", "world"),
-    [
-        *((name, "relu", 2) for name in IMPLEMENTATIONS[:2]),
-        ("fused", None, 2),
-        *exhaustive(*((name, None, 3) for name in IMPLEMENTATIONS)),
-    ],
-)
-def test_several_weights_share_one_gather(name: Implementation, activation: str | None, world: int) -> None:
-    pool(world).run(_several, name, activation)
-
-
 def test_several_weights_on_one_rank() -> None:
     x, weight = normal(1, 4, 2, 6), normal(2, 8, 6)
     first, second = all_gather_linear(x, [weight, -weight], None, None, activation="relu")
@@ -80,7 +77,9 @@ def test_several_weights_on_one_rank() -> None:
     assert torch.equal(second, gemm(x, -weight, activation="relu"))
 
 
-def _empty_shard(name: Implementation) -> None:
+@pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused")])
+@on_ranks(3)
+def test_ranks_without_rows_of_the_weight_take_part(name: Implementation) -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     x = integers(1, world, 3, 4)[rank].requires_grad_()
     weight = integers(2, 0 if rank else 5, 4).requires_grad_()
@@ -89,8 +88,3 @@ def _empty_shard(name: Implementation) -> None:
         assert out.shape == (3 * world, 0 if rank else 5)
         out.sum().backward()
     assert torch.equal(x.grad, integers(2, 5, 4).sum(0).expand(3, 4)) and weight.grad.shape == weight.shape
-
-
-@pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused")])
-def test_ranks_without_rows_of_the_weight_take_part(name: Implementation) -> None:
-    pool(3).run(_empty_shard, name)

@@ -24,7 +24,7 @@ from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.engine_scatter import EngineScatter
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 
 def _memory() -> SymmetricMemory:
@@ -86,7 +86,9 @@ def test_copy_engines_copy_half_types() -> None:
     assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [{"gathers": 6, "scatters": 4}] * 2
 
 
-def _taking_turns() -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
+@on_ranks("world")
+def test_engines_and_programs_take_turns() -> None:
     """Gather shards around the limit, by programs and by engines in any order."""
     products = FusedLinear(_memory(), engine_bytes=4 * 24 * 5)
     rank, world = products.memory.rank, products.memory.world
@@ -95,11 +97,6 @@ def _taking_turns() -> None:
         whole = integers(10 + step, world, rows, 24)
         ((out, _),) = products.all_gather(whole[rank], [weight], [None], None, False)
         assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(4)])
-def test_engines_and_programs_take_turns(world: int) -> None:
-    pool(world).run(_taking_turns)
 
 
 def test_the_explorer_finds_no_error() -> None:

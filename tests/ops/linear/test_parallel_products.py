@@ -23,7 +23,7 @@ from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 PRODUCTS = {
     "all_gather_linear": gathering(all_gather_linear, reference.linear),
@@ -175,16 +175,13 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
 ]
 
 
-def _refuse(product: str) -> None:
+@pytest.mark.parametrize("product", PRODUCTS)
+@on_ranks(2)
+def test_bad_input_is_refused(product: str) -> None:
     for products, changes, message in REFUSED:
         if product in products:
             with naming(message), pytest.raises(ValueError, match=re.escape(f"{product}: {message}")):
                 PRODUCTS[product].function(**{"x": X, "weight": W, "bias": B} | changes, group=dist.group.WORLD)
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_bad_input_is_refused(product: str) -> None:
-    pool(2).run(_refuse, product)
 
 
 def test_an_unknown_activation_is_refused() -> None:

@@ -18,10 +18,14 @@ from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ulysses import HeadExchange, find_token_slices
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 
-def _there_and_back(name: Implementation, balance: Balance) -> None:
+@pytest.mark.parametrize("name", ["direct", "collective"])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
+@pytest.mark.parametrize("balance", BALANCES)
+@on_ranks("world")
+def test_every_element_reaches_its_destination(name: Implementation, balance: Balance) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout(world * 6 - 1, world, balance)
     token_slices = find_token_slices(torch.stack([layout.positions(r) for r in range(world)]))
@@ -35,13 +39,6 @@ def _there_and_back(name: Implementation, balance: Balance) -> None:
         assert torch.equal(found[0], x[:, 2 * rank : 2 * rank + 2]) and torch.equal(found[1], y[:, rank : rank + 1])
         back = exchange.to_tokens("", *found)
     assert all(torch.equal(*pair) for pair in zip(back, shards, strict=True))
-
-
-@pytest.mark.parametrize("name", ["direct", "collective"])
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
-@pytest.mark.parametrize("balance", BALANCES)
-def test_every_element_reaches_its_destination(balance: Balance, world: int, name: Implementation) -> None:
-    pool(world).run(_there_and_back, name, balance)
 
 
 def _program_of(channel: ModuleType, ulysses: ModuleType) -> Callable[[SimulatedMemory], None]:
