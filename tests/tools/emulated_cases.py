@@ -1,7 +1,7 @@
-"""Runs kernels as they are compiled for sm_80, on the CPU; test_emulated.py starts it in a Python without interpreter.
+"""Runs kernels as they are compiled for a GPU, on the CPU; test_emulated.py starts it in a Python without interpreter.
 
-Its argument is a JSON list of works, [name of a function below, arguments …]. It prints a JSON list: what is wrong with
-each of them, or "".
+Its arguments are a JSON list of works, [name of a function below, arguments …], and a family. It prints a JSON list:
+what is wrong with each of them, or "".
 """
 
 import json
@@ -25,7 +25,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.tools import emulated, operators, verify
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, iterate
 
-FAMILY = "sm_80"
+FAMILY = sys.argv[2]
 
 
 def case(operator: str, name: str, dtype: str) -> str:
@@ -36,10 +36,16 @@ def case(operator: str, name: str, dtype: str) -> str:
 
 
 def cases(operator: str, every: bool) -> str:
-    """Compare all cases of an operator in all dtypes or, unless `every`, each in one of them, which take turns."""
+    """Compare all cases of an operator in all dtypes or, unless `every`, each case in the next dtype."""
     names, dtypes = [case.name for case in operators.load(operator).cases], verify.DTYPES
     pairs = [(x, y) for i, x in enumerate(names) for j, y in enumerate(dtypes) if every or j == i % len(dtypes)]
     return "\n".join(filter(None, (case(operator, *pair) for pair in pairs)))
+
+
+def as_compiled(operator: str, name: str, dtype: str) -> str:
+    """Compare a case without the proxy fences that `emulated` adds."""
+    emulated.fenced = lambda text: text
+    return case(operator, name, dtype)
 
 
 def program(name: str, world: int, dtype: str, rounds: int) -> str:
@@ -142,6 +148,9 @@ def mutants(text: str, mutation: str, most: int) -> list[tuple[str, str]]:
 @cache
 def workload(name: str) -> Any:
     """Return a function that runs kernels and returns their results."""
+    if name == "persistent gemm":  # four tiles of ten steps for three programs
+        operands = normal(0, 130, 584).bfloat16(), normal(1, 144, 584).bfloat16(), normal(2, 144).bfloat16()
+        return lambda: gemm_forward(*operands, activation="gelu_tanh", keep_preactivation=True)
     if name == "gemm":
         x, weight, bias = normal(0, 70, 200), normal(1, 96, 200), normal(2, 96)
         half = [tensor.bfloat16() for tensor in (x, weight, bias)]
@@ -166,7 +175,7 @@ def planted(name: str, kernel: str, mutation: str, most: int) -> str:
         changed = mutants(whole.text, mutation, most)
         for line, text in changed:
             try:
-                emulated._kernels[key] = Kernel(text, whole.shared)
+                emulated._kernels[key] = Kernel(text, whole.shared, whole.scratch)
                 got = [x for x in workload(name)() if x is not None]
                 if all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(got, expected, strict=True)):
                     survivors.append(line)
@@ -184,12 +193,27 @@ def planted_in_protocol(name: str, mutation: str) -> str:
     for key, whole in list(emulated._kernels.items()):
         for line, text in mutants(whole.text, mutation, 99):
             count += 1
-            emulated._kernels[key] = Kernel(text, whole.shared)
+            emulated._kernels[key] = Kernel(text, whole.shared, whole.scratch)
             if not program(name, 2, "float32", 1):
                 survivors.append(f"{whole.name} {line}")
         emulated._kernels[key] = whole
     return "\n".join([*survivors, f"{count} mutants"])
 
+
+MUTATIONS |= {
+    "no proxy fence": (r"fence\.proxy\.async.*", ""),
+    "no fence of a tensor map": (r"^.*fence\.proxy\.tensormap.*", ""),
+    "no fence of registers": (r"^\s*wgmma\.fence.*", ""),
+    "no wait for products": (r"^\s*wgmma\.wait_group.*", ""),
+    "a wait for one group of products less": (r"(wgmma\.wait_group.* )0;", r"\g<1>1;"),
+    "no commit of products": (r"^\s*wgmma\.commit_group.*", ""),
+    "no product": (r"^\s*wgmma\.mma_async.*", ""),
+    "no tile": (r"^.*cp\.async\.bulk\.tensor.*", ""),
+    "no bytes are expected": (r"^.*mbarrier\.arrive.*", ""),
+    "no wait for a tile": (r"^\s*mbarrier\.try_wait.*", ""),
+    "a wait for another phase": (r"(mbarrier\.try_wait.*\], )(%r\d+);", r"\g<1>1;"),
+    "no end of an mbarrier": (r"^.*mbarrier\.inval.*", ""),
+}
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
