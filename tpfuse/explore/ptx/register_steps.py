@@ -113,7 +113,7 @@ def product(slots: Slots, instruction: PtxInstruction) -> Step:
     kind = modifiers[6]
     if modifiers[:2] + modifiers[3:] != ["sync", "aligned", "row", "col", "f32", kind, kind, "f32"]:
         raise Unsupported(f"{instruction.opcode} is not supported")
-    products = warps.Products(modifiers[2], kind)
+    products = warps.WarpProducts(modifiers[2], kind)
     target, left, right, sums = (slots.elements(x, 32) for x in instruction.operands)
     if [len(x) for x in (target, left, right, sums)] != [4, 4, 2, 4]:
         raise ValueError

@@ -112,7 +112,7 @@ def _registers(sums: Array) -> Array:
     return np.ascontiguousarray(parts).view(np.uint32).reshape(4, -1)
 
 
-class Products:
+class WarpProducts:
     """mma.sync of one shape and type. A fragment that several products share is unpacked once.
 
     Registers are never changed in place, so that a fragment is known by the identity of its registers.
