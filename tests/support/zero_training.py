@@ -205,7 +205,7 @@ def engine_of(
     muon: given if Muon updates the matrices.
     """
     mesh = mesh_of(layout.dp, layout.tp, layout.cp) if group is None else mesh_from(group)
-    of_engine = [key for key in ("reduce_dtype", "bucket_bytes", "accumulate") if key in options]
+    of_engine = [key for key in ("reduce_dtype", "bucket_bytes", "accumulate", "offload") if key in options]
     kept: dict[str, Any] = {key: options.pop(key) for key in of_engine}
     if name == "gpt":
         options |= {"device_mesh": mesh["tp"] if layout.tp > 1 else None, "context_mesh": context_mesh(mesh)}

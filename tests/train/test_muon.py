@@ -40,7 +40,7 @@ def check_same(found: Result, expected: Result, start: int = 0, tolerance: float
 
 LAYOUTS: list[Layout] = [
     {"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6},
-    {"dp": 2, "cp": 2, "stage": 3, "accumulation": 3},
+    {"dp": 2, "cp": 2, "stage": 3, "offload": "host", "accumulation": 3},
     {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp": 2, "stage": 3, "accumulation": 6},
     {"dp": 2, "tp": 2, "stage": 1, "accumulation": 3},
     {"dp": 3, "stage": 2, "offload": "host", "accumulation": 2},
@@ -48,7 +48,7 @@ LAYOUTS: list[Layout] = [
     {"pp": 2, "dp": 2, "stage": 2, "offload": "a folder", "accumulation": 6},
     {"dp": 2, "tp": 2, "stage": 3, "accumulation": 3},
     {"pp": 2, "cp": 2, "stage": 1, "accumulation": 4},
-    {"dp": 4, "stage": 3, "replicas": 2},
+    {"dp": 4, "stage": 3, "replicas": 2, "offload": "a folder"},
     {"cp": 4, "cp_schedule": "ulysses_ring", "stage": 2, "accumulation": 2},
     {},
 ]

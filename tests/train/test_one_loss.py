@@ -36,9 +36,9 @@ from tpfuse.train.batches import Windows
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import layout_of, program_of, sizes_of
+from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.reducer import shard_update
 from tpfuse.zero.reducer.shard_update import Staging
-from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 STEPS = 10
 
@@ -108,7 +108,7 @@ PIPELINES: list[dict[str, Any]] = [
         for number, schedule in enumerate(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"))
         for turn in (0, 2)
     ),
-    {"pp": 2, "pp_schedule": "zbv", "dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
+    {"pp": 2, "pp_schedule": "zbv", "dp": 4, "stage": 3, "replicas": 2, "offload": "host", "accumulation": 3},
     {"pp": 2, "dp": 3, "stage": 1, "offload": "host", "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 2, "offload": "a folder", "accumulation": 3},
     *({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6, "name": name} for name in ("direct", "collective")),
@@ -163,8 +163,8 @@ def test_half_moments_are_equal_to_the_bit_at_every_stage(tmp_path: Path, dtype:
     ],
     ids=str,
 )
-def test_offloaded_moments_of_stage_3_are_those_of_the_device(tmp_path: Path, layout: dict[str, Any]) -> None:
-    """The same holds where a run resumes with its moments in another place."""
+def test_offload_at_stage_3_changes_no_bit(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """The same holds where a run resumes with its shards in another place."""
     expected = trained(options_of(stage=3, **layout), 3)
     folder = options_of(stage=3, **layout, offload=str(tmp_path))
     for options in (options_of(stage=3, **layout, offload="host"), folder):
@@ -181,10 +181,10 @@ def _check_equal(found: Result, expected: Result) -> None:
 
 
 def _staged(staged: bool) -> Result:
-    """Train at stage 3 with moments on the host as if the shards were on a device, whose copies are made at once."""
-    trainer, windows = new_trainer(options_of(dtype="float32", dp=2, stage=3, offload="host"))
+    """Train at stage 1 with moments on the host as if parameters were on a device, whose copies are made at once."""
+    trainer, windows = new_trainer(options_of(dtype="float32", dp=2, stage=1, offload="host"))
     optimizer = trainer.optimizer
-    assert isinstance(optimizer, ShardedAdamW) and optimizer._staging is None
+    assert isinstance(optimizer, FlatAdamW) and optimizer._staging is None
     with (
         mock.patch.object(shard_update, "_on_host", lambda _: not staged),
         mock.patch.object(torch.cuda, "current_stream"),
@@ -195,7 +195,7 @@ def _staged(staged: bool) -> Result:
     return [r.loss for r in results], [r.grad_norm for r in results], whole_weights(trainer)
 
 
-def test_shards_on_a_device_pass_through_pinned_memory() -> None:
+def test_parameters_on_a_device_pass_through_pinned_memory() -> None:
     for found, expected in zip(pool(2).run(_staged, True), pool(2).run(_staged, False), strict=True):
         _check_equal(found, expected)
 

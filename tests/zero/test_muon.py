@@ -43,7 +43,6 @@ from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import MuonOptions, adamw, hidden_matrices, muon, shard
-from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.muon import orthogonalised
 from tpfuse.zero.muon_matrices import matrices_of
 from tpfuse.zero.optimizer import ZeroOptimizer
@@ -103,9 +102,6 @@ def calls(layout: Layout) -> tuple[Counter[torch.Size], int]:
     with mock.patch.object(muon, "orthogonalised", counted):
         trained("gpt", layout, 3, CLIP, MUON, "auto")
     engine = engine_of("gpt", layout, muon=MUON)[1]
-    if isinstance(engine, FullySharded):
-        with pytest.raises(ValueError, match="offload host with Muon is for stages 0, 1 and 2: expected none"):
-            adamw(engine, offload="host")
     held = adamw(engine)._muon
     assert held is not None
     elements = Counter[int]()

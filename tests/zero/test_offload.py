@@ -4,17 +4,26 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.cuda_stand_in import DEVICE, TwoMemories
+from tests.support.tiers import exhaustive
+from tests.support.zero_training import ADAMW, Layout, check_same, engine_of, micro_batches, train_step, whole
+from tpfuse.choices import Accumulate
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.zero import offload
+from tpfuse.testing.ranks import pool
+from tpfuse.zero import MuonOptions, adamw, offload
 from tpfuse.zero.bucket_layout import BucketLayout, Segment
+from tpfuse.zero.fully_sharded import _parameter_groups, _parameters_of
 from tpfuse.zero.offload import FileStore, MemoryStore, check_space, state_bytes
 from tpfuse.zero.reducer import shard_update
 from tpfuse.zero.reducer.shard_update import Staging, StateStore
@@ -232,3 +241,64 @@ def test_stores_by_name(folder: Path) -> None:
     for name, kind in (("none", MemoryStore), ("host", MemoryStore), (folder, FileStore), (str(folder), FileStore)):
         store = offload.state_store(name, cpu, 40)
         assert type(store) is kind and store.tensor("x", 10, torch.float32).tolist() == [0.0] * 10
+
+
+def _on_two_memories(
+    name: str, layout: Layout, accumulate: Accumulate, muon: MuonOptions | None, place: str
+) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """Train without offload, and with it as if the host's memory and the device's were apart."""
+    runs = []
+    for offloads in (False, True):
+        options: dict[str, Any] = {"accumulate": accumulate, "offload": place if offloads else "none"}
+        case, engine = engine_of(name, layout, muon=muon, **options)
+        with mock.patch.object(offload, "_IN_MEMORY", ()):
+            optimizer = adamw(engine, **ADAMW, muon=muon)
+        memories = TwoMemories()
+        pieces, matrices = list(optimizer.rectangles()), {matrix.name for matrix in engine.matrices}
+        by_muon = [piece for piece in pieces if piece.name in matrices and piece.kind == "exp_avg"]
+        state = [piece.tensor for piece in pieces]
+        if offloads:
+            parameters = _parameters_of(*engine._units)
+            for each in (engine, *_parameter_groups(*engine._units), *parameters):
+                each.device = DEVICE
+            for tensor in (*state, optimizer._step, *(parameter._sharded_param_data for parameter in parameters)):
+                memories.keep(tensor)
+        norms, batches = [], micro_batches(layout, 3)
+        with memories.used() if offloads else nullcontext():
+            for step in range(2):
+                copied, received = memories.to_device + memories.to_host, engine.traffic.received
+                norms.append(train_step(case, engine, optimizer, batches, step))
+                if offloads and layout == Layout(dp=2):
+                    # A rank sends its shards to the other one whenever it gathers them, and receives its part of a sum.
+                    # What is sent for the last rank is padded. What Muon adds to its shards comes from the device, and
+                    # the square of the norm, 8 bytes, goes there.
+                    copied, sent = memories.to_device + memories.to_host - copied, engine.traffic.received - received
+                    sent += sum(piece.tensor.nbytes for piece in by_muon) + 8
+                    assert copied == sent if dist.get_rank() == 0 else 0 < copied < sent
+        assert all(memories.on_host(tensor) == offloads for tensor in state if tensor.numel())
+        runs.append((whole(engine), norms))
+    return runs
+
+
+TWO_MEMORIES = [
+    ("gpt", Layout(dp=2), "sharded", MuonOptions(momentum=0.9), "a folder"),
+    *exhaustive(
+        ("toy", Layout(dp=2), "sharded", None, "host"),
+        ("gpt", Layout(dp=2), "whole", None, "host"),
+        ("toy", Layout(dp=4, replicas=2), "sharded", None, "host"),
+        ("gpt", Layout(tp=2, dp=2), "sharded", MuonOptions(momentum=0.9), "host"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "accumulate", "muon", "place"), TWO_MEMORIES)
+def test_shards_of_stage_3_are_in_the_memory_of_the_host(
+    tmp_path: Path, name: str, layout: Layout, accumulate: Accumulate, muon: MuonOptions | None, place: str
+) -> None:
+    """Replicas add the sums of micro-batches in another order; otherwise offload changes no bit."""
+    place, tolerance = str(tmp_path) if place == "a folder" else place, 1e-12 * (layout.replicas > 1)
+    for (expected, norms), (weights, found) in pool(layout.world).run(
+        _on_two_memories, name, layout, accumulate, muon, place
+    ):
+        check_same(weights, expected, tolerance)
+        assert found == pytest.approx(norms, rel=tolerance, abs=0.0)

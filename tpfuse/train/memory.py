@@ -182,5 +182,5 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
     if options.train.offload_activations and options.train.recompute == "full":
         lines.append("The inputs of blocks are in the host's memory, but one (train.offload_activations).")
     place = {"none": "", "host": "the host's memory"}.get(options.zero.offload, "files")
-    masters = "; at stage 3 the moments alone, since the shards are the masters" if max(found) == 3 else ""
-    return [*lines, *([f"Masters and moments are in {place} (zero.offload){masters}."] if place else [])]
+    shards = "; at stage 3 the host's memory has the shards of parameters and gradients too" if max(found) == 3 else ""
+    return [*lines, *([f"Masters and moments are in {place} (zero.offload){shards}."] if place else [])]

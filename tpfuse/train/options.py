@@ -251,8 +251,8 @@ class ZeroOptions:
     """Gradients of earlier micro-batches that a rank keeps at stages 2 and 3: sharded (its shard of their sum: each
     micro-batch is reduced) or whole (all: one reduction in a step, for four bytes a parameter)."""
     offload: Rounds[str] = "none"
-    """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk. At stage 3 that
-    is the moments."""
+    """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk. At stage 3 the
+    shards of parameters and gradients go to the host's memory too."""
     compression: Alters[str] = "none"
     """Gradient compression between nodes: none, bf16, or powersgd-RANK (products of two matrices of this rank), as in
     powersgd-4. Within a node gradients are never compressed."""

@@ -131,7 +131,6 @@ class Trainer:
                 weight_decay=optim.weight_decay,
                 muon=muon_options(optim),
                 state_dtype=optim.state_dtype,
-                offload=options.zero.offload,
             )
         except ValueError as error:
             raise RunError(str(error)) from None
@@ -173,6 +172,7 @@ class Trainer:
             accumulate=zero.accumulate,
             compression=self.compression,
             matrices=hidden_matrices(self.model) if self.options.optim.name == "muon" else None,
+            offload=zero.offload,
         )
 
     @property

@@ -58,6 +58,7 @@ def shard(
     accumulate: Accumulate = "sharded",
     compression: Compression | None = None,
     matrices: Mapping[str, int | Sequence[Rows]] | None = None,
+    offload: str | PathLike[str] = "none",
 ) -> GradientBuckets | FullySharded:
     """Return the engine that takes over the parameters of `model` at this stage of ZeRO (arXiv:1910.02054).
 
@@ -92,6 +93,10 @@ def shard(
 
     matrices: the parameters that Muon updates, as `tpfuse.zero.hidden_matrices` returns them; a number instead of rows
     says how many matrices of equal height a parameter packs. AdamW updates all others, and without this argument all.
+
+    offload: the place of what the update alone uses, float32 masters and moments (`tpfuse.zero.offload`): "none" (the
+    parameters' device), "host" (the host's memory) or a folder on a local disk. At stage 3 the shards are the masters;
+    unless it is "none", they and their gradients are in the host's memory, also if the moments are in a folder.
 
     Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
     parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
@@ -138,7 +143,7 @@ def shard(
         if mesh is None:
             device = next((parameter.device.type for parameter in model.parameters()), "cpu")
             mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
-        return FullySharded(
+        engine: GradientBuckets | FullySharded = FullySharded(
             model,
             groups,
             mesh=mesh,
@@ -148,20 +153,24 @@ def shard(
             accumulate=accumulate,
             tied=shared.tied,
             matrices=hidden,
+            offloads=offload != "none",
         )
-    return GradientBuckets(
-        model,
-        groups,
-        stage=min(stage, 2),
-        bucket_bytes=bucket_bytes,
-        gradient_dtype=gradient_dtype,
-        reduce_dtype=reduce_dtype,
-        accumulate=accumulate,
-        compression=compression,
-        uses=shared.uses,
-        tied=shared.tied,
-        matrices=hidden,
-    )
+    else:
+        engine = GradientBuckets(
+            model,
+            groups,
+            stage=min(stage, 2),
+            bucket_bytes=bucket_bytes,
+            gradient_dtype=gradient_dtype,
+            reduce_dtype=reduce_dtype,
+            accumulate=accumulate,
+            compression=compression,
+            uses=shared.uses,
+            tied=shared.tied,
+            matrices=hidden,
+        )
+    engine.offload = offload
+    return engine
 
 
 def adamw(
@@ -172,37 +181,36 @@ def adamw(
     weight_decay: float = 1e-2,
     muon: MuonOptions | None = None,
     state_dtype: MomentDtype = "float32",
-    offload: str | PathLike[str] = "none",
 ) -> FlatAdamW | ShardedAdamW:
     """Return the AdamW of the shards of an engine; its method `step(lr, factor)` updates all parameters.
+
+    Its state is where the engine's `offload` says (`shard`), which is collective for a folder.
 
     betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. muon: the options of Muon,
     which updates the engine's `matrices`, if it has any. state_dtype: the dtype in which AdamW's moments are kept,
     "float32" (float64 for float64), or "bfloat16", rounded up or down so that they keep their expectation
-    (kernels/adamw.py); Muon's momentum is never bfloat16. offload: the place of moments and, below stage 3, of float32
-    masters (`tpfuse.zero.offload`): "none" (the parameters' device), "host" (the host's memory) or a folder on a local
-    disk. Collective for a folder. Raise ValueError for bfloat16 moments of float64 parameters, for Muon with offload at
-    stage 3, and, on every rank, if a rank cannot use the folder.
+    (kernels/adamw.py); Muon's momentum is never bfloat16. Raise ValueError for bfloat16 moments of float64 parameters,
+    and, on every rank, if a rank cannot use the folder.
     """
     options = {
         "betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": muon or MuonOptions(),
         "state_dtype": state_dtype,
     }  # fmt: skip
-    if isinstance(engine, FullySharded) and engine.matrices and offload != "none":
-        raise ValueError(f"offload {offload} with Muon is for stages 0, 1 and 2: expected none at stage 3")
-    problem = ""
-    device = engine.device if isinstance(engine, FullySharded) else engine.buckets[0].values.device
+    problem, offload = "", engine.offload
     try:
         if isinstance(engine, FullySharded):
-            shards = [local_tensor(member.sharded) for member in engine.members]
-            nbytes = sum(2 * shard.numel() * moment_dtype(state_dtype, shard.dtype).itemsize for shard in shards)
+            by_muon, nbytes = {matrix.name for matrix in engine.matrices}, 0
+            for member in engine.members:
+                one, elements = member.sharded.dtype, local_tensor(member.sharded).numel()
+                moments = one.itemsize if member.name in by_muon else 2 * moment_dtype(state_dtype, one).itemsize
+                nbytes += elements * moments
         else:
             nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage, state_dtype)
-        store = state_store(offload, device, nbytes)
+        store = state_store(offload, engine.device, nbytes)
     except ValueError as error:
         problem = str(error)
     if problem or isinstance(store, FileStore):
-        failed = torch.tensor([float(bool(problem))], device=device)
+        failed = torch.tensor([float(bool(problem))], device=engine.device)
         if collectives.all_reduce(failed, engine.world_group).item():
             raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
     if isinstance(engine, FullySharded):

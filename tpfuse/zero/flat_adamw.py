@@ -4,7 +4,6 @@ Muon updates buckets of matrices (`tpfuse.zero.muon`) before that; the reducers 
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
 from tpfuse.zero.offload import MemoryStore, moment_dtype
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.base import GradientReducer
-from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore, blocks_of
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
 from tpfuse.zero.shard_slices import StateKind, StateRectangle, state_rectangles
 
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
@@ -49,7 +48,7 @@ class FlatAdamW:
     ) -> None:
         self._buckets, self.betas, self.eps, self.weight_decay = buckets, betas, eps, weight_decay
         self.muon = muon or MuonOptions()
-        device = buckets.buckets[0].values.device
+        device = buckets.device
         self._store, self._state_dtype = MemoryStore(device) if store is None else store, state_dtype
         self._state = {bucket: self._new_state(bucket) for bucket in buckets.buckets}
         state_device = self._state[buckets.buckets[0]]["exp_avg"].device
@@ -142,11 +141,7 @@ class FlatAdamW:
         for bucket in self._matrices:
             sums, momentum = bucket.reduced_shard, self._state[bucket]["exp_avg"]
             direction = torch.empty(len(momentum), dtype=self._muon.dtype, device=sums.device)
-            for start, stop in blocks_of([momentum], self._store, self._staging):
-                block = slice(start, stop)
-                pair = sums[block], direction[block]
-                with nullcontext(pair) if self._staging is None else self._staging.host(*pair) as (gradient, out):
-                    update_momentum(gradient, momentum[block], out, factor, self.muon)
+            update_momentum(sums, momentum, direction, factor, self.muon, self._store, self._staging)
             directions += [piece.tensor for piece in self._rectangles(bucket, {"exp_avg": direction})]
         self._muon.step(directions, self._masters, lr, self.weight_decay, self.muon)
         for bucket in self._matrices:

@@ -6,10 +6,13 @@ PyTorch's `fully_shard` does the work. This module makes it an engine like the b
   "whole", they are accumulated over micro-batches without communication.
 - Parameters in a half type have float32 masters: the shards are float32, and the gathered parameters are rounded. The
   initial weights are drawn in the half type and then widened, so they equal those of the other stages.
+- Offload: shards of parameters and gradients are in the host's memory, pinned for GPUs (`CPUOffloadPolicy`). A unit's
+  shards are copied to the device each time that it is gathered, and its sums to the host when it is reduced. Sums of
+  further micro-batches are added there.
 - Communication between CPU ranks goes through `tpfuse.comm.collectives` (`tpfuse.zero.collectives_with_traffic`).
 - Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
-  reduced over the groups, once in a step, in its last micro-batch (before torch 2.13 in each one). Neighbouring ranks
-  form a group, so that parameters are gathered within a node.
+  reduced over the groups, once in a step, in its last micro-batch (before torch 2.13 and with offload in each one).
+  Neighbouring ranks form a group, so that parameters are gathered within a node.
 - Pipelines: in a step of many forward and backward passes, parameters stay gathered from their first use to `finish()`:
   otherwise every micro-batch would gather all of them again. The reduction of a unit starts with the last gradient of
   its parameters in a pass that computes some of them, while the backward pass continues; if `accumulate` is "whole", in
@@ -28,7 +31,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
@@ -82,7 +85,8 @@ class ShardedParameter:
 class FullySharded(MicroBatches):
     """An engine that takes over the parameters of `model`: it shards them and sums their gradients into `members`.
 
-    `tpfuse.zero.shard` makes it and documents the arguments. tied: that of `SharedParameters`.
+    `tpfuse.zero.shard` makes it and documents the arguments. tied: that of `SharedParameters`. offloads: whether the
+    shards are in the host's memory.
 
     Call `start(last=…)`, forward and backward for each micro-batch, then `finish()`. Every rank must run the same units
     in the same order: if one skips a unit, all raise Disagreement, which names the unit, between CPU ranks in the pass
@@ -110,9 +114,13 @@ class FullySharded(MicroBatches):
         accumulate: Accumulate = "sharded",
         tied: Iterable[str] = (),
         matrices: Sequence[HiddenMatrix] = (),
+        offloads: bool = False,
     ) -> None:
         super().__init__(model)
         self.stage, self.accumulate, self.reasons = 3, accumulate, ["fully_shard"]
+        self._offloads = offloads
+        if offloads:
+            self.reasons.append("shards in the host's memory")
         self.traffic = Traffic()
         self.world_group, self.stage_group, self.matrices = groups.world, groups.stage, matrices
         units = list(units)
@@ -123,8 +131,9 @@ class FullySharded(MicroBatches):
             set_timeout(submesh.get_group())
         self._groups = [submesh.get_group() for submesh in (shards, across) if submesh.size() > 1]
         reserve(self._groups[0])  # for good: an engine of this stage has no end
-        device = torch.device(mesh.device_type)
-        self._order = UnitOrder(tuple(self._groups), device, self._described, each=device.type == "cpu")
+        self.device = torch.empty(0, device=mesh.device_type).device
+        each = self.device.type == "cpu"
+        self._order = UnitOrder(tuple(self._groups), self.device, self._described, each=each)
         self._across = across.get_group() if across.size() > 1 else None
         self._pipelined, self._kept_whole = "pp" in (mesh.mesh_dim_names or ()), False
         # For fully_shard's parameters: the writes to the shards before they were gathered, and our own counts of writes
@@ -208,6 +217,7 @@ class FullySharded(MicroBatches):
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if half else None, reduce_dtype=reduced if half else None, cast_forward_inputs=False
         )
+        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         self._units: list[FSDPModule] = []
         self._freed: list[FSDPModule] = []  # the units that free their parameters after a forward pass
         for index, unit in enumerate((*units, self.model)):
@@ -220,6 +230,7 @@ class FullySharded(MicroBatches):
                 unit,
                 mesh=mesh,
                 mp_policy=policy,
+                offload_policy=on_host if self._offloads else OffloadPolicy(),
                 reshard_after_forward=frees,
                 shard_placement_fn=lambda p: Shard(shard_dim(local_tensor(p).shape, mesh.size())),
                 ignored_params={p for p in unit.parameters() if not p.numel()},  # torch cannot reduce their gradients
@@ -259,8 +270,10 @@ class FullySharded(MicroBatches):
         """
         assert self._across is not None
         self._order.begin("reduce_scatter", unit)  # with one rank to a replica there was no other
-        # Before torch 2.13 the gradients of two micro-batches may belong to different parameters of the unit.
-        if not self._sums_replicas and hasattr(self._units[-1], "set_reduce_scatter_unused_params"):
+        # Before torch 2.13 the gradients of two micro-batches may belong to different parameters of the unit. The sums
+        # of earlier micro-batches are not on the device if shards are offloaded.
+        postpones = hasattr(self._units[-1], "set_reduce_scatter_unused_params") and not self._offloads
+        if postpones and not self._sums_replicas:
             self._unsummed.add(unit)
             return
         if unit in self._unsummed:
@@ -352,7 +365,7 @@ class FullySharded(MicroBatches):
                 member.sharded.grad = torch.zeros_like(member.sharded)
             gradient = local_tensor(member.sharded.grad)
             if gradient.numel():
-                gradient.copy_(collectives.all_reduce(gradient, self._ends))
+                gradient.copy_(collectives.all_reduce(gradient.to(self.device), self._ends))
 
     @contextmanager
     def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> Iterator[None]:
@@ -471,7 +484,7 @@ class FullySharded(MicroBatches):
         parts = [member.gradient for member in self.members if member.in_norm]
         norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
         if norms:
-            return torch.stack(norms).square().sum()
+            return torch.stack(norms).square().sum().to(self.device)
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def nonfinite(self) -> list[str]:
@@ -480,17 +493,15 @@ class FullySharded(MicroBatches):
     def free_gathered(self) -> None:
         """Free gathered parameters, which do not have the new values after the shards have been changed.
 
-        Where a rank has several stages of a pipeline, a unit may have been prefetched that has not computed since.
+        Where a rank has several stages of a pipeline, a unit may have been prefetched that has not computed since. Wait
+        until offloaded shards have been copied to the device, so that the host may write to them.
         """
         for group in _parameter_groups(*self._units):
             group.wait_for_unshard()
         for unit in self._units:
             unit.reshard()
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the shards."""
-        return local_tensor(self.members[0].sharded).device
+        if self._offloads and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def shard_dim(shape: Sequence[int], world: int) -> int:

@@ -120,7 +120,7 @@ class GradientBuckets(MicroBatches):
         trained = _trained(model)
         _check_tied(tied, trained)
         broadcast_model(model, groups.data, tied, groups.ends)
-        first = next(iter(trained.values()))
+        self.device = local_tensor(next(iter(trained.values()))).device
         group_of: dict[Kind, dist.ProcessGroup | None] = dict.fromkeys(KINDS, groups.data)
         group_of |= {"partial": groups.stage, "tied": groups.ends}
         layouts = plan_buckets(
@@ -134,7 +134,7 @@ class GradientBuckets(MicroBatches):
         self.reasons: list[str] = []
         if stage == 2 and accumulate != self.accumulate:
             self.reasons.append("gradients accumulate whole, since compression is that of a step's sum")
-        self.buckets = self._open(layouts, group_of, local_tensor(first).device)
+        self.buckets = self._open(layouts, group_of)
         sharded = self.accumulate == "sharded"
         self._in_passes = [bucket for bucket in self.buckets if not sharded or bucket.shards_gradients]
         self._at_end = [bucket for bucket in self.buckets if sharded and not bucket.shards_gradients]
@@ -153,7 +153,6 @@ class GradientBuckets(MicroBatches):
         self,
         layouts: list[BucketLayout],
         group_of: Mapping[Kind, dist.ProcessGroup | None],
-        device: torch.device,
     ) -> list[Bucket]:
         """Make one reducer for the buckets of each group and dtype; return the buckets in the order of `layouts`."""
         families: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[BucketLayout]] = {}
@@ -164,7 +163,7 @@ class GradientBuckets(MicroBatches):
         self.reducers: list[GradientReducer] = []
         for (group, sent), family in families.items():
             specs = [_spec(layout, sent) for layout in family]
-            reducer, reason = make_reducer(specs, self.stage, group, device, compression=self.compression)
+            reducer, reason = make_reducer(specs, self.stage, group, self.device, compression=self.compression)
             self.reducers.append(reducer)
             self.reasons.append(reason)
             for index, layout in enumerate(family):
@@ -342,7 +341,7 @@ class GradientBuckets(MicroBatches):
         return [dist.get_process_group_ranks(group) for group in groups if group is not None]
 
     def squared_norm(self) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket in self.buckets:
             whole = self.stage == 0 and bucket.reducer.shard_index > 0
             twice = bucket.layout.kind == "replicated" and self._model_rank > 0

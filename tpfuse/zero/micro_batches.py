@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from os import PathLike
 from typing import get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -53,6 +55,8 @@ class MicroBatches(ABC):
     compression: Compression | None = None  # of the gradients that are sent between nodes
     stage: int  # of ZeRO
     accumulate: Accumulate  # "sharded": every backward pass is reduced; "whole": the last one of a step
+    device: torch.device  # on which the model computes
+    offload: str | PathLike[str] = "none"  # the place of the update's state (`tpfuse.zero.offload`)
     reasons: list[str]  # what exchanges gradients and parameters, and why
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 

@@ -17,6 +17,7 @@ computes: bfloat16, as in torch.optim.Muon, or float64 for parameters in float64
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
@@ -29,6 +30,7 @@ from tpfuse.comm.layout import Slices
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
 from tpfuse.zero.muon_matrices import HiddenMatrix
+from tpfuse.zero.reducer.shard_update import Staging, StateStore, blocks_of
 
 AdjustedRate = Literal["original", "match_rms_adamw"]
 AT_ONCE = 2**25  # elements that a rank sends together, on average: 64 MiB in bfloat16
@@ -96,16 +98,29 @@ def orthogonalised(x: Tensor, options: MuonOptions) -> Tensor:
     return wide if x.shape[1] <= x.shape[2] else wide.mT
 
 
-def update_momentum(gradient: Tensor, momentum: Tensor, direction: Tensor, factor: float, options: MuonOptions) -> None:
+def update_momentum(
+    gradient: Tensor,
+    momentum: Tensor,
+    direction: Tensor,
+    factor: float,
+    options: MuonOptions,
+    store: StateStore,
+    staging: Staging | None,
+) -> None:
     """Update the momentum with the gradient times `factor`, and write what is to be orthogonalised to `direction`.
 
-    All have one shape, a half type of gradients and the dtype of the exchange are converted.
+    All are [n]; a half type of gradients and the dtype of the exchange are converted. store, staging: as for
+    `ShardUpdate`, whose state is the momentum.
     """
-    gradient = gradient.to(momentum.dtype)
-    if factor != 1.0:
-        gradient = gradient * factor
-    momentum.lerp_(gradient, 1 - options.momentum)
-    direction.copy_(gradient.lerp(momentum, options.momentum) if options.nesterov else momentum)
+    for start, stop in blocks_of([momentum], store, staging):
+        block = slice(start, stop)
+        pair, state = (gradient[block], direction[block]), momentum[block]
+        with nullcontext(pair) if staging is None else staging.host(*pair) as (given, out):
+            given = given.to(state.dtype)
+            if factor != 1.0:
+                given = given * factor
+            state.lerp_(given, 1 - options.momentum)
+            out.copy_(given.lerp(state, options.momentum) if options.nesterov else state)
 
 
 class _Part(NamedTuple):

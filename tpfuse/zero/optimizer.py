@@ -15,7 +15,6 @@ ranks. If ranks or micro-batches have different numbers of labels, compute sums,
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -41,8 +40,8 @@ class ZeroOptimizer(Optimizer):
     """AdamW, or Muon and AdamW, for the parameters of `model`, with its state in shards on the data-parallel ranks.
 
     model, mesh, stage, sharding: the arguments of `tpfuse.zero.shard`, which takes a model of any parallelism; the
-    engine that it returns is `engine`. lr, betas, eps, weight_decay: as in torch.optim.AdamW. state_dtype, offload: as
-    in `tpfuse.zero.adamw`.
+    engine that it returns is `engine`. lr, betas, eps, weight_decay: as in torch.optim.AdamW. state_dtype: as in
+    `tpfuse.zero.adamw`.
 
     algorithm: with "muon", Muon updates the matrices of the model's blocks (`tpfuse.zero.hidden_matrices`), or those
     that the argument `matrices` of `tpfuse.zero.shard` names, and AdamW all other parameters. muon: its options, whose
@@ -72,7 +71,6 @@ class ZeroOptimizer(Optimizer):
         algorithm: Literal["adamw", "muon"] = "adamw",
         muon: MuonOptions | None = None,
         state_dtype: MomentDtype = "float32",
-        offload: str | PathLike[str] = "none",
         **sharding: Any,
     ) -> None:
         if algorithm not in ("adamw", "muon"):
@@ -87,7 +85,7 @@ class ZeroOptimizer(Optimizer):
         if algorithm == "muon" and "matrices" not in sharding and isinstance(model, nn.Module):
             sharding["matrices"] = hidden_matrices(model)
         self.engine = engine = shard(model, mesh, stage=stage, **sharding)
-        kept: dict[str, Any] = {"muon": muon, "state_dtype": state_dtype, "offload": offload}
+        kept: dict[str, Any] = {"muon": muon, "state_dtype": state_dtype}
         self._adamw = adamw(engine, betas=betas, eps=eps, weight_decay=weight_decay, **kept)
         if isinstance(engine, FullySharded):
             trained = {member.name: member.sharded for member in engine.members}
@@ -107,7 +105,7 @@ class ZeroOptimizer(Optimizer):
         self._divisor = 1.0  # of the summed gradient in the next update
         self._labels: Tensor | None = None  # what `divide_by` was given in this step
         self._counting: bool | None = None  # whether every step calls `divide_by`; None before the first update
-        self._device = next(iter(trained.values())).device
+        self._device = engine.device
         engine.start(last=True)
 
     @property

@@ -1,7 +1,8 @@
 """AdamW on the shards of stage 3: one update of all local shards (`tpfuse.ops.adamw`).
 
-If the moments are in other memory, the host updates the shards one after another, in blocks, as those of the buckets
-(`tpfuse.zero.reducer.shard_update`). The shards of the parameters, which are the masters, stay on the device.
+If they are offloaded, the host updates the shards one after another, in blocks, as those of the buckets
+(`tpfuse.zero.reducer.shard_update`). The shards of the parameters, which are the masters, and of their gradients are in
+its memory then (`tpfuse.zero.fully_sharded`), and so are the moments, or in a file.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
 from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
 from tpfuse.zero.offload import MemoryStore, moment_dtype
 from tpfuse.zero.parameter_takeover import count_write
-from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, StateStore
 from tpfuse.zero.shard_slices import StateRectangle
 
 
@@ -25,8 +26,8 @@ class ShardedAdamW:
 
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
     weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
-    they may be changed too. state_dtype: as for `tpfuse.zero.adamw`. store: the memory of the moments; None for that of
-    the shards, which alone Muon knows.
+    they may be changed too. state_dtype: as for `tpfuse.zero.adamw`. store: the memory of the moments if the engine
+    offloads its shards, else None.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ShardedAdamW:
     ) -> None:
         self._engine, self.betas, self.eps, self.weight_decay = engine, betas, eps, weight_decay
         self.muon = muon or MuonOptions()
-        self._store, memory = store, MemoryStore(engine.device) if store is None else store
+        self._store, self._memory = store, MemoryStore(engine.device) if store is None else store
         self._exp_avg, self._exp_avg_sq = dict[str, Tensor](), dict[str, Tensor]()
         names = {matrix.name for matrix in engine.matrices}
         for member in engine.members:
@@ -51,10 +52,8 @@ class ShardedAdamW:
             dtype = shard.dtype if by_muon else moment_dtype(state_dtype, shard.dtype)
             kinds = [("exp_avg", self._exp_avg)] + [("exp_avg_sq", self._exp_avg_sq)] * (not by_muon)
             for kind, moments in kinds:
-                moments[member.name] = memory.tensor(kind, shard.numel(), dtype).view(shard.shape)
-        device = self._exp_avg[engine.members[0].name].device
-        self._staging = None if device == engine.device else Staging()
-        self._step = torch.zeros((), dtype=torch.float32, device=device)
+                moments[member.name] = self._memory.tensor(kind, shard.numel(), dtype).view(shard.shape)
+        self._step = torch.zeros((), dtype=torch.float32, device=self._exp_avg[engine.members[0].name].device)
         self._matrices = [member for member in engine.members if member.name in names]
         self._muon = None
         if engine.matrices:
@@ -69,6 +68,7 @@ class ShardedAdamW:
         the engine was not finished (`finish()`) since the last update.
         """
         self._engine.take_sums()
+        self._engine.free_gathered()
         self._step += 1
         self._update_matrices(self.muon.rate(lr, muon_lr), factor)
         others = [m for m in self._engine.members if m.name in self._exp_avg_sq and local_tensor(m.sharded).numel()]
@@ -78,7 +78,6 @@ class ShardedAdamW:
                 self._update(members, lr, factor, self.weight_decay if decay else 0.0)
         count_write([member.sharded for member in self._engine.members])
         self._engine.clear_gradients()
-        self._engine.free_gathered()
 
     def _update_matrices(self, lr: float, factor: float) -> None:
         """Update the shards of Muon's matrices."""
@@ -87,8 +86,10 @@ class ShardedAdamW:
         directions: list[Tensor] = []
         for member in self._matrices:
             momentum = self._exp_avg[member.name]
-            directions.append(torch.empty_like(momentum, dtype=self._muon.dtype))
-            update_momentum(member.gradient, momentum, directions[-1], factor, self.muon)
+            direction = torch.empty(momentum.shape, dtype=self._muon.dtype, device=self._engine.device)
+            gradient, flat = member.gradient.view(-1), momentum.view(-1)
+            update_momentum(gradient, flat, direction.view(-1), factor, self.muon, self._memory, None)
+            directions.append(direction)
         masters = [local_tensor(member.sharded) for member in self._matrices]
         self._muon.step(directions, masters, lr, self.weight_decay, self.muon)
 
@@ -120,7 +121,7 @@ class ShardedAdamW:
         updates = []
         for member in reversed(members):
             moments = self._exp_avg[member.name].view(-1), self._exp_avg_sq[member.name].view(-1)
-            updates.append(ShardUpdate(*moments, None, len(moments[0]), rates, store, self._staging, following))
+            updates.append(ShardUpdate(*moments, None, len(moments[0]), rates, store, None, following))
             following = moments
         for member, update in zip(members, reversed(updates), strict=True):
             update.apply(member.gradient.view(-1), local_tensor(member.sharded).detach().view(-1))
