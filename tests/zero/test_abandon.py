@@ -76,7 +76,11 @@ def _compare(implementation: Implementation, stage: int, where: str, micro_batch
 
 
 def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> list[Tensor]:
-    """This rank's parameters after two steps, of which the second fails once before."""
+    """This rank's parameters after two steps, of which the second fails once before.
+
+    micro_batch: -1 for another one on each rank.
+    """
+    micro_batch = dist.get_rank() if micro_batch < 0 else micro_batch
     model, engine, optimizer = _engine(stage)
     _step(model, engine, 0, lambda number: "")
     optimizer.step(1e-2)
@@ -102,8 +106,11 @@ def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> li
         ("direct", 0, "backward", 1, False),
         ("direct", 2, "forward", 1, False),
         pytest.param("direct", 3, "backward", 1, False, marks=STAGE_3_ABANDONS),
-        ("collective", 1, "forward", 1, True),
+        ("collective", 2, "backward", -1, True),
         *exhaustive(
+            ("collective", 1, "forward", 1, True),
+            ("collective", 1, "forward", -1, True),
+            ("collective", 0, "backward", -1, True),
             ("direct", 2, "backward", 0, False),
             ("fused", 1, "backward", 1, False),
             ("collective", 2, "backward", 1, False),

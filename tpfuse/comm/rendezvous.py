@@ -72,7 +72,7 @@ def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> l
             store.wait([key], timedelta(seconds=timeout))
             values.append(json.loads(store.get(key)))
         except RuntimeError as error:
-            detail = "it has not come to the first exchange of the ranks"
+            detail = "it has not come to this exchange of the ranks"
             missing = PeerTimeout(
                 op, step=-1, rank=ranks[group.rank()], peer=ranks[rank], waited=timeout, detail=detail
             )

@@ -146,8 +146,7 @@ class GradientReducer(ABC):
         """Discard the gradients of a step, wherever each rank is in it; the next call must be `begin`.
 
         begun: whether this rank's last `begin` was for this step. unsent: the buckets of this backward pass that this
-        rank has not sent; without shared memory all ranks must be in one pass. Raise PeerTimeout if a rank does not
-        call it.
+        rank has not sent. Raise PeerTimeout if a rank does not call it.
         """
 
     def free(self) -> None:

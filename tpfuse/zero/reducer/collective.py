@@ -16,7 +16,10 @@ from torch import Tensor
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import DONE, Handle
 from tpfuse.comm.dispatch import connected
+from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.rendezvous import exchange
+from tpfuse.comm.settings import settings
 from tpfuse.kernels.launch import Reservation
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
@@ -58,6 +61,7 @@ class CollectiveReducer(GradientReducer):
         self._reductions: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
         self._sums: dict[int, Tensor] = {}  # of earlier reductions of a bucket in this step
         self._under_way: deque[int] = deque()  # the buckets with gradients that are being sent, at stage 2
+        self._order: list[int] = []  # the buckets of this step's reductions
 
     def _buffer(self, buffers: dict[int, Tensor], index: int, dtype: torch.dtype) -> Tensor:
         if index not in buffers:
@@ -74,12 +78,14 @@ class CollectiveReducer(GradientReducer):
         self._reductions = [None] * len(self.specs)
         self._sums.clear()
         self._under_way.clear()
+        self._order.clear()
 
     def start_reduce(self, index: int, *, more: bool = False) -> None:
         gradients = self.gradient_buffer(index)
         part = gradients.nbytes // self.world
         if self._group is None or self.stage == 0:
             handle = DONE if self._group is None else collective.start_all_reduce(gradients, self._group)
+            self._order.append(index)
             self._reductions[index] = gradients, handle, gradients
             self.traffic.exchange(2 * (self.world - 1) * part)
             return
@@ -87,6 +93,7 @@ class CollectiveReducer(GradientReducer):
             self._sums[index] = self.reduced_shard(index).to(self.specs[index].state_dtype)
         out = gradients.new_empty(len(self.shard(index)))
         handle = collective.start_reduce_scatter(gradients.view(self.world, -1), out, self._group)
+        self._order.append(index)
         self._reductions[index] = out, handle, gradients  # `gradients` must stay alive until it has been sent
         self.traffic.exchange((self.world - 1) * part)
         if self.stage == 2:
@@ -132,16 +139,38 @@ class CollectiveReducer(GradientReducer):
             handle.wait()
 
     def abandon(self, *, begun: bool, unsent: Sequence[int]) -> None:
-        """Send NaN for each bucket that this rank has not sent, since others may wait for it; no rank uses the sums."""
-        if not begun:
+        """Send NaN for each bucket that this rank has not sent, since others may wait for it; no rank uses the sums.
+
+        Then the ranks agree on what the one that has come furthest has sent, and the others send NaN for that too.
+        Before that no rank waits for a sum, which may be of a pass that another rank has not begun.
+        """
+        if not begun or self._group is None:
             self.begin()
-        for index in unsent:
-            self.gradient_buffer(index).fill_(torch.nan)
-            self.start_reduce(index)
+        if self._group is None:
+            return
+        order = [*self._order, *unsent]
+        sent = [self._send_nan(index) for index in unsent]
+        longest: list[int] = max(exchange(self._group, order, "abandon a step", settings().timeout), key=len)
+        if longest[: len(order)] != order:
+            raise Disagreement("abandon(): ranks have reduced buckets in different orders: continue from a checkpoint")
+        sent += [self._send_nan(index) for index in longest[len(order) :]]
         for index, reduced in enumerate(self._reductions):
             if reduced is not None:
                 self._wait(index)
+        for handle, _ in sent:
+            handle.wait()
+        if self.stage == 2:
+            self._gradients.clear()
         self.begin()
+
+    def _send_nan(self, index: int) -> tuple[Handle, Tensor]:
+        assert self._group is not None
+        spec = self.specs[index]
+        gradients = torch.full((spec.size,), torch.nan, dtype=spec.sent, device=self._device)
+        if self.stage == 0:
+            return collective.start_all_reduce(gradients, self._group), gradients
+        out = gradients.new_empty(len(self.shard(index)))
+        return collective.start_reduce_scatter(gradients.view(self.world, -1), out, self._group), gradients
 
     def _gather(self, index: int) -> list[Handle]:
         if self.stage == 0:
