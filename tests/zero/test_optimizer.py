@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.meshes import mesh_from, mesh_of
 from tests.support.nodes import pretended_nodes
@@ -123,6 +124,46 @@ def check_near(model: nn.Module, expected: dict[str, Tensor]) -> None:
     for name, weight in expected.items():
         error = (gather_whole(model.get_parameter(name)) - weight).abs().max() / weight.abs().max().clamp(min=1.0)
         assert error <= 1e-12, f"{name}: {error:.1e}"
+
+
+class Recomputed(nn.Module):
+    """A module that torch's reentrant checkpoint computes again, by a backward pass inside the backward pass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=True)
+        return out
+
+
+@pytest.mark.parametrize("stage", [2, *exhaustive(1, 3)])
+@on_ranks(2)
+def test_reentrant_checkpoints_train_as_on_one_rank(stage: int) -> None:
+    """The first gradient of a pass arrives in a checkpoint's own pass, or before it, from a layer at the end."""
+    rows = ROWS.chunk(2)[dist.get_rank()]
+    for ends in (False, True):
+        blocks = [Recomputed(nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.LayerNorm(7))) for _ in range(3)]
+        model = nn.Sequential(nn.Linear(9, 7), *blocks, *[nn.Linear(7, 5)] * ends).double()
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.data.copy_(normal(seed, *parameter.shape, dtype=torch.float64))
+        model.dtype, plain = torch.float64, copy.deepcopy(model)  # type: ignore[assignment]
+        optimizer = optimizer_of(model, stage, lr=1e-2, betas=BETAS, weight_decay=DECAY, units=blocks)
+        reference = torchs_adamw(dict(plain.named_parameters()), betas=BETAS, eps=1e-8, weight_decay=DECAY)
+        plain.dtype = torch.float64  # type: ignore[assignment]
+        for step in range(3):
+            for part in rows.tensor_split(2):
+                last = stage > 1 or part[-1] == rows[-1]
+                with contextlib.nullcontext() if last else optimizer.no_sync():
+                    (loss_of(model, step, part) * len(part) / len(rows)).backward()
+            loss_of(plain, step, ROWS).backward()
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+            assert (optimizer.clip_grad_norm_(CLIP) / expected - 1).abs() <= 1e-12
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+        check_near(model, {name: p.detach() for name, p in plain.named_parameters()})
 
 
 def masks(step: int) -> Tensor:
