@@ -43,16 +43,16 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
     return [value for value, _, _ in outcomes]
 
 
+def outcome(work: Callable[[], _T]) -> tuple[_T | None, tuple[str, int] | None]:
+    """Return what `work` returns, or the arguments of a RunError if it finds bad input or a damaged checkpoint."""
+    try:
+        return work(), None
+    except (UserError, CheckpointMismatch, CheckpointError) as error:
+        return None, (str(error), error.status)
+
+
 def agree_to_load(group: dist.ProcessGroup | None, load: Callable[[], object]) -> None:
     """Call `load` on every rank. Raise RunError on all ranks if one finds bad input or a damaged checkpoint."""
-
-    def outcome() -> tuple[str, int] | None:
-        try:
-            load()
-        except (UserError, CheckpointMismatch, CheckpointError) as error:
-            return str(error), error.status
-        return None
-
-    for failure in agree(group, outcome):
+    for failure in agree(group, lambda: outcome(load)[1]):
         if failure is not None:
             raise RunError(*failure)

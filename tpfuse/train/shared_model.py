@@ -22,12 +22,12 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import build_mesh, flat_group, rank_and_size
 from tpfuse.comm.settings import set_settings
 from tpfuse.parallel.pipeline.runner import Runner
-from tpfuse.train.agreement import agree_to_load
+from tpfuse.train.agreement import agree_to_load, outcome
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.checkpoint import Checkpoint, Shard, Shards
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import CheckpointError, CheckpointMismatch, RunError, UserError, of_disk, refusing
+from tpfuse.train.errors import RunError, UserError, of_disk, refusing
 from tpfuse.train.hardware import set_threads
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
@@ -120,16 +120,14 @@ class ModelRanks:
         if self.group is None:
             return work()
         set_timeout(self.group, _PREPARATION)
-        outcome: list[Any] = [None]
+        found: list[Any] = [None]
         if self.first:
             try:
-                outcome = [(work(), None)]
-            except (UserError, CheckpointMismatch, CheckpointError) as error:
-                outcome = [(None, (str(error), error.status))]
+                found = [outcome(work)]
             except OSError as error:
-                outcome = [(None, (of_disk(error), 1))]
-        dist.broadcast_object_list(outcome, src=0)
-        value, failure = outcome[0]
+                found = [(None, (of_disk(error), 1))]
+        dist.broadcast_object_list(found, src=0)
+        value, failure = found[0]
         if failure is not None:
             raise RunError(*failure)
         result: T = value
