@@ -165,12 +165,18 @@ OTHER = {
 }  # fmt: skip
 
 
-def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[str, Any]:
+def _other_settings(folder: Path, layout: tuple[int, int, int] | None, stage: int = 1) -> dict[str, Any]:
     """Train twice with the settings OTHER, by transformers' Trainer if there is no layout.
 
+    The first time an error ends the training between two micro-batches of a step, whose gradient is then forgotten.
     Return the results, with the logits of texts without labels among the weights.
     """
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
+
+    class Fail(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                raise InterruptedError
 
     data, settings = _data(), OTHER
     with contextlib.nullcontext() if layout is None else _torchrun():
@@ -178,9 +184,12 @@ def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[s
             model, arguments = decoder(FAMILY, torch.float32), _arguments(folder, 1, **settings)
             trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:5])
         else:
-            trainer = _trainer(folder, layout, **settings)
-        for _ in range(2):
+            trainer = _trainer(folder, layout, stage, **settings)
+        trainer.add_callback(Fail)
+        with pytest.raises(InterruptedError):
             trainer.train()
+        trainer.remove_callback(Fail)
+        trainer.train()
         result = _result(trainer)
         texts: Any = [{"input_ids": sample["input_ids"]} for sample in data[:3]]
         result["weights"]["logits"] = torch.from_numpy(trainer.predict(texts).predictions) / 100
@@ -188,10 +197,10 @@ def _other_settings(folder: Path, layout: tuple[int, int, int] | None) -> dict[s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 2)])
-def test_other_settings_and_predictions_are_those_of_one_process(layout: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "stage"), [((2, 1, 1), 3), ((1, 1, 2), 1)])
+def test_other_settings_and_predictions_are_those_of_one_process(layout: Any, stage: int, tmp_path: Path) -> None:
     expected = _other_settings(tmp_path / "one", None)
-    for found in pool(2).run(_other_settings, tmp_path / "two", layout):
+    for found in pool(2).run(_other_settings, tmp_path / "two", layout, stage):
         _agree(expected, found)
 
 
@@ -276,9 +285,12 @@ def _refusals(folder: Path) -> list[str]:
     refused(lambda: _trainer(folder, (1, 2, 1), model=model))  # outside of torchrun
     with _torchrun():
         refused(lambda: Trainer(model, _arguments(folder, 1, save_strategy="no", eval_strategy="no")))
-        refused(lambda: _trainer(folder, (1, 2, 1), 3, optim="sgd", label_smoothing_factor=0.1))
+        refused(lambda: _trainer(folder, (1, 2, 1), 3, optim="sgd", neftune_noise_alpha=5.0))
         classifier = LlamaForSequenceClassification(decoder(FAMILY).config)
         refused(lambda: _trainer(folder, (2, 1, 1), model=classifier))
+        refused(lambda: _trainer(folder, (1, 2, 1)).train(resume_from_checkpoint=str(folder)))
+        if dist.get_rank() == 0:
+            (folder / "optimizer" / "step-1").mkdir(parents=True)
         refused(lambda: _trainer(folder, (1, 2, 1)).train(resume_from_checkpoint=str(folder)))
         texts = _data()[dist.get_rank() :]
         refused(lambda: _trainer(folder, (1, 2, 1), data=texts, max_steps=1).train())
@@ -288,7 +300,7 @@ def _refusals(folder: Path) -> list[str]:
 def test_it_refuses_what_would_be_wrong(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{}")
     for messages in pool(2).run(_refusals, tmp_path):
-        plain, outside, batches, unsupported, loss, nothing, different = messages
+        plain, outside, batches, unsupported, loss, nothing, damaged, different = messages
         way = "the model is parallelized: use tpfuse.drop_in.trainer.ParallelTrainer"
         assert plain == (
             "save_strategy='steps': Trainer would write the checkpoints of all 2 ranks to the same files:"
@@ -298,10 +310,11 @@ def test_it_refuses_what_would_be_wrong(tmp_path: Path) -> None:
         assert outside.startswith(
             "accelerate sees 1 processes, and the mesh has 2 ranks: start the program by torchrun"
         )
-        what = "optim='sgd', label_smoothing_factor at zero_stage=3"
+        what = "optim='sgd', neftune_noise_alpha"
         assert unsupported == f"ParallelTrainer does not support {what}: leave it out"
         assert "a loss other than that of causal language models over data-parallel ranks" in loss
         assert nothing.startswith(f"{tmp_path} has no whole optimizer state of ParallelTrainer")
+        assert damaged.startswith(f"resuming from {tmp_path}: the checkpoint is damaged: ") and "manifest" in damaged
         assert different.startswith("the ranks [0, 1] of one model have different batches")
 
 

@@ -18,7 +18,8 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +44,10 @@ from tpfuse.zero.optimizer import ZeroOptimizer
 _MODEL_AXES = ("cp", "ring", "ulysses", "tp")  # along these dimensions, ranks have the same sequences
 _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _SCHEDULER = "scheduler.pt"  # transformers' name
+_SWITCHES = (  # TrainingArguments that are refused
+    "fp16", "fp16_full_eval", "fsdp", "torch_compile", "use_liger_kernel", "auto_find_batch_size", "save_on_each_node",
+    "enable_jit_checkpoint", "eval_use_gather_object",
+)  # fmt: skip
 
 
 class ParallelTrainer(Trainer):
@@ -100,9 +105,14 @@ class ParallelTrainer(Trainer):
             else:
                 offer_save_pretrained(model, mesh)
 
-    def _agreed(self, what: str) -> AbstractContextManager[None]:
-        """Run the block on all ranks; an error on one of them is raised on all."""
-        return agreement(what, self.mesh)
+    @contextmanager
+    def _agreed(self, what: str) -> Iterator[None]:
+        """Run the block on all ranks; an error on one of them is raised on all, ValueError for a damaged checkpoint."""
+        with agreement(what, self.mesh):
+            try:
+                yield
+            except CheckpointError as error:
+                raise ValueError(f"{what}: the checkpoint is damaged: {error}") from None
 
     def _refuse(self) -> None:
         """Raise ValueError for what ParallelTrainer does not keep exactly."""
@@ -110,23 +120,14 @@ class ParallelTrainer(Trainer):
         optim = getattr(args.optim, "value", args.optim)
         config: Any = args.accelerator_config
         inner = outermost(cast(nn.Module, self.model))
-        wrong = {
+        wrong = {name: bool(getattr(args, name)) for name in _SWITCHES} | {
             "optimizers": self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
             f"optim={optim!r}": optim not in ("adamw_torch", "adamw_torch_fused"),
-            "fp16": args.fp16 or args.fp16_full_eval,
-            "fsdp": self.is_fsdp_enabled or bool(args.fsdp),
+            "an FSDP plugin": self.is_fsdp_enabled,
             "deepspeed": self.is_deepspeed_enabled,
             "parallelism_config": accelerator.parallelism_config is not None,
             "a model of transformers' own tp_plan": self.is_distributed_loading_by_transformers,
-            "torch_compile": args.torch_compile,
-            "use_liger_kernel": args.use_liger_kernel,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None,
-            # Trainer shifts the labels by the name of the model's class, which fully_shard changes.
-            "label_smoothing_factor at zero_stage=3": args.label_smoothing_factor != 0 and self.zero_stage == 3,
-            "auto_find_batch_size": args.auto_find_batch_size,
-            "save_on_each_node": args.save_on_each_node,
-            "enable_jit_checkpoint": args.enable_jit_checkpoint,
-            "eval_use_gather_object": args.eval_use_gather_object,
             "average_tokens_across_devices=False": not args.average_tokens_across_devices,
             "split_batches": config.split_batches,
             "dispatch_batches": bool(config.dispatch_batches),
@@ -181,12 +182,8 @@ class ParallelTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return (the micro-batches of a step, the number of labels of all ranks)."""
-        batches = []
-        for _ in range(num_batches):
-            batch = next(epoch_iterator, None)
-            if batch is None:
-                break
-            batches.append(self._without_repeated(batch, self._train_batch_size))
+        drawn = islice(epoch_iterator, num_batches)
+        batches = [self._without_repeated(batch, self._train_batch_size) for batch in drawn]
         self._compare(batches, device)
         return batches, self._get_num_items_in_batch(batches, device)
 
@@ -262,6 +259,7 @@ class ParallelTrainer(Trainer):
                     f"weight_decay={args.weight_decay}: Trainer {'has' if name in theirs else 'has none'} for {name},"
                     " and ZeroOptimizer has it for matrices alone: expected weight_decay=0"
                 )
+        kind = type(model).__name__
         self._zero = self.optimizer = ZeroOptimizer(
             model,
             self.mesh,
@@ -272,6 +270,8 @@ class ParallelTrainer(Trainer):
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
+        # By its class's name, which fully_shard changes, Trainer knows that label smoothing shifts a model's labels.
+        type(model).__name__ = kind
         return self._zero
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -399,10 +399,7 @@ class ParallelTrainer(Trainer):
                 f"{checkpoint} has no whole optimizer state of ParallelTrainer in its folder optimizer: expected"
                 " another checkpoint, or a new run from its weights"
             )
-        try:
-            return Checkpoint(folders[0])
-        except CheckpointError as error:
-            raise ValueError(f"{checkpoint} is damaged: {error}") from None
+        return Checkpoint(folders[0])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check that there is a checkpoint; the parameters are read with the optimizer's state."""
@@ -431,10 +428,7 @@ class ParallelTrainer(Trainer):
         """Fill the tensors whose names begin so from a checkpoint, in any layout; return its other state."""
         with self._agreed(f"reading {checkpoint}"):
             saved = self._saved(checkpoint)
-            try:
-                saved.load({name: held for name, held in self._shards().items() if name.startswith(prefixes)})
-            except CheckpointError as error:
-                raise ValueError(f"{checkpoint} is damaged: {error}") from None
+            saved.load({name: held for name, held in self._shards().items() if name.startswith(prefixes)})
         self._zero._adamw.publish()
         return cast(dict[str, Any], saved.state)
 
