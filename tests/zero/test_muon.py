@@ -43,8 +43,8 @@ from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.zero import MuonOptions, adamw, hidden_matrices, muon, shard
-from tpfuse.zero.muon import orthogonalised
-from tpfuse.zero.muon_matrices import matrices_of
+from tpfuse.zero.muon import _owners, orthogonalised
+from tpfuse.zero.muon_matrices import HiddenMatrix, matrices_of
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 MUON = MuonOptions(momentum=0.9)
@@ -122,6 +122,11 @@ def test_one_rank_orthogonalises_each_matrix_whole_once_a_step(layout: Layout) -
     }
     assert sum(map(prod, first.elements())) == sum(map(prod, second.elements())), "owners have equal work"
     assert bool(cut) == (layout.stage > 0)
+
+
+def test_the_owner_of_equal_matrices_has_the_largest_part_of_its_own() -> None:
+    matrices, whole = [HiddenMatrix(name, (4, 4), (), False, None) for name in "ab"], ((0, 4), (0, 4))
+    assert _owners(matrices, [[(1, whole)], [(0, whole)]]) == [1, 0]
 
 
 def test_float32_is_orthogonalised_in_bfloat16_as_by_torch() -> None:
