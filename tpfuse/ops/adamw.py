@@ -81,9 +81,8 @@ def _blocks(shards: Sequence[_Shard]) -> Iterator[Sequence[_Shard]]:
         yield shards
         return
     for shard in shards:
-        parts = [None if x is None else x.split(_BLOCK) for x in shard]
-        for index in range(-(-len(shard[0]) // _BLOCK)):
-            yield [tuple(None if part is None else part[index] for part in parts)]  # type: ignore[list-item]
+        for start in range(0, len(shard[0]), _BLOCK):
+            yield [tuple(x if x is None else x[start : start + _BLOCK] for x in shard)]  # type: ignore[list-item]
 
 
 def _by_torch(

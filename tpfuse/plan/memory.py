@@ -84,7 +84,7 @@ def _memory(
     in_flight = max(holding_bytes(peak, stages, kept.message) for peak in part.peaks)
     if uncounted(sizes, program):
         in_flight = 0
-    workspace = kept.block_peak
+    workspace: float = kept.block_peak
     if has.last:  # what the last stage keeps for the loss is free when the blocks' gradients are computed
         workspace = max(kept.loss_peak, kept.block_peak - kept.last)
     if program.placeholder_gradients:
