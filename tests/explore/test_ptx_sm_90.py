@@ -365,7 +365,8 @@ def test_a_fault_of_a_tile_is_named(body: str, fault: type[PtxError], message: s
 
 def test_a_tile_is_read_as_late_as_its_wait_allows() -> None:
     given, matrix = aligned_matrix(21, 48, np.uint16)
-    late = changed(TILE, ("wait:", "setp.eq.s32 %p9, %r0, 0;\n@%p9 st.global.b32 [%d0+768], 7;\nwait:")) + store_shared(2048)
+    store = "setp.eq.s32 %p9, %r0, 0;\n@%p9 st.global.b32 [%d0+768], 7;\n"
+    late = changed(TILE, ("wait:", f"{store}wait:")) + store_shared(2048)
     got = run_tile(late, given, 2048).view(np.uint16)
     assert matrix[8, 0] == 7 and got[0] == 7
 

@@ -8,18 +8,17 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import tutorial_kernels
 
 from tpfuse.explore import ExploreError, Sequential, SimulatedMemory
 from tpfuse.explore.ptx import Kernel, PtxError
 from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.launch import Launch
 from tpfuse.testing.compare import evaluate
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import emulated, operators, verify
@@ -63,86 +62,43 @@ def program(name: str, world: int, dtype: str, rounds: int) -> str:
     return ""
 
 
-@triton.jit
-def vector_add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < n
-    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + tl.load(y_ptr + offsets, mask=mask), mask=mask)
+def tutorials() -> str:
+    """Run the kernels of Triton's tutorials, and compare their results."""
+    wrong = []
+    for name, (make, bound) in tutorial_kernels.CASES.items():
+        launches, pairs = make()
+        for launch in launches:
+            emulated.kernel_of(launch, FAMILY).run(launch.grid, emulated.arguments_of(launch, FAMILY))
+        errors = [float((out - expected).abs().max()) for out, expected in pairs]
+        if not all(error <= bound for error in errors):
+            wrong.append(f"{name}: errors {errors}")
+    return "\n".join(wrong)
 
 
-@triton.jit
-def softmax(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    row, mask = tl.program_id(0) * columns, offsets < columns
-    x = tl.load(x_ptr + row + offsets, mask=mask, other=-float("inf"))
-    e = tl.exp(x - tl.max(x, 0))
-    tl.store(out_ptr + row + offsets, e / tl.sum(e, 0), mask=mask)
+def _raised(by: int) -> Callable[[re.Match[str]], str]:
+    """Return what replaces a number, the second group, which follows the first one: the number plus `by`."""
+    return lambda found: f"{found[1]}{int(found[2]) + by}"
 
 
-@triton.jit
-def matmul(a_ptr, b_ptr, out_ptr, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    rows, columns = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
-    acc = tl.zeros((M, N), tl.float32)
-    for first in range(0, k, K):
-        depth = first + tl.arange(0, K)
-        a = tl.load(
-            a_ptr + rows[:, None] * k + depth[None, :], mask=(rows[:, None] < m) & (depth[None, :] < k), other=0
-        )
-        b = tl.load(
-            b_ptr + depth[:, None] * n + columns[None, :], mask=(depth[:, None] < k) & (columns[None, :] < n), other=0
-        )
-        acc = tl.dot(a, b, acc)
-    mask = (rows[:, None] < m) & (columns[None, :] < n)
-    tl.store(out_ptr + rows[:, None] * n + columns[None, :], acc, mask=mask)
-
-
-def own_kernel(name: str) -> str:
-    """Run a small kernel that is not tpfuse's, and compare it with torch."""
-    x, y = torch.randn(77, 100), torch.randn(77, 100)
-    left, right = x.half(), torch.randn(100, 50).half()
-    sizes = {"m": 77, "n": 50, "k": 100, "M": 32, "N": 32, "K": 32}
-    launch, expected = {
-        "vector_add": (Launch(vector_add, (8,), {"x_ptr": x, "y_ptr": y, "n": 7700, "BLOCK": 1024}, 4, 1), x + y),
-        "softmax": (Launch(softmax, (77,), {"x_ptr": x, "columns": 100, "BLOCK": 128}, 2, 1), x.softmax(1)),
-        "matmul": (Launch(matmul, (3, 2), {"a_ptr": left, "b_ptr": right} | sizes, 4, 3), left.float() @ right.float()),
-    }[name]
-    out = torch.full_like(expected, float("nan"))
-    launch.arguments["out_ptr"] = out
-    kernel = emulated.kernel_of(launch, FAMILY)
-    kernel.run(launch.grid, emulated.arguments_of(launch, FAMILY))
-    error = float((out - expected).abs().max())
-    return "" if error < 1e-4 else f"error {error}"
-
-
-# A line of PTX, and what replaces it in a mutant.
-MUTATIONS = {
+# A pattern in a line of PTX, and what replaces it in a mutant.
+MUTATIONS: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
     "no barrier": (r"^\s*bar\.sync.*", ""),
     "no wait for copies": (r"^\s*cp\.async\.wait_group.*", ""),
-    "waits for one group of copies less": (r"(wait_group\s+)0;", r"\g<1>1;"),
-    "no commit": (r"^\s*cp\.async\.commit_group.*", ""),
+    "a wait for one group of copies less": (r"(wait_group\s+)(\d+)", _raised(1)),
+    "no commit of copies": (r"^\s*cp\.async\.commit_group.*", ""),
     "no copy": (r"^.*cp\.async\.c[ag]\..*", ""),
     "no store to shared memory": (r"^.*\bst\.shared\..*", ""),
-    "another place in shared memory": (r"(shared.*\[%r\d+\+)(\d+)\]", r"\g<1>1\2]"),
-    "two operands of a product swapped": (r"(mma\.sync.*?\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
+    "another place in shared memory": (r"(shared.*\[ ?%r\d+ ?\+ ?)(\d+)", _raised(16)),
+    "another place in global memory": (r"(\b(?:ld|st)\.global\..*\[ ?%rd\d+ ?\+ ?)(\d+)", _raised(16)),
+    "a shuffle that exchanges nothing": (r"(shfl\.sync\.bfly.*%r\d+, )\d+(?=, 31)", r"\g<1>0"),
+    "two registers of a product swapped": (r"(mma\.sync.*?\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
+    "two registers of a difference swapped": (r"(sub\.f32\s+%r\d+, )(%r\d+), (%r\d+)", r"\1\3, \2"),
+    "two registers of a selection swapped": (r"(selp\.\w+\s+%r\d+, )(\w+|%r\d+), (%r\d+)", r"\1\3, \2"),
     "no release": (r"\.release\b", ".relaxed"),
     "no acquire": (r"\.acquire\b", ".relaxed"),
     "a release of the GPU alone": (r"\.sys\.(release|acq_rel)", r".gpu.\1"),
-}  # fmt: skip
-
-
-def mutants(text: str, mutation: str, most: int) -> list[tuple[str, str]]:
-    """Return at most so many (line, PTX) with one line changed."""
-    lines = text.split("\n")
-    pattern, by = MUTATIONS[mutation]
-    places = [index for index, line in enumerate(lines) if re.sub(pattern, by, line, count=1) != line]
-    chosen = places if len(places) <= most else sorted(random.Random(0).sample(places, most))
-    return [
-        (
-            f"{index + 1}: {lines[index].strip()}",
-            "\n".join([*lines[:index], re.sub(pattern, by, lines[index], count=1), *lines[index + 1 :]]),
-        )
-        for index in chosen
-    ]
+    "an acquire of the GPU alone": (r"\.sys\.acquire", ".gpu.acquire"),
+}
 
 
 @cache
@@ -151,11 +107,15 @@ def workload(name: str) -> Any:
     if name == "persistent gemm":  # four tiles of ten steps for three programs
         operands = normal(0, 130, 584).bfloat16(), normal(1, 144, 584).bfloat16(), normal(2, 144).bfloat16()
         return lambda: gemm_forward(*operands, activation="gelu_tanh", keep_preactivation=True)
-    if name == "gemm":
-        x, weight, bias = normal(0, 70, 200), normal(1, 96, 200), normal(2, 96)
+    if name == "gemm":  # four tiles, the first of which is whole; rows are loaded by asynchronous copies
+        x, weight, bias = normal(0, 130, 192), normal(1, 144, 192), normal(2, 144)
         half = [tensor.bfloat16() for tensor in (x, weight, bias)]
         return lambda: gemm_forward(*half, activation="gelu_tanh", keep_preactivation=True)
     shape = operators.load(name).cases[0]
+    if name == "attention":  # long enough for several rounds of each loop
+        shape = replace(shape, T=300)
+    if name == "layer_norm":  # more tiles than programs
+        shape = replace(shape, M=112)
     inputs = shape.seeded(torch.bfloat16)
     grad = normal(0, *shape.reference(**inputs).shape, dtype=torch.bfloat16)
 
@@ -164,6 +124,19 @@ def workload(name: str) -> Any:
             return tuple(evaluate(shape.function, inputs, grad).values())
 
     return run
+
+
+def mutants(text: str, mutation: str, most: int) -> list[tuple[str, str]]:
+    """Return at most so many (line, PTX) with one line changed."""
+    lines = text.split("\n")
+    pattern, by = MUTATIONS[mutation]
+    changed = {index: re.sub(pattern, by, line, count=1) for index, line in enumerate(lines)}
+    places = [index for index, line in enumerate(lines) if changed[index] != line]
+    chosen = places if len(places) <= most else sorted(random.Random(0).sample(places, most))
+    return [
+        (f"{index + 1}: {lines[index].strip()}", "\n".join([*lines[:index], changed[index], *lines[index + 1 :]]))
+        for index in chosen
+    ]
 
 
 def planted(name: str, kernel: str, mutation: str, most: int) -> str:
