@@ -324,6 +324,7 @@ def value_kernel(words, USE: tl.constexpr):
         ("mov.u32 $0, %smid;", "=r,l", 1, "%smid"),
         ("mov.u32 $0, 1;", "=r,l", 4, "pack=4: the explorer supports pack=1"),
         ("mov.u32 $0, 1;", "=r,n", 1, "constraint 'n'"),
+        ("mov.u32 $0, $1;", "=r,r", 1, "an operand of 64 bits in a register of 32"),
         ("mov.u32 $0, 1;", "=r,=r", 1, "'=r,=r'"),
         ("atom.add.release.sys.global.u32 $0, [$1], 1;", "=r,l", 1, "atom.add"),
         ("atom.global.release.sys.add.u32 $0, [$1], 1;", "=r,l", 1, r"each of the program's 128 threads .*: compare"),
@@ -334,6 +335,24 @@ def value_kernel(words, USE: tl.constexpr):
 def test_assembly_that_is_not_known_is_refused_by_name(text, constraints, pack, message) -> None:
     with pytest.raises(ProtocolError, match=rf"ValueError: inline assembly.*{message}.*\n  at .*any_kernel|{message}"):
         explore(lambda m: any_kernel[(1,)](m.signals("words", 8).local, text, constraints, pack), 1, seeds=())
+
+
+def test_a_text_may_choose_a_thread_by_itself() -> None:
+    text = """{
+        .reg .pred %other;
+        .reg .b32 %tid;
+        mov.u32 %tid, %tid.x;
+        setp.ne.u32 %other, %tid, 0;
+        @%other bra done;
+        red.relaxed.gpu.add.u32 [$1], 3; // once
+        done: }"""
+
+    def program(memory):
+        words = memory.signals("words", 8)
+        any_kernel[(1,)](words.local, text, "=r,l,~{memory}", 1)
+        assert words.local.tolist() == [3] + [0] * 7
+
+    explore(program, 1, seeds=())
 
 
 @pytest.mark.parametrize("use", ["address", "value", "block", "operand", "another thread's part"])

@@ -117,17 +117,17 @@ def execute(
     for number, result in enumerate(results):
         places = result.ctypes.data + np.arange(count) * result.itemsize
         given[f"%place{number}"] = _padded(places, 64, threads)
-    index = run.scheduler.current.program
+    index, own_thread = run.scheduler.current.program, _OWN_THREAD.search(text) is not None
     assert index is not None
     try:
-        _kernel(text, constraints, threads).run_program(index, grid, given, _Memory(run, count))
+        _kernel(text, constraints, threads).run_program(index, grid, given, _Memory(run, count, own_thread))
     except PtxError as error:
         message = re.sub(r"^line \d+: ", "", str(error).partition("\n")[0]).replace("%operand", "$")
         raise ValueError(f"inline assembly: {message}") from None
     for result, output in zip(results, outputs, strict=True):
         kind = f"u{output.itemsize}"
         output.ravel().view(kind)[:] = result.astype(kind)
-    if _OWN_THREAD.search(text):
+    if own_thread:
         outputs = [_thread_number(x, lambda: setattr(run.scheduler.current, "some_threads", True)) for x in outputs]
     return AssemblyResults([interpreter.TensorHandle(x, kind.scalar) for x, kind in zip(outputs, types, strict=True)])
 
@@ -146,12 +146,11 @@ def _kernel(text: str, constraints: str, threads: int) -> Kernel:
     # A generic address is one of global memory here, and a volatile access is a relaxed one (PTX ISA 8.7, 8.2 and 9.7).
     text = re.sub(r"\b(ld|st|atom|red)\.(?![\w.:]*\b(?:global|shared)\b)", r"\1.global.", text)
     text = re.sub(r"\b((?:ld|st)\.[\w.]*)volatile\.", r"\1relaxed.sys.", text)
-    text = text.strip() if text.strip()[-1:] in (";", "}") else f"{text};"
     registers = [f".reg .b{x} %operand{number};" for number, x in enumerate(of_results + of_operands)]
     places = [f".reg .b64 %place{number};" for number in range(len(of_results))]
     stores = [f"st.global.b{x} [%place{number}], %operand{number};" for number, x in enumerate(of_results)]
     head = [f".visible .entry inline_assembly() .reqntid {threads} {{", ".reg .pred %outside;", *registers, *places]
-    return Kernel("\n".join([*head, "@%outside ret;", text, *stores, "ret;", "}"]))
+    return Kernel("\n".join([*head, "@%outside ret;", text, ";", *stores, "ret;", "}"]))
 
 
 def _registers(constraints: str) -> tuple[list[int], list[int]]:
@@ -166,6 +165,8 @@ def _registers(constraints: str) -> tuple[list[int], list[int]]:
 def _padded(values: Array, bits: int, threads: int) -> Array:
     """Return the bits of the values as unsigned numbers, one for each thread."""
     values = np.ascontiguousarray(values).ravel()
+    if 8 * values.itemsize > bits:
+        raise ValueError(f"inline assembly has an operand of {8 * values.itemsize} bits in a register of {bits}")
     padded = np.zeros(threads, f"u{bits // 8}")
     padded[: len(values)] = values.view(f"u{values.itemsize}")
     return padded
@@ -174,11 +175,11 @@ def _padded(values: Array, bits: int, threads: int) -> Array:
 class _Memory(ExploredGlobalMemory):
     """All memory of the process, as interpreted kernels access it; symmetric memory is that of the explored run."""
 
-    def __init__(self, run: ExploredRun, count: int) -> None:
+    def __init__(self, run: ExploredRun, count: int, own_thread: bool) -> None:
         super().__init__(run, [])
-        task = self._task
-        self._alone = task.some_threads or count > 1
-        self._repeated = not task.some_threads and count < task.threads
+        some_threads = self._task.some_threads or own_thread  # a text that reads %tid chooses by it
+        self._alone = some_threads or count > 1
+        self._repeated = not some_threads and count < self._task.threads
 
     def barrier(self) -> None:
         program_barrier(self._run)
