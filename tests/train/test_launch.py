@@ -1,5 +1,6 @@
 """Runs in processes of their own, as users start them, with ranks that can be stopped and killed."""
 
+import functools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import resource
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +32,10 @@ from tpfuse.train.messages import fail
 from tpfuse.train.metrics import read_metrics
 
 ENDLESS = "--train.steps 1000000 --train.log-every 1 --train.eval-every 0 --train.save-every 0"
+LONG = "--train.steps 150 --train.log-every 1 --train.eval-every 0"
 TRAIN = "-m tpfuse train"
 TORCHRUN = f"-m torch.distributed.run --standalone --nproc-per-node 2 {TRAIN}"
+_PIPELINE = f"--model.n-layer 4 --train.batch 8 --train.micro-batch 1 --comm.timeout {patient(3.0):.1f}"
 DOUBLE = "--train.dtype float64 --model.dropout 0.1"
 Start = Callable[..., Command]
 
@@ -70,12 +74,21 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
 
 
+@functools.cache
+def undisturbed(flags: tuple[str, ...], program: str = TRAIN) -> list[float]:
+    """Return the losses of a run that is not disturbed, of which there is one for all tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        Command([*program.split(), *flags, "--train.save-every", "0", "--out", f"{folder}/run"]).end()
+        found = losses(Path(folder) / "run")
+    assert len(found) == 150
+    return found
+
+
 @pytest.mark.processes
 def test_ranks_of_tpfuse_and_of_torchrun_train_as_one_rank(start: Start, flags: list[str], tmp_path: Path) -> None:
     """The manifest of each run names its layout."""
     runs = {
         "tp": start(f"{DOUBLE} --parallel.tp 2", out="tp"),
-        "dp": start(DOUBLE, out="dp", program=TORCHRUN),
         "cp": start(f"{DOUBLE} --parallel.cp 2", out="cp", program=TORCHRUN),
     }
     assert cli.run(["train", *flags, *DOUBLE.split(), "--out", str(tmp_path / "one")]) == 0
@@ -124,10 +137,17 @@ def test_a_resumed_run_uses_the_measurements_of_its_first_step(
 def test_a_stopped_run_saves_and_can_be_resumed(
     endless: Start, tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
-    command, run = endless(), tmp_path / "run"
+    """The first run was suspended for longer than its deadline: the signals are those of Ctrl-Z, and of `fg`."""
+    timeout, run = patient(3.0), tmp_path / "run"
+    command = endless(f"--parallel.tp 2 --comm.timeout {timeout:.1f}")
     if to_all:  # what a terminal does at Ctrl-C
         os.killpg(command.process.pid, number)
     else:
+        command.send(signal.SIGSTOP, command.ranks())
+        time.sleep(1.5 * timeout)
+        before = read_metrics(run / "metrics.jsonl")[-1]["step"]
+        command.send(signal.SIGCONT, command.ranks())
+        wait_until(lambda: read_metrics(run / "metrics.jsonl")[-1]["step"] > before + 3, "the run goes on")
         command.process.send_signal(number)
     out, err = command.end()
     assert "stopped at step" in out and "tpfuse train --resume --out" in out and err == ""
@@ -164,43 +184,36 @@ def test_a_signal_to_one_rank_of_torchrun_stops_all_ranks(endless: Start) -> Non
 
 
 @pytest.mark.processes
-def test_a_killed_rank_ends_the_run(endless: Start) -> None:
-    command = endless()
-    victim = command.ranks()[1]
-    command.send(signal.SIGKILL, [victim])
-    _, err = command.end(1)
-    assert re.fullmatch(rf"tpfuse train: error: rank \d \(process {victim}\) was killed by SIGKILL: .*\n", err), err
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("program", "more"),
+    ("program", "more", "kills"),
     [
-        (TRAIN, "--restarts 2 --parallel.tp 2"),
-        (TORCHRUN.replace(" -m tpfuse", " --max-restarts 2 -m tpfuse"), ""),
-        (TRAIN, "--restarts 2 --parallel.pp 2"),
-        (TRAIN, "--restarts 2 --parallel.cp 2"),
-        (TRAIN, "--restarts 2 --parallel.dp 2 --parallel.tp 2"),
-        (TRAIN, "--restarts 2 --parallel.dp 2 --zero.stage 3"),
+        (TRAIN, "--parallel.tp 2", (3, 100)),
+        (TORCHRUN.replace(" -m tpfuse", " --max-restarts 2 -m tpfuse"), "", (3, 100)),
+        (TRAIN, "--parallel.pp 2 --parallel.cp 2", (100,)),
+        (TRAIN, "--parallel.dp 2 --parallel.tp 2 --zero.stage 3", (100,)),
     ],
-    ids=["tpfuse", "torchrun", "pp", "cp", "dp x tp", "stage 3"],
+    ids=["tpfuse", "torchrun", "pp x cp", "dp x tp at stage 3"],
 )
-def test_a_run_starts_again_when_a_rank_is_killed(start: Start, tmp_path: Path, program: str, more: str) -> None:
-    """Rank 1 is killed before the first checkpoint and after it; the losses are those of an undisturbed run."""
-    options = "--train.steps 150 --train.log-every 1 --train.eval-every 0 --train.save-every 40"
-    whole = start(f"{options} {more}", out="whole", program=program.replace(" --max-restarts 2", ""))
-    command = start(f"{options} {more} --resume auto", program=program)
-    for step in (3, 100):
+def test_a_run_starts_again_when_a_rank_is_killed(
+    start: Start, flags: list[str], tmp_path: Path, program: str, more: str, kills: tuple[int, ...]
+) -> None:
+    """Rank 1 is killed in these steps, before the first checkpoint or after it; the losses are as without that."""
+    restarts = "--restarts 2" if program == TRAIN else ""
+    options = f"{LONG} {more}"
+    command = start(f"{options} {restarts} --train.save-every 40 --resume auto", program=program)
+    for step in kills:
         command.wait_for(f"step {step}/")
         command.send(signal.SIGKILL, [_second_rank(command)])
     out, err = command.end()
-    whole.end()
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 150
+    assert losses(tmp_path / "run") == undisturbed((*flags, *options.split()), program.replace(" --max-restarts 2", ""))
     assert re.search(r"^lost     steps (?P<saved>8|12)1 to \d+ and \d+ s since step (?P=saved)0$", out, re.M), out
     assert re.search(r"^trained 150 steps, \d+ s; goodput \d+% of \d+ s since the first start$", out, re.M), out
     if program == TRAIN:
         warnings = [line for line in err.splitlines() if "restart" in line]
-        assert [line[-14:] for line in warnings] == ["restart 1 of 2", "restart 2 of 2"] and "SIGKILL" in err
+        assert [line[-14:] for line in warnings] == [f"restart {n + 1} of 2" for n in range(len(kills))]
+        assert "SIGKILL" in err
+    else:
+        assert '"dp": 2' in (tmp_path / "run" / "step-120" / "manifest.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -267,42 +280,23 @@ def test_a_rank_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("layout", "victim", "how"),
-    [
-        ("--parallel.pp 4", 3, signal.SIGKILL),
-        ("--parallel.pp 2 --parallel.tp 2 --parallel.pp-schedule zero_bubble", 3, signal.SIGSTOP),
-    ],
-)
-def test_a_missing_rank_of_a_pipeline_is_named(
-    endless: Start, tmp_path: Path, layout: str, victim: int, how: signal.Signals
-) -> None:
-    sizes = "--model.n-layer 4 --train.batch 8 --train.micro-batch 1"
-    command = endless(f"{layout} {sizes} --comm.timeout {patient(3.0):.1f}")
-    command.send(how, [command.ranks()[victim]])
+def test_a_rank_of_a_pipeline_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
+    command = endless(f"--parallel.pp 2 --parallel.tp 2 --parallel.pp-schedule zero_bubble {_PIPELINE}")
+    command.send(signal.SIGSTOP, command.ranks()[3:])
     _, err = command.end(1)
-    told = rf"waited .* for rank {victim}\b" if how == signal.SIGSTOP else f"rank {victim} .* was killed by SIGKILL"
-    assert len(err.splitlines()) == 1 and re.search(told, err), err
+    assert len(err.splitlines()) == 1 and re.search(r"waited .* for rank 3\b", err), err
     assert "for rank" in hang(tmp_path / "run").splitlines()[0]
 
 
 @pytest.mark.processes
-def test_a_run_suspended_for_longer_than_the_deadline_continues(endless: Start, tmp_path: Path) -> None:
-    """The signals are those of Ctrl-Z, and of `fg` a while later."""
-    timeout = patient(3.0)
-    command = endless(f"--parallel.tp 2 --comm.timeout {timeout:.1f}")
-
-    def step() -> int:
-        return int(read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"])
-
-    command.send(signal.SIGSTOP, command.ranks())
-    time.sleep(1.5 * timeout)
-    before = step()
-    command.send(signal.SIGCONT, command.ranks())
-    wait_until(lambda: step() > before + 3, "the run goes on")
-    command.process.send_signal(signal.SIGTERM)
-    out, err = command.end()
-    assert "stopped at step" in out and err == ""
+def test_a_killed_rank_ends_the_run(endless: Start, tmp_path: Path) -> None:
+    command = endless(f"--parallel.pp 4 {_PIPELINE}")
+    victim = command.ranks()[3]
+    command.send(signal.SIGKILL, [victim])
+    _, err = command.end(1)
+    told = rf"tpfuse train: error: rank 3 \(process {victim}\) was killed by SIGKILL: .*\n"
+    assert re.fullmatch(told, err), err
+    assert "for rank" in hang(tmp_path / "run").splitlines()[0]
 
 
 @pytest.mark.processes
