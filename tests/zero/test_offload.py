@@ -18,6 +18,7 @@ from tests.support.cuda_stand_in import DEVICE, TwoMemories
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import ADAMW, Layout, check_same, engine_of, micro_batches, train_step, whole
 from tpfuse.choices import Accumulate
+from tpfuse.comm.traffic import Traffic
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -261,6 +262,8 @@ def _on_two_memories(
             parameters = _parameters_of(*engine._units)
             for each in (engine, *_parameter_groups(*engine._units), *parameters):
                 each.device = DEVICE
+            if optimizer._muon is not None:
+                optimizer._muon._traffic = Traffic()  # between the devices, and not counted below
             for tensor in (*state, optimizer._step, *(parameter._sharded_param_data for parameter in parameters)):
                 memories.keep(tensor)
         norms, batches = [], micro_batches(layout, 3)
