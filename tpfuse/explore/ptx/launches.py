@@ -68,7 +68,10 @@ def _kernel(function: Any, named: dict[str, Any], options: dict[str, Any]) -> Ke
     key = function, tuple(types.items()), repr(sorted(constants.items())), repr(sorted(options.items()))
     if key not in _kernels:
         source = ASTSource(function, types, constants)
-        compilation: Any = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
+        with triton.knobs.compilation.scope():
+            # What Triton has kept may be of another folder, whose lines the PTX names.
+            triton.knobs.compilation.always_compile = True
+            compilation: Any = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
         if compilation.metadata.global_scratch_size:
             raise ValueError(f"{function.__name__} needs scratch memory: compiled gives kernels none")
         _kernels[key] = Kernel(compilation.asm["ptx"], compilation.metadata.shared)
