@@ -29,5 +29,6 @@ def test_every_collective_is_checked_and_timed(
         assert row["ranks"] == 2 and all(row[f"{name}_us"]["median"] > 0 for name in names)
         algorithm, bus = row["gloo_gb_s"]
         assert algorithm == pytest.approx(4.096 / row["gloo_us"]["median"], rel=0.01, abs=1e-4)
-        assert bus == pytest.approx(algorithm * collectives.bus_factor(row["op"], 2), rel=0.01)
+        # The row has them rounded to 1e-5, which is much of a small number on a busy machine.
+        assert bus == pytest.approx(algorithm * collectives.bus_factor(row["op"], 2), rel=0.01, abs=1e-5)
     assert len(capsys.readouterr().out.splitlines()) == 1 + 6
