@@ -98,6 +98,18 @@ MUTATIONS: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
     "no acquire": (r"\.acquire\b", ".relaxed"),
     "a release of the GPU alone": (r"\.sys\.(release|acq_rel)", r".gpu.\1"),
     "an acquire of the GPU alone": (r"\.sys\.acquire", ".gpu.acquire"),
+    "no proxy fence": (r"fence\.proxy\.async.*", ""),
+    "no fence of a tensor map": (r"^.*fence\.proxy\.tensormap.*", ""),
+    "no fence of registers": (r"^\s*wgmma\.fence.*", ""),
+    "no wait for products": (r"^\s*wgmma\.wait_group.*", ""),
+    "a wait for one group of products less": (r"(wgmma\.wait_group.* )0;", r"\g<1>1;"),
+    "no commit of products": (r"^\s*wgmma\.commit_group.*", ""),
+    "no product": (r"^\s*wgmma\.mma_async.*", ""),
+    "no tile": (r"^.*cp\.async\.bulk\.tensor.*", ""),
+    "no bytes are expected": (r"^.*mbarrier\.arrive.*", ""),
+    "no wait for a tile": (r"^\s*mbarrier\.try_wait.*", ""),
+    "a wait for another phase": (r"(mbarrier\.try_wait.*\], )(%r\d+);", r"\g<1>1;"),
+    "no end of an mbarrier": (r"^.*mbarrier\.inval.*", ""),
 }
 
 
@@ -172,21 +184,6 @@ def planted_in_protocol(name: str, mutation: str) -> str:
         emulated._kernels[key] = whole
     return "\n".join([*survivors, f"{count} mutants"])
 
-
-MUTATIONS |= {
-    "no proxy fence": (r"fence\.proxy\.async.*", ""),
-    "no fence of a tensor map": (r"^.*fence\.proxy\.tensormap.*", ""),
-    "no fence of registers": (r"^\s*wgmma\.fence.*", ""),
-    "no wait for products": (r"^\s*wgmma\.wait_group.*", ""),
-    "a wait for one group of products less": (r"(wgmma\.wait_group.* )0;", r"\g<1>1;"),
-    "no commit of products": (r"^\s*wgmma\.commit_group.*", ""),
-    "no product": (r"^\s*wgmma\.mma_async.*", ""),
-    "no tile": (r"^.*cp\.async\.bulk\.tensor.*", ""),
-    "no bytes are expected": (r"^.*mbarrier\.arrive.*", ""),
-    "no wait for a tile": (r"^\s*mbarrier\.try_wait.*", ""),
-    "a wait for another phase": (r"(mbarrier\.try_wait.*\], )(%r\d+);", r"\g<1>1;"),
-    "no end of an mbarrier": (r"^.*mbarrier\.inval.*", ""),
-}
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)

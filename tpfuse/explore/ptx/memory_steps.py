@@ -195,14 +195,19 @@ def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
     return step
 
 
+def _matrices(instruction: PtxInstruction) -> tuple[int, bool]:
+    """Return the number of matrices of ldmatrix or stmatrix, and whether they are transposed."""
+    _, *modifiers = instruction.parts
+    count = int(modifiers[3].removeprefix("x"))
+    if [x for x in modifiers if x != "trans"] != ["sync", "aligned", "m8n8", f"x{count}", "shared", "b16"]:
+        raise Unsupported(f"{instruction.opcode} is not supported")
+    return count, "trans" in modifiers
+
+
 def matrix(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return ldmatrix: lane 8 i + j gives the address of row j of matrix i, 16 bytes."""
     target, source = instruction.operands
-    _, *modifiers = instruction.parts
-    count = int(modifiers[3].removeprefix("x"))
-    transposed = "trans" in modifiers
-    if [x for x in modifiers if x != "trans"] != ["sync", "aligned", "m8n8", f"x{count}", "shared", "b16"]:
-        raise Unsupported(f"{instruction.opcode} is not supported")
+    count, transposed = _matrices(instruction)
     address, places = slots.address(source, 32), slots.elements(target, 32)
 
     def step(p: Program) -> None:
@@ -220,11 +225,7 @@ def matrix(slots: Slots, instruction: PtxInstruction) -> Step:
 def store_matrix(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return stmatrix: lane 8 i + j gives the address of row j of matrix i, 16 bytes."""
     target, source = instruction.operands
-    _, *modifiers = instruction.parts
-    count = int(modifiers[3].removeprefix("x"))
-    transposed = "trans" in modifiers
-    if [x for x in modifiers if x != "trans"] != ["sync", "aligned", "m8n8", f"x{count}", "shared", "b16"]:
-        raise Unsupported(f"{instruction.opcode} is not supported")
+    count, transposed = _matrices(instruction)
     address, places = slots.address(target, 32), slots.elements(source, 32)
 
     def step(p: Program) -> None:
