@@ -116,8 +116,9 @@ def _check_loop(ranks: RankPool, world: int, device: str, stage: int, options: d
     first, *others = ranks.run(_loop_on_ranks, device, stage, options)
     for number, (found, wanted) in enumerate(zip(first, expected, strict=True)):
         apart = (found - wanted).abs()
-        # Muon multiplies in bfloat16, which a GPU sums in another order.
-        assert (apart.mean() if number == 2 and "algorithm" in options else apart.max()) <= LR / 10
+        # Muon multiplies the middle matrix in bfloat16, which a GPU sums in another order.
+        other_sums = device == "cuda" and number == 2 and "algorithm" in options
+        assert (apart.mean() if other_sums else apart.max()) <= LR / 10
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True)), "ranks differ"
 
 
