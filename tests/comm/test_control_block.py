@@ -110,6 +110,24 @@ def test_operations_that_differ_are_named_without_a_wait() -> None:
         assert [bool(text) for text in errors] == [False, True, False, False, False, True, False, True]
 
 
+@on_ranks(3)
+def test_a_rank_that_was_told_to_stop_keeps_the_reason() -> None:
+    """Rank 1 waits too long for rank 2, which is told so and goes on before rank 0 looks."""
+    control = _control_block()
+    if control.rank < 2:
+        control.begin("operation")
+    if control.rank == 1:
+        control.fail("operation", 2, 1.0)
+    wait_until(lambda: control.aborted, "rank 1 has told this rank to stop")
+    if control.rank == 2:
+        control.begin("the next one")
+    dist.barrier()
+    if control.rank == 0:
+        control.stop_if_others_differ()
+        error = control.fail("operation", 2, 1.0)
+        assert isinstance(error, PeerTimeout) and error.peer == 2
+
+
 def _meet_in_vain() -> tuple[str, str]:
     """Rank 0 waits for an exchange to which the others, in another operation, never come.
 

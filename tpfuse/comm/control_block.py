@@ -177,19 +177,25 @@ class ControlBlock:
         self._compared[rank] = newest
 
     def stop_if_others_differ(self) -> None:
-        """End the waits of this rank's kernels, which cannot compare, if `compare` would raise. Watchdogs call it."""
+        """End the waits of this rank's kernels, which cannot compare, if `compare` would raise. Watchdogs call it.
+
+        A rank that was told to stop already keeps that reason: others that were told too may be in a later operation.
+        """
         try:
             self.compare()
         except Disagreement:
-            self.local.abort[0] = _DIFFERENT
+            self._tell(self.rank, _DIFFERENT)
 
     def abort(self, rank: int, missing: int | None) -> None:
         """Tell `rank` to stop waiting. Only the first such call counts.
 
         missing: the number in the world of the rank that is missing; None: no particular rank.
         """
-        value = np.array([_NO_RANK if missing is None else missing + 1], np.int32)
-        compare_and_swap(self.states[rank].abort_address, np.zeros(1, np.int32), value)
+        self._tell(rank, _NO_RANK if missing is None else missing + 1)
+
+    def _tell(self, rank: int, word: int) -> None:
+        """Write a rank's abort word unless it has one."""
+        compare_and_swap(self.states[rank].abort_address, np.zeros(1, np.int32), np.array([word], np.int32))
 
     def has_ended(self, rank: int, within: float = 0.0) -> bool:
         """Return whether the process of `rank` has ended (a zombie has). Wait for that up to `within` seconds."""
@@ -311,7 +317,7 @@ class ControlBlock:
                     if seen >= value:
                         break
                     if backoff.rest(state.addresses[field : field + 1], seen):
-                        if heed_abort:
+                        if heed_abort and not self.aborted:
                             self.compare()
                         waits.look(self.ranks[rank])
                         left = next((r for r in range(self.world) if self._left_early(r, field, value)), None)
