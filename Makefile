@@ -19,7 +19,7 @@ PROCESSES = --numprocesses $(if $(filter test-all,$@),3,2) --dist loadfile --no-
 # What pyproject.toml's markers leave to `make test-all`.
 FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
-.PHONY: help install train other-compilers test test-all verify long offload compiled compiled-matrix figures docs lint types format clean
+.PHONY: help install train other-compilers test test-all verify long offload compiled compiled-matrix docs lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
 	@echo "make test    install, then run the tests that find most faults (about 6 minutes on 2 CPU cores)"
@@ -30,7 +30,6 @@ help:
 	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels;"
 	@echo "                      and waves.md beside it: how many multiprocessors the tiles of known models keep busy"
 	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
-	@echo "make figures draw the newest rows of benchmarks/results as pictures in docs/images"
 	@echo "make docs    write build/docs: the pages of docs/ and the reference of the public modules, as HTML"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
 
@@ -79,9 +78,6 @@ compiled: install
 	mv build/compiled.md benchmarks/results/compiled.md
 	$(BIN)/python -m benchmarks.waves > build/waves.md
 	mv build/waves.md benchmarks/results/waves.md
-
-figures: install
-	$(BIN)/python -m benchmarks.plots
 
 build/triton-%: | install
 	rm -rf $@.part

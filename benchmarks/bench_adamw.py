@@ -89,9 +89,9 @@ def cases(scale: Scale) -> list[BenchCase]:
     sizes = {"124m": 124_439_808, "7b, a shard of 16": 421_163_008}
     if scale == "quick":
         del sizes["7b, a shard of 16"]
-    elif scale != "all":
-        sizes = {"tiny": 1000} if scale == "tiny" else {"two blocks of 124m": 14_175_744}
-    kinds = {False: "float32"} if scale == "cpu" else {True: "bf16 with float32 master", False: "float32"}
+    elif scale == "tiny":
+        sizes = {"tiny": 1000}
+    kinds = {True: "bf16 with float32 master", False: "float32"}
     return [
         BenchCase("adamw", f"{name}, {n}, {kind}", partial(_build, AdamWShape(name, n, half)), name[:2] != "7b")
         for name, n in sizes.items()

@@ -42,9 +42,7 @@ def _build(shape: AttentionShape, bench: Bench) -> Built:
     def one_group(name: str, x: Tensor) -> Tensor:
         return x[:1, : 1 if name in "kv" else shape.H // shape.Hk]
 
-    names = list(BACKENDS)
-    if bench.device.type == "cpu":
-        names = ["SDPA math"] if bench.interpreted else ["SDPA flash", "SDPA math"]
+    names = ["SDPA math"] if bench.interpreted else list(BACKENDS)
     if shape.T > _LONGEST_MATH:
         names.remove("SDPA math")
     peers = {name: _backend(name, shape) for name in names}
@@ -62,8 +60,6 @@ def cases(scale: Scale) -> list[BenchCase]:
     if scale == "tiny":
         sizes = [AttentionShape("tiny", 1, 2, 1, 40, 16), AttentionShape("tiny", 1, 2, 2, 40, 16, causal=False)]
         return [_case(x, True) for x in sizes]
-    if scale == "cpu":
-        return [_case(AttentionShape("124m", 1, 12, 12, 1024, 64))]
     asked = [AttentionShape("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
     chosen_cases = [_case(x, True) for x in asked]
     if scale == "all":

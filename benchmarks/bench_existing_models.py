@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tpfuse
-from benchmarks.cpu_ranks import ALONE, alternate, calls, milliseconds, pools
+from benchmarks.cpu_ranks import ALONE, alternate, calls, pools, report
 from benchmarks.harness import OURS, Parser, write_row
 from tpfuse.train.hardware import keep_freed_memory
 
@@ -80,12 +80,12 @@ def make_folder(folder: str, width: int) -> None:
 
 
 def main() -> None:
-    """Print a line for each candidate and keep a row."""
+    """Print a table, and keep it."""
     parser = Parser(__doc__)
-    parser.option("--ranks", 2, "")
-    parser.option("--rounds", 15, "")
-    parser.option("--tokens", 1024, "")
-    parser.option("--width", 256, "")
+    parser.option("--ranks", 2, "number of ranks")
+    parser.option("--rounds", 15, "number of rounds")
+    parser.option("--tokens", 1024, "length of the sequence in tokens")
+    parser.option("--width", 256, "width of the model")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, pools(arguments.ranks) as (ranks, alone):
         alone.run(make_folder, folder, arguments.width)
@@ -94,12 +94,8 @@ def main() -> None:
         assert all(abs(x - expected) < 1e-5 * expected for each in losses.values() for x in each.values()), losses
         where = {name: each for each, names in losses.items() for name in names}
         times, others = alternate(where, arguments.rounds, seconds=0.0)
-    figures = milliseconds(times)
-    for name, figure in figures.items():
-        print(f"{name:<26}{figure['median']:>10.2f} ms{figure['median'] / figures[OURS]['median']:>8.2f} x tpfuse")
-    print(f"other programs took {others:.0%} of the cores")
     sizes = {"tokens": arguments.tokens, "width": arguments.width, "layers": _LAYERS, "ranks": arguments.ranks}
-    row = sizes | {"others": round(others, 3)} | {f"{name}_ms": x for name, x in figures.items()}
+    row = sizes | report(f"{arguments.ranks} ranks", times, others, OURS)
     write_row("existing_models", row, arguments.keep)
 
 

@@ -61,9 +61,6 @@ def cases(scale: Scale) -> list[BenchCase]:
     if scale == "tiny":
         tiny = LayerProduct(("tiny",), 48, 64, 32, None)
         return [_case(tiny, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]
-    if scale == "cpu":
-        up = LayerProduct(("124m tp1 up",), 1024, 3072, 768, None)
-        return [_case(up, activation, "", False) for activation in (None, "gelu_tanh")]
     all_products = products()
     asked = [replace(x, names=(name,)) for name in ASKED for x in all_products if name in x.names]
     chosen_cases = [_case(x, None, "", True) for x in asked]

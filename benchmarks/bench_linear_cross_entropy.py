@@ -57,8 +57,6 @@ def cases(scale: Scale) -> list[BenchCase]:
     """Return 32k tokens with GPT-2's vocabulary; the larger models, and one rank's slice of their vocabulary."""
     if scale == "tiny":
         return [_case("tiny", 40, 50, 32, True)]
-    if scale == "cpu":
-        return [_case("124m tp4", 512, -(-model("124m").vocabulary // 4), model("124m").width, False)]
     small, large, largest = (model(name) for name in ("124m", "7b", "70b"))
     shapes = {"124m tp1": (4 * TOKENS, small.vocabulary, small.width)}
     if scale == "all":

@@ -1,8 +1,7 @@
 """Time ring attention of CPU ranks: tpfuse, torch's ring templates, a plain ring of messages, and one process, by
 turns.
 
-    python -m benchmarks.bench_ring_attention [--ranks 4] [--tokens 4096] [--rounds 9] [--quick]
-    python -m benchmarks.bench_ring_attention --ideal [--ranks 2]
+    python -m benchmarks.bench_ring_attention [--ranks 4] [--tokens 4096] [--rounds 9]
 
 Causal attention, forward and backward, batch 1, float32. All candidates but the single process shard the sequence in
 zigzag order, so that ranks have equal work. Ranks have one thread each; the single process computes the whole sequence
@@ -11,14 +10,9 @@ torch's private ones (torch's public `context_parallel` does not run on CPUs), w
 The plain ring is the usual implementation: batch_isend_irecv to the neighbour, blocks merged by their log-sum-exp, and
 the gradients of keys and values travel with their block.
 
---ideal measures the cost of communication and of the split into blocks. Ranks are pinned to one core each. They take
-turns with an ideal, in which each rank computes 1 / ranks of the work and waits for no rank: the whole sequence of 1 /
-ranks of the heads.
-
 `benchmarks.cpu_ranks` says how candidates alternate.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +25,15 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
-from benchmarks.cpu_ranks import ALONE, alternate, calls, milliseconds, pools, ratios
-from benchmarks.harness import OURS, Parser, Row, write_row
+from benchmarks.cpu_ranks import ALONE, alternate, calls, pools, report
+from benchmarks.harness import OURS, Parser, write_row
 from tpfuse.choices import Implementation
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import Group, Schedule, ring_attention
 from tpfuse.switches import use
 from tpfuse.testing.ranks import RankPool
 
-TEMPLATES, PLAIN, IDEAL = "torch templates", "plain ring", "ideal"
+TEMPLATES, PLAIN = "torch templates", "plain ring"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -174,10 +168,10 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _inputs(subject: CpSubject, heads: int) -> list[Tensor]:
+def _inputs(subject: CpSubject) -> list[Tensor]:
     """Return q, k, v, and the gradient of the output."""
     generator = torch.Generator().manual_seed(subject.tokens)
-    return [torch.randn(1, heads, subject.tokens, subject.size, generator=generator) for _ in range(4)]
+    return [torch.randn(1, subject.heads, subject.tokens, subject.size, generator=generator) for _ in range(4)]
 
 
 def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callable[[], list[Tensor]]:
@@ -195,11 +189,11 @@ def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callabl
     return call
 
 
-def prepare(subject: CpSubject, alone: bool, ideal: bool) -> list[str]:
+def prepare(subject: CpSubject, alone: bool) -> list[str]:
     """Fill `calls` with checked candidates and return their names. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     calls.clear()
-    inputs, rank, world = _inputs(subject, subject.heads), dist.get_rank(), dist.get_world_size()
+    inputs, rank, world = _inputs(subject), dist.get_rank(), dist.get_world_size()
     whole = _forward_and_backward(_whole, inputs)
     if alone:
         calls[ALONE] = whole
@@ -208,67 +202,39 @@ def prepare(subject: CpSubject, alone: bool, ideal: bool) -> list[str]:
     expected = [layout.shard(x, rank, 2) for x in whole()]
     shards = [layout.shard(x, rank, 2) for x in inputs]
     for name, attention in _candidates(subject).items():
-        if ideal and not (name.startswith(OURS) and name.endswith("direct")):
-            continue
         calls[name] = call = _forward_and_backward(attention, shards)
         for actual, expected_result in zip(call(), expected, strict=True):
             torch.testing.assert_close(
                 actual, expected_result, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
-    if ideal:
-        calls[IDEAL] = _forward_and_backward(_whole, _inputs(subject, subject.heads // world))
     return list(calls)
 
 
-def pin() -> None:
-    """Pin this rank to a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
-
-
 def measure(
-    subject: CpSubject,
-    ranks: RankPool,
-    alone: RankPool,
-    rounds: int,
-    *,
-    ideal: bool = False,
-    seconds: float = 0.3,
+    subject: CpSubject, ranks: RankPool, alone: RankPool, rounds: int, seconds: float = 0.3
 ) -> tuple[dict[str, list[float]], float]:
-    """Return what `alternate` does, for all candidates; ideal: against the ideal in place of the single process."""
-    where = {} if ideal else dict.fromkeys(alone.run(prepare, subject, True, False)[0], alone)
-    return alternate(where | dict.fromkeys(ranks.run(prepare, subject, False, ideal)[0], ranks), rounds, seconds)
-
-
-def report(subject: CpSubject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
-    """Print a table, and return the row to keep."""
-    figures = milliseconds(times)
-    baseline, asked = (ALONE, 1.03) if ALONE in figures else (IDEAL, 1.05)
-    found = ratios(f"{ranks} ranks, {subject.tokens} tokens", figures, baseline)
-    print(f"asked: at most {asked}; other programs took {others:.0%} of the cores")
-    row = {"ranks": ranks, **vars(subject), "baseline": baseline, "asked": asked, "others": round(others, 3)}
-    return row | {"ratios": found, "ms": figures}
+    """Return what `alternate` does, for all candidates."""
+    where = {name: each for each in (alone, ranks) for name in each.run(prepare, subject, each is alone)[0]}
+    return alternate(where, rounds, seconds)
 
 
 def main() -> None:
-    """Print a table, and keep it unless it is a quick one."""
+    """Print a table, and keep it."""
     parser = Parser(__doc__)
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: 4, or 2 with --ideal)")
+    parser.option("--ranks", 4, "number of ranks")
     parser.option("--threads", 2, "number of threads of the single process")
     parser.option("--tokens", CpSubject.tokens, "length of the sequence in tokens")
     parser.option("--rounds", 9, "number of rounds")
-    parser.option("--ideal", False, "compare with 1 / ranks of the work, done without waiting for other ranks")
-    parser.option("--quick", False, "run a short sequence, to check that the benchmark works, and store nothing")
     arguments = parser.parse_args()
-    world = arguments.ranks or (2 if arguments.ideal else 4)
-    subject = CpSubject(256, 4, 16) if arguments.quick else CpSubject(arguments.tokens)
-    rounds, seconds = (2, 0.03) if arguments.quick else (arguments.rounds, 0.3)
+    subject, world = CpSubject(arguments.tokens), arguments.ranks
     with pools(world, arguments.threads) as (ranks, alone):
-        if arguments.ideal:
-            ranks.run(pin)
-        row = report(subject, world, *measure(subject, ranks, alone, rounds, ideal=arguments.ideal, seconds=seconds))
-    if not arguments.quick:
-        write_row("ring_attention", row, arguments.keep)
+        times, others = measure(subject, ranks, alone, arguments.rounds)
+    row = {"ranks": world, **vars(subject)}
+    write_row(
+        "ring_attention",
+        row | report(f"{world} ranks, {subject.tokens} tokens", times, others, ALONE),
+        arguments.keep,
+    )
 
 
 if __name__ == "__main__":

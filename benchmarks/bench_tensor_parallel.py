@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from benchmarks.cpu_ranks import ALONE, alternate, calls, milliseconds, pools, whole
-from benchmarks.harness import OURS, Parser, Row, write_row
+from benchmarks.cpu_ranks import ALONE, alternate, calls, pools, report, whole
+from benchmarks.harness import OURS, Parser, write_row
 from benchmarks.torch_gpt import TorchGPT, parallelize
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -44,17 +44,15 @@ from tpfuse.train.trainer import Trainer
 from tpfuse.zero.bucket_layout import decays
 
 TORCH = "torch"
-_LINE = "{:<15}" + "{:>12}" * 3 + "{:>13}{:>7}{:>11}{:>16}"
 
 
 @dataclass(frozen=True)
 class TpSubject:
-    """A compared computation. asked: the required speed, in multiples of that of torch's tensor parallelism."""
+    """A compared computation."""
 
     name: str
     prepare: Callable[[tuple[int, ...], bool], list[str]]
     sizes: tuple[int, ...] = ()
-    asked: float = 2.0
 
 
 def _mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
@@ -204,38 +202,25 @@ def measure(subject: TpSubject, ranks: RankPool, alone: RankPool, rounds: int) -
 
 
 SUBJECTS = (
-    TpSubject("mlp", prepare_mlp, (768, 128), 2.5),
-    TpSubject("mlp", prepare_mlp, (1024, 768), 1.15),
+    TpSubject("mlp", prepare_mlp, (768, 128)),
+    TpSubject("mlp", prepare_mlp, (1024, 768)),
     TpSubject("gpt", prepare_gpt),
 )
 
 
-def report(subject: TpSubject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
-    """Print a line and return a row."""
-    figures = milliseconds(times)
-    median = {name: figures[name]["median"] for name in figures}
-    over_torch, over_one = (round(median[name] / median[OURS], 2) for name in (TORCH, ALONE))
-    sizes = " x ".join(map(str, subject.sizes)) or "tiny"
-    cells = (f"{subject.name} {sizes}", *(f"{median[name]:.2f} ms" for name in (OURS, TORCH, ALONE)))
-    print(_LINE.format(*cells, over_torch, subject.asked, over_one, f"{others:.0%}"), flush=True)
-    row = {"subject": subject.name, "sizes": subject.sizes, "ranks": ranks, "asked": subject.asked}
-    row |= {"speedup": over_torch, "speedup_over_one_process": over_one, "others": round(others, 3)}
-    return row | {f"{name}_ms": figures[name] for name in figures}
-
-
 def main() -> None:
-    """Print a line for each subject."""
+    """Print a table for each subject, and keep it."""
     parser = Parser(__doc__)
-    parser.add_argument("subjects", nargs="*", metavar="mlp|gpt", help="measure only these subjects (default: both)")
+    parser.add_argument("subjects", nargs="*", choices=["mlp", "gpt", []], help="what to measure (default: both)")
     parser.option("--ranks", 2, "number of ranks")
     parser.option("--rounds", 15, "number of rounds")
     arguments = parser.parse_args()
-    names = "times torch", "asked", "times one", "other programs"
-    print(_LINE.format(f"{arguments.ranks} ranks", "tpfuse", "torch", "one process", *names))
     with pools(arguments.ranks) as (ranks, alone):
         for subject in SUBJECTS:
             if not arguments.subjects or subject.name in arguments.subjects:
-                row = report(subject, arguments.ranks, *measure(subject, ranks, alone, arguments.rounds))
+                times, others = measure(subject, ranks, alone, arguments.rounds)
+                row = {"subject": subject.name, "sizes": subject.sizes, "ranks": arguments.ranks}
+                row |= report(f"{subject.name} {' x '.join(map(str, subject.sizes))}", times, others, OURS)
                 write_row("tensor_parallel", row, arguments.keep)
 
 

@@ -1,13 +1,11 @@
-"""Time collectives alternately: through symmetric memory, by NCCL or Gloo, by MPI, and a plain copy of as many bytes.
+"""Time collectives alternately: through symmetric memory, by NCCL or Gloo, and a plain copy of as many bytes.
 
     python -m benchmarks.collectives [--ranks 2 4] [--rounds 15]     CPU ranks of this machine
     torchrun --nproc-per-node 8 -m benchmarks.collectives            the GPUs of a node; CPU ranks where there is none
-    mpirun -n 2 python -m benchmarks.collectives                     CPU ranks, with MPI too (needs mpi4py)
 
-The size S is that of the whole tensor: the result of all-gather and all-reduce, the input of the others. The algorithm
-bandwidth is S / time. The bus bandwidth is that times the bytes that each rank must send, in units of S: (n - 1) / n
-for all-gather, reduce-scatter and all-to-all, 2 (n - 1) / n for all-reduce, 1 for broadcast and reduce
-(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). tpfuse has no broadcast and no reduce through symmetric memory.
+The size S is that of the whole tensor: the result of all-gather and all-reduce, the input of the others. The bus
+bandwidth is S / time times the bytes that each rank must send, in units of S: (n - 1) / n, and twice that for
+all-reduce (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 
 Outputs are in memory that exists already, for all candidates. Results are checked first, to the bit. CPU ranks have one
 thread each. A round times several calls of one candidate after a barrier, on rank 0, and candidates alternate. The
@@ -15,10 +13,8 @@ bound is the copy: no collective of these sizes can read and write less than the
 """
 
 import os
-import socket
 import time
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +28,13 @@ from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.testing.ranks import RankPool
 
 SIZES = (2**12, 2**16, 2**18, 2**22, 2**26)  # bytes
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _SECONDS = 0.04  # the approximate duration of a round
 _ours: dict[str, DirectCollectives | FusedCollectives] = {}  # by the kind of device
 
 
 def bus_factor(op: str, ranks: int) -> float:
     """Return the bus bandwidth of a collective in units of its algorithm bandwidth."""
-    if op in ("broadcast", "reduce"):
-        return 1.0
     return (2.0 if op == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
@@ -71,21 +65,6 @@ def _by_torch(op: str, x: Tensor, out: Tensor) -> Call:
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x.view(-1)),
         "all_reduce": lambda: dist.all_reduce(out),
         "all_to_all": lambda: dist.all_to_all_single(out, x),
-        "broadcast": lambda: dist.broadcast(out, 0),
-        "reduce": lambda: dist.reduce(out, 0),
-    }[op]
-
-
-def _by_mpi(op: str, x: Tensor, out: Tensor) -> Call:
-    mpi: Any = _mpi()
-    world, source, result, first = mpi.COMM_WORLD, x.numpy(), out.numpy(), dist.get_rank() == 0
-    return {
-        "all_gather": lambda: world.Allgather(source, result),
-        "reduce_scatter": lambda: world.Reduce_scatter_block(source, result),
-        "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, result),
-        "all_to_all": lambda: world.Alltoall(source, result),
-        "broadcast": lambda: world.Bcast(result),
-        "reduce": lambda: world.Reduce(mpi.IN_PLACE if first else result, result if first else None),
     }[op]
 
 
@@ -98,23 +77,16 @@ def _candidates(op: str, nbytes: int, device: torch.device) -> dict[str, Call]:
     x, total = inputs[rank, 0] if op == "all_gather" else inputs[rank], inputs.sum(0)
     expected = {
         "all_gather": inputs[:, 0], "reduce_scatter": total[rank], "all_reduce": total, "all_to_all": inputs[:, rank],
-        "broadcast": inputs[0], "reduce": total if rank == 0 else None,
     }[op]  # fmt: skip
-    makers = {dist.get_backend(): _by_torch}
-    if op not in ("broadcast", "reduce"):
-        makers = {"tpfuse": _by_tpfuse, **makers}
-    if _mpi() is not None and device.type == "cpu":
-        makers["mpi"] = _by_mpi
     calls: dict[str, Call] = {}
-    for name, make in makers.items():
+    for name, make in (("tpfuse", _by_tpfuse), (dist.get_backend(), _by_torch)):
         out = torch.empty((n,) if op == "reduce_scatter" else (world, n), device=device)
-        if op in ("all_reduce", "broadcast", "reduce"):  # these work in place
+        if op == "all_reduce":  # in place
             out.copy_(x)
         calls[name] = call = make(op, x.clone(), out)
         call()
-        right = expected is None or torch.equal(out.view(-1), expected.reshape(-1))
-        assert right, f"{name}: {op} of {nbytes} bytes is wrong"
-        if op in ("all_reduce", "reduce"):
+        assert torch.equal(out.view(-1), expected.reshape(-1)), f"{name}: {op} of {nbytes} bytes is wrong"
+        if op == "all_reduce":
             out.zero_()  # sums in place would grow from call to call
     source = torch.randn(world * n, device=device)
     target = torch.empty_like(source)
@@ -151,36 +123,6 @@ def _timed(call: Call, repeats: int, device: torch.device) -> float:
     return (time.perf_counter() - started) / repeats
 
 
-def _mpi() -> Any:
-    """Return the module of mpi4py if mpirun has started the ranks of this process's group, else None."""
-    try:
-        from mpi4py import MPI
-    except ImportError:
-        return None
-    size = MPI.COMM_WORLD.Get_size()
-    return MPI if size > 1 and dist.is_initialized() and size == dist.get_world_size() else None
-
-
-def _join() -> bool:
-    """Join the ranks that torchrun or mpirun has started. Return whether there are any."""
-    if "RANK" not in os.environ:
-        try:
-            from mpi4py import MPI
-        except ImportError:
-            return False
-        world = MPI.COMM_WORLD
-        if world.Get_size() == 1:
-            return False
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = world.bcast(free.getsockname()[1], root=0)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= {"RANK": str(world.Get_rank()), "WORLD_SIZE": str(world.Get_size())}
-        os.environ["LOCAL_RANK"] = os.environ["RANK"]
-    join()
-    return True
-
-
 def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> Row:
     """Print the line of a collective, and return its row."""
     figures = {name: {k: v * 1e6 for k, v in percentiles(taken).items()} for name, taken in times.items()}
@@ -189,14 +131,9 @@ def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> 
         row[f"{name}_us"] = {k: round(v, 1) for k, v in figure.items()}
         cells.append(f"{name} {figure['median']:8.0f} µs")
         if name != "copy":
-            algorithm = nbytes / figure["median"] / 1e3
-            bus = algorithm * bus_factor(op, world)
-            row[f"{name}_gb_s"] = [round(algorithm, 5), round(bus, 5)]
-            cells[-1] += f" {algorithm:6.2f} {bus:6.2f} GB/s"
+            cells[-1] += f" {nbytes / figure['median'] / 1e3 * bus_factor(op, world):6.2f} GB/s"
     peer = next(name for name in figures if name in ("gloo", "nccl"))
-    if "tpfuse" in figures:
-        row["speedup"] = round(figures[peer]["median"] / figures["tpfuse"]["median"], 2)
-        cells.append(f"{row['speedup']} times faster than {peer}")
+    row["speedup"] = round(figures[peer]["median"] / figures["tpfuse"]["median"], 2)
     print(f"{world:>3} ranks {op:<15} {nbytes:>9} bytes   " + "   ".join(cells), flush=True)
     return row
 
@@ -208,15 +145,13 @@ def main() -> None:
     parser.option("--rounds", 15, "number of rounds")
     arguments = parser.parse_args()
     cases = [(op, nbytes) for op in OPERATIONS for nbytes in SIZES]
-    head = "The columns of each candidate are its time, its algorithm bandwidth and its bus bandwidth."
-    if _join():
-        for index, (op, nbytes) in enumerate(cases):
+    if "RANK" in os.environ:  # torchrun has started this rank
+        join()
+        for op, nbytes in cases:
             times = measure(op, nbytes, arguments.rounds)
             if dist.get_rank() == 0:
-                print(head if index == 0 else "", end="\n" if index == 0 else "")
                 write_row("collectives", _report(dist.get_world_size(), op, nbytes, times), arguments.keep)
         leave(0)
-    print(head)
     for world in arguments.ranks:
         ranks = RankPool(world, timeout=600.0)
         for op, nbytes in cases:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.harness import aligned, percentiles
+from benchmarks.harness import Row, aligned, percentiles
 from benchmarks.timing import seconds_per_call
 from tpfuse.testing.ranks import RankPool
 
@@ -101,13 +101,14 @@ def milliseconds(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]
     return {name: {key: round(x * 1e3, 3) for key, x in percentiles(taken).items()} for name, taken in times.items()}
 
 
-def ratios(title: str, figures: Mapping[str, Mapping[str, float]], baseline: str) -> dict[str, float]:
-    """Print a table of `milliseconds`, and return each median divided by that of the baseline."""
-    found = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
+def report(title: str, times: Mapping[str, list[float]], others: float, baseline: str) -> Row:
+    """Print a table of what `alternate` returned, and return the row to keep, with the ratios to the baseline."""
+    figures = milliseconds(times)
+    ratios = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
     lines = [(title, "median ms", "p20", "p80", f"x {baseline}")]
-    lines += [(name, *(f"{x:.1f}" for x in figure.values()), f"{found[name]:.3f}") for name, figure in figures.items()]
-    print(aligned(lines))
-    return found
+    lines += [(name, *(f"{x:.1f}" for x in figure.values()), f"{ratios[name]:.3f}") for name, figure in figures.items()]
+    print(f"{aligned(lines)}\nother programs took {others:.0%} of the cores\n", flush=True)
+    return {"others": round(others, 3), "baseline": baseline, "ratios": ratios, "ms": figures}
 
 
 def whole(x: Tensor) -> Tensor:

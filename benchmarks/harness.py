@@ -20,7 +20,6 @@ import triton
 
 from benchmarks import timing
 from benchmarks.timing import BenchClock, Candidate, Ceilings, DeviceClock, HostClock, Timing
-from tpfuse.choices import Kernels
 from tpfuse.comm.host import processor
 from tpfuse.switches import use
 from tpfuse.tools.assembler import ptxas
@@ -29,8 +28,7 @@ from tpfuse.tools.operator import Draw
 RESULTS = Path(__file__).parent / "results"  # git tracks it
 SCRATCH = Path(__file__).parents[1] / "build" / "results"
 OURS = "tpfuse"
-# cpu: what torch computes on two CPU cores in a second; tiny: for the interpreter, to check that a benchmark works
-Scale = Literal["all", "quick", "cpu", "tiny"]
+Scale = Literal["all", "quick", "tiny"]  # tiny: for the interpreter, to check that a benchmark works
 Row = dict[str, Any]
 
 
@@ -40,19 +38,11 @@ def percentiles(times: list[float]) -> dict[str, float]:
     return {"median": float(median), "p20": float(p20), "p80": float(p80)}
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def cpu_machine() -> str:
-    """Return the CPU's name with the number of cores that this process may use."""
-    return f"{processor()}, {cores()} cores"
-
-
 def machine() -> str:
-    """Return the GPU's name, or `cpu_machine` where there is no GPU."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_machine()
+    """Return the GPU's name, or the CPU's with the number of cores that this process may use."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _output_of(*command: str) -> str:
@@ -151,7 +141,6 @@ class Bench(Draw):
     ceilings: Ceilings = field(default_factory=lambda: Ceilings(1.0, 1.0))
     seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `TimedMode`; 0: one round
     compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
-    kernels: Kernels = "triton"  # of tpfuse's candidates
 
 
 def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Bench:
@@ -163,16 +152,6 @@ def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
     generator, seconds = torch.Generator(device).manual_seed(seed), 0.0 if interpreted else 0.6
     return Bench(device, torch.bfloat16, generator, interpreted, clock, ceilings, seconds)
-
-
-def new_cpu_bench(seed: int, seconds: float) -> Bench:
-    """Return the Bench of this machine's CPU, where tpfuse's operators compute by torch, in float32 on all cores.
-
-    Its rows have no meaningful bound: the costs of operators count the bytes of half types.
-    """
-    torch.set_num_threads(cores())
-    cpu, generator, ceilings = torch.device("cpu"), torch.Generator().manual_seed(seed), Ceilings(1.0, 1.0)
-    return Bench(cpu, torch.float32, generator, False, HostClock(), ceilings, seconds, compiler=False, kernels="auto")
 
 
 @dataclass(frozen=True)
@@ -210,7 +189,7 @@ def measure(case: BenchCase, bench: Bench) -> Iterator[Row]:
     """Yield a row per mode and candidate. tpfuse is not timed where it is wrong; a failure's row has the error."""
     identity: Row = {"operator": case.operator, "case": case.name, "asked": case.asked}
     try:
-        with use(kernels=bench.kernels):
+        with use(kernels="triton"):
             check, works = case.build(bench)
             verdicts = check()
             for work in works:

@@ -41,8 +41,6 @@ def norm_cases(
 
     if scale == "tiny":
         return [case("tiny", 24, 48, True)]
-    if scale == "cpu":
-        return [case(models[0].name, 1024, models[0].width, False)]
     large = [case(model.name, LARGE // model.width, model.width, True) for model in models]
     if scale == "quick":
         return large[-1:]

@@ -1,6 +1,6 @@
 """Compare the model of cost (`tpfuse.plan`) with runs that others measured, and print the table of docs/planning.md.
 
-    python -m benchmarks.plan_accuracy [--keep]        `make figures` does not run this
+    python -m benchmarks.plan_accuracy [--keep]
 
 benchmarks/data/README.md names the sources, and says what is assumed about them. --keep adds the table to
 benchmarks/results/plan.jsonl and draws the picture of the page. The few parameters of FittedParameters are fitted to a

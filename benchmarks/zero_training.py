@@ -91,18 +91,9 @@ class Training:
         return calls
 
 
-def engine_of(model: nn.Module, stage: int, group: dist.ProcessGroup | None) -> tuple[GradientBuckets, FlatAdamW]:
-    """Return tpfuse's engine and optimizer, of data parallelism alone."""
-    engine = GradientBuckets(model, RankGroups(group, group, group), stage=stage)
-    return engine, FlatAdamW(engine, weight_decay=DECAY, **RATES)
-
-
-def _buckets(stage: int, subject: Training, model: GPT) -> Step:
-    return _engine_step(subject, model, *engine_of(model, stage, dist.group.WORLD), dist.group.WORLD)
-
-
 def _alone(subject: Training, model: GPT) -> Step:
-    return _engine_step(subject, model, *engine_of(model, 0, None), None)
+    engine = GradientBuckets(model, RankGroups(None, None, None), stage=0)
+    return _engine_step(subject, model, engine, adamw(engine, weight_decay=DECAY, **RATES), None)
 
 
 def _by_mesh(stage: int, accumulate: Accumulate, subject: Training, model: GPT) -> Step:
@@ -180,8 +171,7 @@ def _fully_shard(subject: Training, model: GPT) -> Step:
 
 CANDIDATES: dict[str, Callable[[Training, GPT], Step]] = {
     ALONE: _alone,
-    **{name: partial(_buckets, stage) for stage, name in enumerate(STAGES[:3])},
-    STAGES[3]: partial(_by_mesh, 3, "sharded"),
+    **{name: partial(_by_mesh, stage, "sharded") for stage, name in enumerate(STAGES)},
     DDP: _data_parallel,
     ZERO: _zero_redundancy,
     SHARD: _fully_shard,

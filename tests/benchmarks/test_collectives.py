@@ -11,7 +11,6 @@ from benchmarks.harness import Row
 def test_bus_bandwidths_count_the_bytes_that_a_rank_sends() -> None:
     assert collectives.bus_factor("all_reduce", 4) == 1.5
     assert [collectives.bus_factor(op, 4) for op in ("all_gather", "reduce_scatter", "all_to_all")] == [0.75] * 3
-    assert collectives.bus_factor("broadcast", 4) == collectives.bus_factor("reduce", 8) == 1.0
 
 
 @pytest.mark.processes
@@ -25,10 +24,5 @@ def test_every_collective_is_checked_and_timed(
     collectives.main()
     assert [row["op"] for row in kept] == list(collectives.OPERATIONS)
     for row in kept:
-        names = ["gloo", "copy"] + ["tpfuse"] * (row["op"] not in ("broadcast", "reduce"))
-        assert row["ranks"] == 2 and all(row[f"{name}_us"]["median"] > 0 for name in names)
-        algorithm, bus = row["gloo_gb_s"]
-        assert algorithm == pytest.approx(4.096 / row["gloo_us"]["median"], rel=0.01, abs=1e-4)
-        # The row has them rounded to 1e-5, which is much of a small number on a busy machine.
-        assert bus == pytest.approx(algorithm * collectives.bus_factor(row["op"], 2), rel=0.01, abs=1e-5)
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 6
+        assert row["ranks"] == 2 and all(row[f"{name}_us"]["median"] > 0 for name in ("tpfuse", "gloo", "copy"))
+    assert len(capsys.readouterr().out.splitlines()) == 4

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import bench_ring_attention as bench
-from benchmarks.bench_ring_attention import PLAIN, TEMPLATES, CpSubject, PlainRing, measure, report
-from benchmarks.cpu_ranks import ALONE
+from benchmarks.bench_ring_attention import PLAIN, TEMPLATES, CpSubject, PlainRing, measure
+from benchmarks.cpu_ranks import ALONE, report
 from tpfuse.testing.ranks import pool
 
 SCHEDULES = ("ring", "all_gather", "ulysses", "ulysses_ring")
@@ -25,8 +25,8 @@ def test_candidates_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert times.keys() == expected | {ALONE, TEMPLATES, PLAIN}
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
     assert math.isnan(others) or -0.5 < others < 1.5  # the kernel counts in hundredths of a second
-    row = report(CpSubject(64, 4, 16), 4, times, others)
-    assert row["baseline"] == ALONE and row["asked"] == 1.03 and row["ratios"][ALONE] == 1.0
+    row = report("4 ranks", times, others, ALONE)
+    assert row["baseline"] == ALONE and row["ratios"][ALONE] == 1.0 and row["ms"].keys() == times.keys()
     assert f"x {ALONE}" in capsys.readouterr().out
     pool(4).run(_settings)
     pool(1).run(_settings)
@@ -34,12 +34,12 @@ def test_candidates_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _wrong_ring() -> str:
     """Return the error if a result is wrong by a thousandth; all candidates are right before."""
-    assert PLAIN in bench.prepare(CpSubject(64, 4, 16), False, False)
+    assert PLAIN in bench.prepare(CpSubject(64, 4, 16), False)
     before = PlainRing.forward
     PlainRing.forward = staticmethod(lambda *args: before(*args) * 1.001)
     try:
         with pytest.raises(AssertionError) as caught:
-            bench.prepare(CpSubject(64, 4, 16), False, False)
+            bench.prepare(CpSubject(64, 4, 16), False)
     finally:
         PlainRing.forward = staticmethod(before)
         _settings()
