@@ -1,19 +1,16 @@
 """Time a step of adamw on a flat shard beside torch.optim.AdamW(fused=True); a step only moves memory.
 
-    python -m benchmarks.bench_adamw --quick
-
 There are two forms: float32 throughout, which is the form of torch's step; and bf16 gradients and parameters with
 float32 masters, for which torch needs a cast before its step and one after it.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, TimedMode
 from benchmarks.timing import Candidate, verdict
 from tpfuse.ops.adamw import adamw_
 from tpfuse.tools.operator import Tensors, check_rounding
@@ -84,20 +81,12 @@ def _build(shape: AdamWShape, bench: Bench) -> Built:
     return check, [TimedMode("step", 0.0, moved, tuple(candidate(name) for name in CANDIDATES))]
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return all parameters of GPT-2 124M in both forms, and a shard of a larger model."""
-    sizes = {"124m": 124_439_808, "7b, a shard of 16": 421_163_008}
-    if scale == "quick":
-        del sizes["7b, a shard of 16"]
-    elif scale == "tiny":
-        sizes = {"tiny": 1000}
+    sizes = {"tiny": 1000} if tiny else {"124m": 124_439_808, "7b, a shard of 16": 421_163_008}
     kinds = {True: "bf16 with float32 master", False: "float32"}
     return [
         BenchCase("adamw", f"{name}, {n}, {kind}", partial(_build, AdamWShape(name, n, half)), name[:2] != "7b")
         for name, n in sizes.items()
         for half, kind in kinds.items()
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(command("adamw", cases))

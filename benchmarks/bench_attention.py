@@ -1,7 +1,5 @@
 """Time attention beside each backend of scaled_dot_product_attention, forward and backward.
 
-    python -m benchmarks.bench_attention --quick
-
 cuDNN is the peer on compute capability 9.0 and 10.0: torch prefers it there, and so does tpfuse where it trains with
 `kernels auto` (`tpfuse.ops.attention.chosen_attention`). The rows of tpfuse are always those of its Triton kernels.
 
@@ -10,7 +8,6 @@ of the result. The result is compared for one head of keys and values and the qu
 would take more memory than there is.
 """
 
-import sys
 from functools import partial
 
 import torch.nn.functional as F
@@ -18,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.candidates import Function, described
-from benchmarks.harness import Bench, BenchCase, Built, Scale, command
+from benchmarks.harness import Bench, BenchCase, Built
 from tpfuse.tools.operators.attention import AttentionShape
 
 BACKENDS = {
@@ -55,26 +52,19 @@ def _case(shape: AttentionShape, asked: bool = False) -> BenchCase:
     return BenchCase("attention", name, partial(_build, shape), asked)
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return causal cases of head sizes 64 and 128 at 4k and 16k positions, 16k tokens each; then the models' own."""
-    if scale == "tiny":
+    if tiny:
         sizes = [AttentionShape("tiny", 1, 2, 1, 40, 16), AttentionShape("tiny", 1, 2, 2, 40, 16, causal=False)]
         return [_case(x, True) for x in sizes]
     asked = [AttentionShape("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
-    chosen_cases = [_case(x, True) for x in asked]
-    if scale == "all":
-        others = [
-            AttentionShape("124m tp1", 8, 12, 12, 1024, 64),
-            AttentionShape("1558m tp1", 8, 25, 25, 1024, 64),
-            AttentionShape("7b tp1", 2, 32, 32, 4096, 128),
-            AttentionShape("70b tp1", 2, 64, 8, 4096, 128),
-            AttentionShape("70b tp8", 2, 8, 1, 4096, 128),
-            AttentionShape("not causal", 4, 16, 16, 4096, 64, causal=False),
-            AttentionShape("not causal", 4, 16, 16, 4096, 128, causal=False),
-        ]
-        chosen_cases += [_case(x) for x in others]
-    return chosen_cases
-
-
-if __name__ == "__main__":
-    sys.exit(command("attention", cases))
+    others = [
+        AttentionShape("124m tp1", 8, 12, 12, 1024, 64),
+        AttentionShape("1558m tp1", 8, 25, 25, 1024, 64),
+        AttentionShape("7b tp1", 2, 32, 32, 4096, 128),
+        AttentionShape("70b tp1", 2, 64, 8, 4096, 128),
+        AttentionShape("70b tp8", 2, 8, 1, 4096, 128),
+        AttentionShape("not causal", 4, 16, 16, 4096, 64, causal=False),
+        AttentionShape("not causal", 4, 16, 16, 4096, 128, causal=False),
+    ]
+    return [*(_case(x, True) for x in asked), *(_case(x) for x in others)]

@@ -1,7 +1,5 @@
 """Time the kernels of ring attention with all blocks present, beside plain attention of the same work, on one GPU.
 
-    python -m benchmarks.bench_carried_attention --quick
-
 It measures the cost of three things: keys are in one block for each rank, they are found by intervals of positions, and
 the softmax is carried from block to block. A rank's queries attend to the keys of all ranks, and nothing waits. The
 peer is `kernels/attention_forward.py` and `attention_backward.py` on the same queries and keys, with the keys
@@ -15,7 +13,6 @@ concatenated.
 scaled_dot_product_attention takes, merged in float32.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, TimedMode
 from benchmarks.timing import Candidate, verdict
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
@@ -141,20 +138,14 @@ def _case(shape: RingAttentionShape, asked: bool) -> BenchCase:
     return BenchCase("carried_attention", f"{shape.name}, {sizes}", partial(_build, shape), asked)
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return cases of 16k tokens on 8 ranks, and one of 64k tokens on 4 ranks."""
-    if scale == "tiny":
-        tiny = (
+    if tiny:
+        shapes = (
             RingAttentionShape("2 ranks", 2, 20, 2, 1, 16),
             RingAttentionShape("3 ranks", 3, 20, 2, 2, 16, causal=False),
         )
-        return [_case(x, True) for x in tiny]
+        return [_case(x, True) for x in shapes]
     sizes = [(d, causal) for d in (64, 128) for causal in (True, False)]
     chosen_cases = [_case(RingAttentionShape("8 ranks", 8, 2048, 16, 16, d, causal), True) for d, causal in sizes]
-    if scale == "all":
-        chosen_cases.append(_case(RingAttentionShape("4 ranks", 4, 16384, 32, 8, 128), False))
-    return chosen_cases
-
-
-if __name__ == "__main__":
-    sys.exit(command("carried_attention", cases))
+    return [*chosen_cases, _case(RingAttentionShape("4 ranks", 4, 16384, 32, 8, 128), False)]

@@ -1,19 +1,16 @@
 """Time cross_entropy beside F.cross_entropy and Liger-Kernel's, on bf16 logits: the forward pass, and both passes.
 
-    python -m benchmarks.bench_cross_entropy --quick
-
 The loss of each row is requested, and every row has its own gradient. The result is compared on the first rows: all
 rows in float64 would not fit in memory beside the rest.
 """
 
-import sys
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import Function, compiled, described, fresh_compiler, liger
-from benchmarks.harness import Bench, BenchCase, Built, Scale, command
+from benchmarks.harness import Bench, BenchCase, Built
 from benchmarks.shapes import TOKENS, model
 from tpfuse.ops.cross_entropy import as_torch
 from tpfuse.tools.operator import Draw, Tensors
@@ -53,7 +50,7 @@ def _build(shape: CrossEntropyShape, bench: Bench) -> Built:
         return x[:_COMPARED]
 
     fresh_compiler()
-    peers: dict[str, Function] = {UPCAST: _upcast, EAGER: _eager, COMPILED: compiled(_upcast, bench)}
+    peers: dict[str, Function | None] = {UPCAST: _upcast, EAGER: _eager, COMPILED: compiled(_upcast, bench)}
     if not bench.interpreted:
         peers[LIGER] = _liger
     return described(shape, bench, ("forward", "both"), peers, narrow=first, memory=("both",))
@@ -61,17 +58,13 @@ def _build(shape: CrossEntropyShape, bench: Bench) -> Built:
 
 def _case(name: str, rows: int, width: int, asked: bool = False) -> BenchCase:
     shape = _ForPeers(name, rows, width)
-    return BenchCase("cross_entropy", f"{name}, {rows} x {width}", partial(_build, shape), asked)
+    return BenchCase("cross_entropy", f"{name}, {rows} x {width}", partial(_build, shape), asked, compiled=True)
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return cases of whole vocabularies, and of one rank's slice of them."""
-    if scale == "tiny":
+    if tiny:
         return [_case("tiny", 24, 50, True)]
     gpt2, llama = model("124m").vocabulary, model("7b").vocabulary
-    widths = {"gpt2 tp1": gpt2} if scale == "quick" else {"gpt2 tp1": gpt2, "gpt2 tp4": -(-gpt2 // 4), "7b tp1": llama}
+    widths = {"gpt2 tp1": gpt2, "gpt2 tp4": -(-gpt2 // 4), "7b tp1": llama}
     return [_case(name, TOKENS, width) for name, width in widths.items()]
-
-
-if __name__ == "__main__":
-    sys.exit(command("cross_entropy", cases))

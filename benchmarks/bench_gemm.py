@@ -1,7 +1,5 @@
 """Time gemm beside cuBLASLt through torch, eager and compiled: the models' products with bias and activation.
 
-    python -m benchmarks.bench_gemm --quick
-
 The peers compute the same expression: `F.linear` and the activation as torch runs them one after the other,
 `torch._addmm_activation` (cuBLASLt's epilogue, gelu_tanh only, not differentiable), and torch.compile with
 max-autotune, which may write a Triton kernel for it. Without bias and activation the peer is cuBLAS itself.
@@ -9,7 +7,6 @@ Max-autotune tries dozens of kernels for each product. So its training pass, whi
 are measured at one shape.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import Function, compiled, described, fresh_compiler
-from benchmarks.harness import Bench, BenchCase, Built, Scale, command
+from benchmarks.harness import Bench, BenchCase, Built
 from benchmarks.shapes import LayerProduct, products
 from tpfuse.tools.operators.gemm import GemmShape
 
@@ -39,7 +36,7 @@ def _plain(shape: GemmShape, bench: Bench) -> Built:
 
 def _fused(shape: GemmShape, compile_for: str, bench: Bench) -> Built:
     """Build the case with bias and activation. compile_for: "", "inference" or "training"."""
-    peers: dict[str, Function] = {EAGER: shape.reference}
+    peers: dict[str, Function | None] = {EAGER: shape.reference}
     if shape.activation == "gelu_tanh" and bench.device.type == "cuda":
         peers[ADDMM] = _addmm_activation
     if compile_for:
@@ -53,14 +50,15 @@ def _case(product: LayerProduct, activation: str | None, compile_for: str, asked
     sizes = product.names[0], product.M, product.N, product.K, activation
     if activation is None:
         return BenchCase("gemm", f"{product}, plain", partial(_plain, GemmShape(*sizes, terms=())), asked)
-    return BenchCase("gemm", f"{product}, bias, {activation}", partial(_fused, GemmShape(*sizes), compile_for), asked)
+    name, build = f"{product}, bias, {activation}", partial(_fused, GemmShape(*sizes), compile_for)
+    return BenchCase("gemm", name, build, asked, compiled=bool(compile_for))
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return the cases of the figures, then each product once with its layer's activation."""
-    if scale == "tiny":
-        tiny = LayerProduct(("tiny",), 48, 64, 32, None)
-        return [_case(tiny, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]
+    if tiny:
+        product = LayerProduct(("tiny",), 48, 64, 32, None)
+        return [_case(product, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]
     all_products = products()
     asked = [replace(x, names=(name,)) for name in ASKED for x in all_products if name in x.names]
     chosen_cases = [_case(x, None, "", True) for x in asked]
@@ -70,11 +68,5 @@ def cases(scale: Scale) -> list[BenchCase]:
             if activation == "gelu_tanh" and x.names == (TRAINED,):
                 compile_for = "training"
             chosen_cases.append(_case(x, activation, compile_for, True))
-    if scale == "all":
-        others = [_case(x, x.activation, "", False) for x in all_products]
-        chosen_cases += [case for case in others if case.name not in {x.name for x in chosen_cases}]
-    return chosen_cases
-
-
-if __name__ == "__main__":
-    sys.exit(command("gemm", cases))
+    others = [_case(x, x.activation, "", False) for x in all_products]
+    return chosen_cases + [case for case in others if case.name not in {x.name for x in chosen_cases}]

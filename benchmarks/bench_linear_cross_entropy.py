@@ -1,13 +1,10 @@
 """Time linear_cross_entropy beside the same expression in torch and Liger-Kernel's: both passes and peak memory.
 
-    python -m benchmarks.bench_linear_cross_entropy --quick
-
 The peer keeps its logits in bf16, and F.cross_entropy reads them in that type. A peer that first converts them to
 float32, as most training loops do, takes more memory; it has a row too. The result is compared on fewer rows, with the
 whole vocabulary.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.candidates import Function, described, liger
-from benchmarks.harness import Bench, BenchCase, Built, Scale, command
+from benchmarks.harness import Bench, BenchCase, Built
 from benchmarks.shapes import TOKENS, model
 from tpfuse.tools.operators.linear_cross_entropy import LinearCrossEntropyShape
 
@@ -53,19 +50,14 @@ def _case(name: str, rows: int, vocabulary: int, width: int, asked: bool) -> Ben
     return BenchCase("linear_cross_entropy", f"{name}, {rows} x {vocabulary} x {width}", partial(_build, shape), asked)
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return 32k tokens with GPT-2's vocabulary; the larger models, and one rank's slice of their vocabulary."""
-    if scale == "tiny":
+    if tiny:
         return [_case("tiny", 40, 50, 32, True)]
     small, large, largest = (model(name) for name in ("124m", "7b", "70b"))
-    shapes = {"124m tp1": (4 * TOKENS, small.vocabulary, small.width)}
-    if scale == "all":
-        shapes |= {
-            "7b tp1": (TOKENS, large.vocabulary, large.width),
-            "70b tp8": (TOKENS, largest.vocabulary // 8, largest.width),
-        }
+    shapes = {
+        "124m tp1": (4 * TOKENS, small.vocabulary, small.width),
+        "7b tp1": (TOKENS, large.vocabulary, large.width),
+        "70b tp8": (TOKENS, largest.vocabulary // 8, largest.width),
+    }
     return [_case(name, *sizes, asked=name == "124m tp1") for name, sizes in shapes.items()]
-
-
-if __name__ == "__main__":
-    sys.exit(command("linear_cross_entropy", cases))

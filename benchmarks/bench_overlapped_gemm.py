@@ -1,7 +1,5 @@
 """Time the GEMMs that overlap with communication on one GPU: their protocol's cost, and how well they hide a real link.
 
-    python -m benchmarks.bench_overlapped_gemm --quick
-
 The cost of the protocol is measured beside the plain gemm kernel (`kernels/gemm.py`) on the same whole matrices, and
 nothing waits:
 
@@ -19,13 +17,12 @@ between them, where both take about the same time, has a row too.
 """
 
 import contextlib
-import sys
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, TimedMode
 from benchmarks.shapes import layers, model
 from benchmarks.timing import Candidate, verdict
 from tpfuse.comm.collectives.fused import open_channel
@@ -212,20 +209,16 @@ def _case(
     return BenchCase("overlapped_gemm", title, build, asked)
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return three widths of a product over the link, then the layers of Llama models by the number of tokens."""
-    if scale == "tiny":
+    if tiny:
         chosen_cases = [_case(kind, "tiny", 4, 64, 48, 32) for kind in KINDS]
         return [*chosen_cases, _case("gather", "tiny", 2, 32, 64, 32, "swiglu")]
     widths = ((24576, True), (1024, True), (8192, False))
     chosen_cases = [_case("link", f"{n} wide", 8, 8192, n, 8192, asked=asked) for n, asked in widths]
-    for tokens in TOKENS[1:2] if scale == "quick" else TOKENS:
+    for tokens in TOKENS:
         for name, world in LAYERS:
             for layer, n, k, activation in layers(model(name), world):
                 kind = "gather" if layer in ("qkv", "up") else "scatter"
                 chosen_cases.append(_case(kind, f"{name} tp{world} {layer}", world, tokens, n, k, activation))
     return chosen_cases
-
-
-if __name__ == "__main__":
-    sys.exit(command("overlapped_gemm", cases))

@@ -1,12 +1,9 @@
 """Time sharded_adamw with all ranks' memory on one GPU: reduce-scatter, AdamW and all-gather in a launch without waits.
 
-    python -m benchmarks.bench_sharded_adamw --quick
-
 One rank updates its shard of GPT-2 124M's parameters, bf16 with float32 masters. The buffers of the other ranks are on
 this GPU too, and their signals are set already. So the benchmark measures how the kernel uses memory, and not links.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_overlapped_gemm import RANK, Group
-from benchmarks.harness import OURS, Bench, BenchCase, Built, Scale, TimedMode, command
+from benchmarks.harness import OURS, Bench, BenchCase, Built, TimedMode
 from benchmarks.timing import Candidate, verdict
 from tpfuse.kernels import reference
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
@@ -75,9 +72,9 @@ def _build(shape: ShardedAdamWShape, bench: Bench) -> Built:
     return lambda: {OURS: verdict(lambda: Ranks(compared, bench).check())}, works
 
 
-def cases(scale: Scale) -> list[BenchCase]:
+def cases(tiny: bool) -> list[BenchCase]:
     """Return cases of eight ranks and of two, with gradients in bf16 and in float32."""
-    n = 124_439_808 if scale != "tiny" else 608
+    n = 608 if tiny else 124_439_808
     chosen_cases = []
     for world in (8, 2):
         m = n // (16 * world) * 16
@@ -85,8 +82,4 @@ def cases(scale: Scale) -> list[BenchCase]:
             name = f"124m, a shard of {world}, gradients {str(sent).removeprefix('torch.')}"
             shape = ShardedAdamWShape(name, world, m, sent)
             chosen_cases.append(BenchCase("sharded_adamw", name, partial(_build, shape), True))
-    return chosen_cases if scale == "all" else chosen_cases[:2]
-
-
-if __name__ == "__main__":
-    sys.exit(command("sharded_adamw", cases))
+    return chosen_cases[:2] if tiny else chosen_cases

@@ -96,17 +96,19 @@ class Candidates:
         return Candidate(name, forward if mode == "forward" else lambda _: backward(forward()))
 
 
-def described(shape: Shape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function], **options: Any) -> Built:
+def described(
+    shape: Shape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function | None], **options: Any
+) -> Built:
     """Return the check of an operator at a shape of its description beside peers, and its measurements in these modes.
 
-    options: fields of `Candidates`.
+    peers: those that are None are left out. options: fields of `Candidates`.
     """
     costs = shape.costs()
     candidates = Candidates(
         inputs=shape.inputs(bench),
         grad=shape.gradient(bench),
         reference=shape.reference,
-        functions={OURS: shape.function, **peers},
+        functions={OURS: shape.function} | {name: peer for name, peer in peers.items() if peer is not None},
         costs={mode: (costs[mode].flops, costs[mode].moved) for mode in modes},
         **options,
     )
@@ -118,24 +120,16 @@ def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
 
 
-def compiled(function: Function, bench: Bench, mode: str | None = None) -> Function:
+def compiled(function: Function, bench: Bench, mode: str | None = None) -> Function | None:
     """Return torch.compile of the function, for one shape; where kernels are interpreted, it is only traced.
 
-    The returned function raises LeftOut on a bench without the compiler.
+    Return None on a bench without the compiler.
     """
     if not bench.compiler:
-        return _left_out
+        return None
     if bench.interpreted:
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
-
-
-class LeftOut(RuntimeError):
-    """The error of a candidate whose time is measured in another turn."""
-
-
-def _left_out(*args: object, **inputs: object) -> Tensor:
-    raise LeftOut("torch.compile has a turn of its own")
 
 
 def fresh_compiler() -> None:

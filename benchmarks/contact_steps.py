@@ -24,8 +24,7 @@ import torch
 import triton
 
 from benchmarks.apart import ALL, Later, Row, Rows, Step, failed, read
-from benchmarks.candidates import LeftOut
-from benchmarks.harness import OURS, Bench, BenchCase, Scale, kernel_provenance, measure, new_bench
+from benchmarks.harness import OURS, Bench, BenchCase, kernel_provenance, measure, new_bench
 from benchmarks.timing import Candidate, Ceilings, Timing, alternate
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
@@ -70,6 +69,7 @@ TIMED = {
     "sharded_adamw": 20,
     "cross_entropy": 20,
 }
+COMPILED = ("gemm", "layer_norm", "rms_norm", "cross_entropy")  # those that have torch.compile as a peer
 # The share of a rank's rounds that are late, and the longest delay in cycles of a multiprocessor, about half a ms.
 _LATE, _LONGEST = 0.2, 1_000_000
 # Rounds that a thread may be ahead of its stream, by the number of ranks. Where that stream's queue is full, a launch
@@ -82,12 +82,16 @@ _COMPARED = "compared: "  # begins the lines that `main` prints
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings that all steps share. operators: the selected names of `cases` and of TIMED."""
+    """The settings that all steps share.
+
+    operators: the selected names of `cases` and of TIMED. keep: whether rows between GPUs go to benchmarks/results.
+    """
 
     out: Path
     rehearse: bool
     seed: int
     operators: tuple[str, ...]
+    keep: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -148,7 +152,7 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
         "other timings": timed("timings", 1, [name for name in TIMED if name not in FIRST_TIMED]),
         "nodes": [Step("nodes", partial(time_node, plan), 600.0, least=60.0)],
         "graph": [Step("graph", partial(one_row, "a step of a GPT", partial(time_graph, plan)), 120.0)],
-        "torch.compile": timed("torch.compile", 2),
+        "torch.compile": timed("torch.compile", 2, COMPILED),
         "tune": [
             Step(f"tune: {name}", partial(tune_operator, plan, name), 900.0, least=60.0)
             for name in TUNED
@@ -386,36 +390,28 @@ def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
     The group "timings" has the cases of the figures, without torch.compile. The group "torch.compile" has those of them
     that have torch.compile as a peer, with it. The group "more timings" has all other cases.
     """
-    earlier = read(plan.out)
-    bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(earlier))
+    bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(read(plan.out)))
     bench.compiler = group != "timings"
     bench.seconds /= 3 if group == "more timings" else 1
-    scale: Scale = "tiny" if plan.rehearse else "all"
-    left_out = {row["row"] for row in earlier if row["step"] == f"timings: {operator}" and row.get("left out")}
-    all_cases: list[BenchCase] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)
+    all_cases: list[BenchCase] = importlib.import_module(f"benchmarks.bench_{operator}").cases(plan.rehearse)
     for case in all_cases:
-        if case.asked != (group != "more timings") or (group == "torch.compile" and case.name not in left_out):
-            continue
-        rows.each(case.name, partial(time_case, case, bench))
+        if case.asked == (group != "more timings") and (case.compiled or group != "torch.compile"):
+            rows.each(case.name, partial(time_case, case, bench))
 
 
 def time_case(case: BenchCase, bench: Bench) -> Row:
-    """Return the rows of a case's candidates as "measurements", and an error where one of tpfuse's has none.
-
-    "left out" says whether candidates are left to another turn.
-    """
+    """Return the rows of a case's candidates as "measurements", and an error where one of tpfuse's has none."""
     measured = list(measure(case, bench))
-    timed = [row for row in measured if not row.get("error", "").startswith(f"{LeftOut.__name__}:")]
-    failed = [row["error"] for row in timed if row["candidate"] == OURS and "median_us" not in row]
-    row: Row = {"passed": not failed, "left out": len(timed) < len(measured), "measurements": timed}
+    failed = [row["error"] for row in measured if row["candidate"] == OURS and "median_us" not in row]
+    row: Row = {"passed": not failed, "measurements": measured}
     return row | ({"error": "; ".join(failed)} if failed else {})
 
 
 def time_node(plan: Plan, rows: Rows) -> None:
     """Time NCCL and torch's fused operators beside tpfuse where there are several GPUs; CPU ranks in a rehearsal.
 
-    The programs keep their rows in benchmarks/results themselves. A rehearsal leaves out the collectives, whose program
-    would keep the times of CPU ranks.
+    The programs write their rows themselves. A rehearsal leaves out the collectives, whose program would write the
+    times of CPU ranks.
     """
     scale = "tiny" if plan.rehearse else "quick"
     rows.each("node", partial(_on_all_gpus, plan, "benchmarks.node", "--scale", scale, "--minutes", "5"))
@@ -428,7 +424,8 @@ def _on_all_gpus(plan: Plan, *program: str) -> Row:
     if count < 2:
         return {"note": "one GPU: there is no NCCL to compare with"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    done = subprocess.run([*command, "-m", *program], cwd=ROOT, capture_output=True, text=True)
+    keep = ["--keep"] if plan.keep else []
+    done = subprocess.run([*command, "-m", *program, *keep], cwd=ROOT, capture_output=True, text=True)
     failed = {"error": done.stderr[-2000:]} if done.returncode else {}
     return {"ranks": count, "table": done.stdout.splitlines()} | failed
 

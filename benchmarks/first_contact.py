@@ -4,8 +4,6 @@
     python -m benchmarks.first_contact --out FOLDER --steps timings --operators gemm attention
     python -m benchmarks.first_contact --out FOLDER --rehearse      # all of it on a CPU, interpreted, with tiny shapes
 
-`benchmarks.gpu` takes the steps that time alone, and writes their results into benchmarks/results.
-
 The steps are in this order: the properties of the device; the compiler, on all cores; every operator beside its
 reference, and the cases that fail once more with a newer ptxas and with one stage; times of products and attention;
 several ranks in one process on streams of their own; several processes on one GPU; training steps; sanitizers; times
@@ -14,12 +12,15 @@ times of further shapes. docs/first_node.md says what each outcome means.
 
 Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
 (`benchmarks.apart`). A second call with the same FOLDER continues where the first one ended. FOLDER/first_contact.json
-is the summary: device, versions, commit and command, failures, figures, and the steps that are left.
+is the summary: device, versions, commit and command, failures, figures, and the steps that are left. What was timed on
+a GPU is also in gpu-MACHINE.json, with its table in gpu-MACHINE.md, in build/results, or with --keep in
+benchmarks/results, which git tracks.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ import torch
 from benchmarks.apart import Row, failed, finished, read, run_steps
 from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
 from benchmarks.figures import FIGURES, figures_table
-from benchmarks.harness import OURS, Parser, table, unable
+from benchmarks.harness import OURS, Parser, results, table, unable
+from tpfuse.comm.host import replace_file
 from tpfuse.kernels.launch import interpreter_problem
 from tpfuse.tools import operators as cases
 
@@ -92,6 +94,29 @@ def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, An
     }
 
 
+def write_results(folder: Path, document: dict[str, Any], measured: Sequence[Row]) -> None:
+    """Write gpu-MACHINE.json and gpu-MACHINE.md: what was measured, and the figures of the summary."""
+    head = {key: x for key, x in document["device"].items() if key not in ("step", "row", "seconds")}
+    name = f"gpu-{re.sub(r'[^a-z0-9]+', '-', head['machine'].lower()).strip('-')}"
+    text = json.dumps(head | {"figures": document["figures"]}, indent=1).removesuffix("\n}")
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in measured)
+    replace_file(folder / f"{name}.json", f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
+    lines = [
+        f"# tpfuse's operators beside their peers on {head['machine']}",
+        "",
+        f"`{head['command']}` measured these times on {head['date']} at commit {head['commit']}, with torch",
+        f"{head['torch']}, CUDA {head.get('cuda')}, driver {head.get('driver')} and Triton {head['triton']}, in",
+        "bfloat16. Times are on the device, and all candidates of a case alternated.",
+        "",
+        "```",
+        figures_table(document["figures"]),
+        "",
+        table(measured),
+        "```",
+    ]
+    replace_file(folder / f"{name}.md", "\n".join(lines) + "\n")
+
+
 def line(row: Row) -> str:
     """Return the line that is printed for a row."""
     if row.get("finished"):
@@ -104,7 +129,7 @@ def line(row: Row) -> str:
 
 def _arguments() -> argparse.Namespace:
     operators = list(dict.fromkeys([*cases.names(), *TIMED]))
-    parser = Parser(None, "python -m benchmarks.first_contact", keep=False)
+    parser = Parser(None, "python -m benchmarks.first_contact")
     parser.add_argument(
         "--out",
         type=Path,
@@ -114,7 +139,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.option("--minutes", 25.0, "end this call after this number of minutes; another call continues")
     parser.add_argument(
-        "--steps", nargs="+", choices=GROUPS, metavar="STEP", help=f"run only these steps of {', '.join(GROUPS)}"
+        "--steps", nargs="+", choices=GROUPS, metavar="STEP", help=f"run only device and these of {', '.join(GROUPS)}"
     )
     parser.add_argument(
         "--operators", nargs="+", choices=operators, metavar="OPERATOR", help="run only these operators"
@@ -134,14 +159,15 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # for the processes of the steps
         error = interpreter_problem() and f"benchmarks.first_contact: error: {interpreter_problem()}"
     else:
-        error = unable("benchmarks.first_contact", interpreted=False)
+        error = unable("benchmarks.first_contact")
     if error:
         print(error, file=sys.stderr)
         return 2
     deadline = monotonic() + 60 * arguments.minutes
-    plan = Plan(arguments.out.resolve(), arguments.rehearse, arguments.seed, tuple(arguments.operators))
-    by_group = steps(plan)
-    selected = [step for group in GROUPS if group in (arguments.steps or GROUPS) for step in by_group[group]]
+    operators = tuple(arguments.operators)
+    plan = Plan(arguments.out.resolve(), arguments.rehearse, arguments.seed, operators, arguments.keep)
+    by_group, groups = steps(plan), {"device", *(arguments.steps or GROUPS)}
+    selected = [step for group in GROUPS if group in groups for step in by_group[group]]
     names = [step.name for step in selected]
 
     def say(row: Row) -> None:
@@ -152,6 +178,9 @@ def main() -> int:
     def keep() -> dict[str, Any]:
         document = summary(plan.out, names, plan.rehearse)
         (plan.out / "first_contact.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
+        measured = [] if plan.rehearse else measurements(read(plan.out))
+        if measured and "machine" in (document["device"] or {}):
+            write_results(results(plan.keep), document, measured)
         return document
 
     left = run_steps(selected, plan.out, deadline, say)

@@ -8,11 +8,10 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from tpfuse.tools.operator import Draw
 RESULTS = Path(__file__).parent / "results"  # git tracks it
 SCRATCH = Path(__file__).parents[1] / "build" / "results"
 OURS = "tpfuse"
-Scale = Literal["all", "quick", "tiny"]  # tiny: for the interpreter, to check that a benchmark works
 Row = dict[str, Any]
 
 
@@ -177,12 +175,14 @@ class BenchCase:
     """An operator at a shape. asked: whether a figure to be reached is computed from it, so that it comes first.
 
     build: draws inputs and returns the check (verdict by candidate, "" where it is right) and the measurements.
+    compiled: whether torch.compile is a peer.
     """
 
     operator: str
     name: str
     build: Callable[[Bench], Built]
     asked: bool = False
+    compiled: bool = False
 
 
 def measure(case: BenchCase, bench: Bench) -> Iterator[Row]:
@@ -250,38 +250,10 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def command(operator: str, cases: Callable[[Scale], list[BenchCase]]) -> int:
-    """Run `python -m benchmarks.bench_OPERATOR` and return the exit status."""
-    parser = Parser(None, f"python -m benchmarks.bench_{operator}", keep=False)
-    parser.option("--quick", False, "measure only the most important shapes")
-    parser.option("--interpreted", False, "run tiny shapes on the CPU, to check that the benchmark works")
-    parser.option("--minutes", 5.0, "start no further case after this number of minutes")
-    parser.option("--seed", int(torch.seed() % 2**31), "seed of the inputs (default: a new one)")
-    arguments = parser.parse_args()
-    error = unable(f"benchmarks.bench_{operator}", arguments.interpreted)
-    if error:
-        print(error, file=sys.stderr)
-        return 2
-    bench = new_bench(arguments.seed, interpreted=arguments.interpreted)
-    scale: Scale = "tiny" if arguments.interpreted else "quick" if arguments.quick else "all"
-    deadline = monotonic() + 60 * arguments.minutes
-    rows, document = [], kernel_provenance() | {"seed": arguments.seed, "ceilings": asdict(bench.ceilings)}
-    for case in sorted(cases(scale), key=lambda case: not case.asked):
-        if monotonic() < deadline:
-            rows += list(measure(case, bench))
-        else:
-            print(f"no time left for {case.name}", file=sys.stderr)
-    print(table(rows))
-    print(json.dumps(document))
-    return int(any("median_us" not in row for row in rows if row["candidate"] == OURS))
-
-
-def unable(program: str, interpreted: bool) -> str | None:
+def unable(program: str) -> str | None:
     """Return the one line that explains why nothing can be measured here, or None where it can."""
-    if interpreted and not triton.knobs.runtime.interpret:
-        return f"{program}: error: --interpreted needs TRITON_INTERPRET=1 set before the start"
-    if not interpreted and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return f"{program}: error: there is no CUDA GPU here, and times of anything else say nothing about kernels"
-    if not interpreted and triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:
         return f"{program}: error: TRITON_INTERPRET=1 is set: kernels would be interpreted, not run"
     return None

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import apart, contact_steps, first_contact
 from benchmarks.apart import Row, Rows, Step, read
-from benchmarks.contact_steps import DTYPES, TIMED, Plan, compare_operator, run_ranks, steps, time_operator
+from benchmarks.contact_steps import COMPILED, DTYPES, TIMED, Plan, compare_operator, run_ranks, steps, time_operator
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import measurements
 from benchmarks.harness import OURS
@@ -46,6 +46,7 @@ def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) 
     assert [row for row in read(tmp_path) if not row["passed"]] == []
     first = [x for row in read(tmp_path) if row["step"].startswith("timings") for x in row["measurements"]]
     assert first and not any("torch.compile" in x["candidate"] for x in first)
+    assert any(row["step"].startswith("torch.compile") for row in read(tmp_path)) == (operator in COMPILED)
     rows = measurements(read(tmp_path))
     assert [row for row in rows if "median_us" not in row] == []
     assert {row["operator"] for row in rows} == {operator}

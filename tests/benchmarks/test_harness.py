@@ -1,6 +1,5 @@
 """The harness does not time wrong candidates, and prints the rows and their provenance."""
 
-import json
 import sys
 from collections.abc import Callable
 
@@ -8,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import bench_adamw, first_contact, node, offload_step
+from benchmarks import first_contact, node, offload_step
 from benchmarks.candidates import Candidates, compiled, liger
-from benchmarks.harness import OURS, Bench, BenchCase, Row, TimedMode, command, measure, new_bench, unable
+from benchmarks.harness import OURS, Bench, BenchCase, Row, TimedMode, measure, new_bench, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
 
@@ -137,14 +136,9 @@ def test_a_part_of_the_result_may_be_compared() -> None:
         assert (candidates.check() == {OURS: ""}) == verdict
 
 
-def _bench_adamw() -> int:
-    return command("adamw", bench_adamw.cases)
-
-
 @pytest.mark.parametrize(
     ("main", "flags", "message"),
     [
-        (_bench_adamw, [], "benchmarks.bench_adamw: error: there is no CUDA GPU here"),
         (first_contact.main, ["--out", "/nowhere"], "benchmarks.first_contact: error: there is no CUDA GPU here"),
         (node.main, [], "benchmarks.node: error: times of CPU ranks say nothing: --scale tiny"),
         (offload_step.main, ["--folder", "/nowhere"], "benchmarks.offload_step: error: offload /nowhere is not a"),
@@ -166,14 +160,6 @@ def test_a_refusal_is_one_line_and_status_2(
     assert out == "" and error.startswith(message) and error.count("\n") == 1
 
 
-def test_kernels_must_be_interpreted_where_a_benchmark_expects_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_not_timed_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert unable("bench", interpreted=True) is None
-    assert "TRITON_INTERPRET=1 is set" in (unable("bench", interpreted=False) or "")
-
-
-def test_the_command_of_a_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_adamw.py", "--interpreted", "--seed", "7"])
-    assert _bench_adamw() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 4 + 1 and json.loads(lines[-1])["seed"] == 7
+    assert "TRITON_INTERPRET=1 is set" in (unable("bench") or "")

@@ -12,7 +12,7 @@ from benchmarks.harness import OURS, Row, measure, new_bench
 from benchmarks.timing import Ceilings
 from tests.support.tiers import exhaustive
 
-TINY = {case.name.split()[0]: case for case in reversed(cases("tiny"))}
+TINY = {case.name.split()[0]: case for case in reversed(cases(tiny=True))}
 
 
 def rows(kind: str) -> dict[str, Row]:
