@@ -77,7 +77,7 @@ def _text() -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
     return ((count * 7 + count // 5) % SIZES.vocab_size).astype(np.uint16)
 
 
-def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained:
+def _train(name: Implementation, kind: Kernels, dtype: str, tp: int, sizes: GPTConfig) -> _Trained:
     """Train, and return the losses, this rank's parts of the weights, the seconds of a step and what layers really use.
 
     No rank gathers weights: torch's functional collectives crash in a Gloo group of GPU ranks (seen with torch 2.11).
@@ -90,8 +90,8 @@ def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained
         torch.cuda.set_device(device)
     with use(implementation=name, kernels=kind):
         mesh = build_mesh(device.type, dp=1, tp=tp) if tp > 1 else None
-        trainer = Trainer(_options(dtype), SIZES, mesh, device)
-        windows = Windows(_text(), SIZES.n_positions, 1, "train", SEQUENCES)
+        trainer = Trainer(_options(dtype), sizes, mesh, device)
+        windows = Windows(_text() % sizes.vocab_size, sizes.n_positions, 1, "train", SEQUENCES)
         started = perf_counter()
         losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
         seconds = (perf_counter() - started) / STEPS
@@ -126,8 +126,10 @@ def _distances(weights: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[fl
     return every.abs().max().item(), every.norm().item()
 
 
-def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -> list[TrainingRun]:
-    """Train one rank with torch's kernels, then RANKS ranks with each of the implementations.
+def train_each(
+    names: Sequence[Implementation] = get_args(Implementation)[1:], sizes: GPTConfig = SIZES
+) -> list[TrainingRun]:
+    """Train one rank with torch's kernels, then RANKS ranks with each of the implementations, at these sizes.
 
     The ranks run on the GPUs of this machine (several ranks may share one), or on its CPU if it has none; this process
     must then interpret kernels. If the one rank fails, there is nothing to compare the others with, and the result is
@@ -137,8 +139,8 @@ def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -
     alone, ranks = kind(1, timeout=300.0), kind(RANKS, timeout=300.0)
     try:
         try:
-            truth = _whole(alone.run(_train, "auto", "torch", "float64", 1))
-            plain: list[_Trained] = alone.run(_train, "auto", "torch", "float32", 1)
+            truth = _whole(alone.run(_train, "auto", "torch", "float64", 1, sizes))
+            plain: list[_Trained] = alone.run(_train, "auto", "torch", "float32", 1, sizes)
         except RankError as error:
             return [_failed(_ALONE, error)]
         largest, distance = _distances(_whole(plain), truth)
@@ -147,7 +149,7 @@ def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -
         runs = [TrainingRun(_ALONE, tuple(plain[0][0]), largest, distance, allowed, plain[0][2])]
         for name in names:
             try:
-                trained: list[_Trained] = ranks.run(_train, name, "auto", "float32", RANKS)
+                trained: list[_Trained] = ranks.run(_train, name, "auto", "float32", RANKS, sizes)
             except RankError as error:
                 runs.append(_failed(name, error))
                 continue
