@@ -21,19 +21,6 @@ EXCEPTIONS = {
     r" ring_attention_forward_kernel .*BLOCK_D=256 DROPOUT=True BLOCK_M=32 ": "64 rows and dropout's hashes spill",
 }
 
-# A part of a kernel's name -> the largest `issue_share`. The loops of attention contain a softmax besides the products.
-ISSUE_SHARE = {"attention": 1.0, "": 0.8}
-
-# Pattern of `named` -> why a kernel may exceed ISSUE_SHARE.
-ISSUE_EXCEPTIONS = {
-    r" (gemm|all_gather_gemm|gemm_reduce_scatter)_\w+ .*TMA=False": "unaligned rows are loaded element by element",
-    r" all_gather_gemm_\w+ .*BLOCK_M=64 BLOCK_N=64 ": "it takes longer to read the weight than to multiply it",
-    r" \w*attention_\w+ .*DROPOUT=True": "dropout hashes each score in some twenty integer instructions",
-    r"float32 \w*attention_\w+ ": "tf32x3 splits each element of its operands in two",
-    r" \w*attention_\w+ .*HEAD_SIZE=64 .*DROPOUT=False": "as many exponentials as heads of 128, but half the products",
-    r" ring_attention_forward_kernel .*HEAD_SIZE=256 .*BLOCK_M=64 BLOCK_N=32": "registers cannot hold a larger tile",
-}
-
 # Pattern of `named` -> why a kernel without products may move most of its bytes in accesses of less than 16 bytes.
 NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "it is one program, which moves only signals"}
 
@@ -84,8 +71,6 @@ def _violations(result: Compilation, version: str) -> Iterator[str]:
         yield "its dot does not use tensor cores"
     elif result.dot and slow(result) and not listed(EXCEPTIONS, result):
         yield slow(result)
-    if issues_too_much(result) and not listed(ISSUE_EXCEPTIONS, result):
-        yield f"its main loop takes {result.issue_share} issue slots for each cycle of the tensor cores"
     if moves_little(result) and not listed(NARROW_EXCEPTIONS, result):
         yield (
             f"it moves {narrow(result):.0%} of its bytes in accesses of less than 16 bytes:"
@@ -109,11 +94,6 @@ def slow(result: Compilation) -> str:
     if result.serialized:
         return f"its wgmma instructions wait for one another: {result.serialized}"
     return ""
-
-
-def issues_too_much(result: Compilation) -> bool:
-    """Return whether the issue of instructions, not the tensor cores, limits the speed of a loop around wgmma."""
-    return result.issue_share > next(share for part, share in ISSUE_SHARE.items() if part in result.kernel)
 
 
 def listed(patterns: Iterable[str], result: Compilation) -> str | None:
@@ -165,25 +145,13 @@ HEADER = """\
 Triton {version} compiled the kernels without a GPU. `make compiled` writes this file, and a test compares it. Each line
 shows the smallest and the largest figure of a kernel on a GPU family, over all launches that follow from the rows of
 kernels/configurations.toml and from the dtypes. Registers: of a thread. Spilled: the number of launches that spill.
-Shared: the bytes of shared memory of a program. Programs: the number that fits on a multiprocessor at once. Issue: the
-issue slots for each cycle of the tensor cores, in the main loop around wgmma. Pending: the wgmma groups that a step of
-this loop leaves running. Issue and pending are known for sm_90 only. float16 is compiled for sm_90 only, since it
-differs from bfloat16 only in conversions. `python -m tpfuse.tools.compilation OPERATOR` prints each launch.
+Shared: the bytes of shared memory of a program. Programs: the number that fits on a multiprocessor at once. float16 is
+compiled for sm_90 only, since it differs from bfloat16 only in conversions. `python -m tpfuse.tools.compilation
+OPERATOR` prints each launch.
 
 """
 
-COLUMNS = (
-    "kernel",
-    "family",
-    "launches",
-    "registers",
-    "spilled",
-    "shared",
-    "programs",
-    "issue",
-    "pending",
-    "instructions",
-)
+COLUMNS = ("kernel", "family", "launches", "registers", "spilled", "shared", "programs", "instructions")
 
 
 def table(results: Sequence[Compilation], version: str) -> str:
@@ -208,7 +176,6 @@ def _row(cells: Sequence[object]) -> str:
 
 def _cells(results: Sequence[Compilation]) -> list[object]:
     whole = [result for result in results if not result.error]
-    loops = [result for result in whole if result.issue_share]
     features = {name for result in whole for name in _features(result)}
     return [
         f"{len(results)}{f', {len(results) - len(whole)} failed' * (len(whole) < len(results))}",
@@ -216,8 +183,6 @@ def _cells(results: Sequence[Compilation]) -> list[object]:
         sum(bool(result.spilled) for result in whole) or "",
         _range(result.shared for result in whole),
         _range(result.programs for result in whole),
-        _range(result.issue_share for result in loops),
-        _range(result.pending for result in loops),
         " ".join(sorted(features)),
     ]
 

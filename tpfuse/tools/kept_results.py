@@ -23,7 +23,7 @@ from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key
 
 from tpfuse.comm.host import cache_folder, replace_file
-from tpfuse.tools import issue_slots, resources, sass, wgmma_hazards
+from tpfuse.tools import resources, sass, wgmma_hazards
 from tpfuse.tools.recorded import Job, target
 from tpfuse.tools.resources import Compilation
 
@@ -36,7 +36,7 @@ def default_folder() -> Path:
 @cache
 def _reader() -> str:
     """Return the digest of the code that makes a Compilation from a compiled kernel."""
-    files = resources.__file__, issue_slots.__file__, sass.__file__, wgmma_hazards.__file__
+    files = resources.__file__, sass.__file__, wgmma_hazards.__file__
     return hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in files)).hexdigest()
 
 

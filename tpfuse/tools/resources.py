@@ -2,7 +2,7 @@
 
 The registers are read from the cubin by cuobjdump, which comes with Triton. The instructions are read from the PTX,
 whose matrix products and wide accesses ptxas translates one by one. Only kernels with wgmma are disassembled, for their
-loops and hazards, which takes half a second.
+hazards, which takes half a second.
 """
 
 import os
@@ -17,7 +17,6 @@ from typing import Any
 from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 
-from tpfuse.tools.issue_slots import main_loop
 from tpfuse.tools.wgmma_hazards import hazards
 
 
@@ -78,10 +77,6 @@ class Compilation:
     stores: dict[int, int] = field(default_factory=dict)
     bulk: bool = False  # whether TMA moves tiles
     serialized: str = ""  # why ptxas makes each wgmma wait for the previous one
-    issue_share: float = 0.0  # issue slots over tensor cycles of the main loop around wgmma (`issue_slots`)
-    barriers: int = 0  # barrier instructions of the whole program (BAR) in that loop
-    tile_instructions: int = 0  # instructions outside it in the loop over tiles: prologue and epilogue
-    pending: int = 0  # wgmma groups that a step of the loop leaves running
     hazards: list[str] = field(default_factory=list)  # accesses to registers of a running wgmma (`wgmma_hazards`)
     error: str = ""
 
@@ -109,23 +104,8 @@ def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation
         stores=access_widths(ptx, "st"),
         bulk="cp.async.bulk.tensor" in ptx,
         serialized=serialized(ptx, log) if wgmma else "",
-        **(_products(kernel) if wgmma else {}),
+        hazards=hazards(disassembly(kernel.asm["cubin"])) if wgmma else [],
     )
-
-
-def _products(kernel: Any) -> dict[str, Any]:
-    """Return the fields of a Compilation that describe wgmma instructions and the loop around them."""
-    pending = [int(count) for count in re.findall(r"warp_group_dot_wait .*pendings = (\d+)", kernel.asm["ttgir"])]
-    sass = disassembly(kernel.asm["cubin"])
-    found, loop = {"hazards": hazards(sass)}, main_loop(sass)
-    if loop is None:
-        return found
-    return found | {
-        "issue_share": round(loop.issue_share, 2),
-        "barriers": loop.barriers,
-        "tile_instructions": loop.tile_instructions,
-        "pending": max(pending, default=0),
-    }
 
 
 def _run(tool: str, *flags: str, on: bytes) -> str:
