@@ -49,5 +49,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def compiled_beside(request: pytest.FixtureRequest) -> None:
-    """Wait until the results of all kernels are stored (`tpfuse.tools.kept_results`)."""
+    """Wait until the results of all kernels are stored (`tpfuse.tools.compilation`)."""
     request.config.stash[_COMPILING].wait()

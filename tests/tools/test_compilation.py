@@ -1,8 +1,7 @@
 """The gate passes every kernel in every configuration that can be chosen at run time, compiled for every family.
 
-Results are stored under a digest of all that they depend on (`tpfuse.tools.kept_results`), so that only kernels that
-have changed are compiled. `make compiled` writes the table that a test compares with the results; `make
-compiled-matrix` runs this file under other versions of Triton.
+Results are stored in Triton's cache, so that only kernels that have changed are compiled. `make compiled` writes the
+table that a test compares with the results; `make compiled-matrix` runs this file under other versions of Triton.
 """
 
 import re

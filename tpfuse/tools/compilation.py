@@ -3,8 +3,9 @@
     python -m tpfuse.tools.compilation gemm --families sm_90 --dtypes bfloat16
     python -m tpfuse.tools.compilation --front-end
 
-The results are kept (`tpfuse.tools.kept_results`), so that a second run compiles only the kernels that have changed.
-The front end alone (`tpfuse.tools.front_end`) takes seconds for all kernels.
+The results are stored in Triton's cache, beside the kernels, so that a second run compiles only those that have
+changed; with TRITON_ALWAYS_COMPILE=1 it compiles all. The front end alone (`tpfuse.tools.front_end`) takes seconds for
+all kernels.
 
 Each whole compilation runs in a process of its own, so that a compilation that fails, or that crashes the compiler, is
 reported on one line. Kernels that are interpreted cannot be compiled: `compile_in_subprocess` starts this module in a
@@ -12,17 +13,16 @@ Python process that does not interpret them.
 """
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
-import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,14 +30,14 @@ from typing import IO, Any
 
 import triton
 from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import make_backend
-from triton.runtime.cache import triton_key
+from triton.runtime.cache import get_cache_key, get_cache_manager
 
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.launch import FAMILIES
-from tpfuse.tools import front_end, gate, resources
+from tpfuse.tools import front_end, gate, resources, sass, wgmma_hazards
 from tpfuse.tools import operators as cases
-from tpfuse.tools.kept_results import KeptResults, default_folder, digest, entry
 from tpfuse.tools.recorded import DTYPES, Job, Recorded, record, target
 from tpfuse.tools.resources import Compilation
 
@@ -98,6 +98,8 @@ def _work(job: Job, sender: Connection, keep: Path | None, examined: bool) -> No
             result = Compilation(**_identity(job))
             if examined:
                 result = resources.examine(kernel, _identity(job), _printed(output))
+                entry, name = _store(job)
+                entry.put(json.dumps(asdict(result)), name)
             if keep is not None:
                 _keep(kernel, keep)
         except BaseException as error:
@@ -112,27 +114,24 @@ def _printed(output: IO[bytes]) -> str:
     return output.read().decode(errors="replace")
 
 
-@cache
-def _warm_up(family: str) -> None:
-    """Make Triton compute what it computes once in a process, above all its own hash, so that workers inherit it."""
-    triton_key()
-    make_backend(target(family)).hash()
-
-
 def compile_jobs(
     jobs: Iterable[Job], keep: Path | None = None, *, examined: bool = True
 ) -> Iterator[tuple[int, Compilation]]:
     """Compile the jobs on all cores, and yield (index, result) of each job when it is done.
 
-    A job is taken from `jobs` when a core is free for it. keep: a folder to which the compiler's output is written.
-    examined: whether the results contain the resources that a kernel uses, for which ptxas may run a second time.
+    A job is taken from `jobs` when a core is free for it, and not compiled if its result is stored by then. keep: a
+    folder to which the compiler's output is written, for which all jobs are compiled. examined: whether the results
+    contain the resources that a kernel uses, for which ptxas may run a second time.
     """
     context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be pickled
     waiting = enumerate(jobs)
     running: dict[Any, tuple[int, Job, BaseProcess]] = {}
     while True:
-        for index, job in islice(waiting, len(os.sched_getaffinity(0)) - len(running)):
-            _warm_up(job.family)
+        while len(running) < len(os.sched_getaffinity(0)) and (taken := next(waiting, None)):
+            index, job = taken
+            if keep is None and (stored := _stored(job)) is not None:
+                yield index, stored
+                continue
             receiver, sender = context.Pipe(duplex=False)
             stem = None if keep is None else keep / f"{job.operator}-{index}-{job.family}-{job.source.name}"
             worker = context.Process(target=_work, args=(job, sender, stem, examined))
@@ -154,51 +153,57 @@ def compile_jobs(
             yield index, result
 
 
+@cache
+def _reader() -> str:
+    """Return the digest of the code that makes a Compilation from a compiled kernel."""
+    files = resources.__file__, sass.__file__, wgmma_hazards.__file__
+    return hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _store(job: Job) -> tuple[Any, str]:
+    """Return the entry of a job in Triton's cache, and the name of the file in it that has the result.
+
+    The entry's key covers the source of the kernel and of every function that it calls, the types and constants of the
+    launch, the options, Triton, ptxas and the environment variables that Triton reads. The name covers the code that
+    reads the figures.
+    """
+    backend = make_backend(target(job.family))
+    options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
+    key = get_cache_key(job.source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    return get_cache_manager(hashlib.sha256(key.encode()).hexdigest()), f"tpfuse-{_reader()}.json"
+
+
+def _stored(job: Job) -> Compilation | None:
+    """Return the stored result of a job, of whichever operator; None if there is none."""
+    entry, name = _store(job)
+    path = None if knobs.compilation.always_compile else entry.get_file(name)
+    if path is None:
+        return None
+    result = _read(json.loads(Path(path).read_text(encoding="utf-8")))
+    return replace(result, operator=job.operator, dtype=job.dtype)
+
+
 def compile_here(
     operators: Sequence[str],
     families: Sequence[str],
     dtypes: Sequence[str],
     keep: Path | None = None,
     on_done: Callable[[Compilation], object] = lambda result: None,
-    kept_results: Path | None = None,
+    *,
+    examined: bool = True,
 ) -> CompilationReport:
     """Record launches in this process and compile them in its children. This process must not interpret kernels.
 
-    kept_results: a folder of results. A result is read from it if nothing has changed, and otherwise written to it.
-    Processes that compile with one folder at the same time share the work. The folder is not used together with `keep`,
-    which needs the compiler's output.
+    keep, examined: as for `compile_jobs`.
     """
     recorded = record(operators, families, dtypes)
     unique: dict[tuple[object, ...], Job] = {}
     for job in recorded.jobs:
         unique.setdefault(job.key, job)  # some operators launch the same kernels
-    jobs = list(unique.values())
-    kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
-    if kept is not None:
-        random.shuffle(jobs)  # each process has an order of its own: two seldom compile a job at the same time
-    started: list[tuple[Job, str]] = []  # with the name of the result to be stored
-    finished: dict[tuple[object, ...], Compilation] = {}
-
-    def finish(job: Job, result: Compilation) -> None:
-        finished[job.key] = replace(result, operator=job.operator, dtype=job.dtype)
-        on_done(finished[job.key])
-
-    def missing() -> Iterator[Job]:
-        """Yield the jobs of which no process has stored a result when their turn comes."""
-        for job in jobs:
-            name = "" if kept is None else digest(job)
-            result = None if kept is None else kept.read(name)
-            if result is None:
-                started.append((job, name))
-                yield job
-            else:
-                finish(job, result)
-
-    for index, result in compile_jobs(missing(), keep):
-        job, name = started[index]
-        if kept is not None:
-            kept.write(name, result)
-        finish(job, result)
+    keys, finished = list(unique), dict[tuple[object, ...], Compilation]()
+    for index, result in compile_jobs(unique.values(), keep, examined=examined):
+        finished[keys[index]] = result
+        on_done(result)
     results = [replace(finished[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
     return CompilationReport(triton.__version__, results + _refused(recorded), recorded.rows)
 
@@ -209,19 +214,6 @@ def _refused(recorded: Recorded) -> list[Compilation]:
         Compilation(operator, family, dtype, "", {}, 0, 0, error=reason)
         for operator, family, dtype, reason in recorded.errors
     ]
-
-
-def warm_cache(
-    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str], on_done: Callable[[Compilation], object]
-) -> CompilationReport:
-    """Compile in this process's children, so that Triton later finds in its cache what the operators launch here."""
-    recorded = record(operators, families, dtypes)
-    jobs = list({job.key: job for job in recorded.jobs}.values())
-    results = _refused(recorded)
-    for _, result in compile_jobs(jobs, examined=False):
-        on_done(result)
-        results.append(result)
-    return CompilationReport(triton.__version__, results, recorded.rows)
 
 
 def front_end_here(
@@ -264,9 +256,15 @@ def read_report(text: str) -> CompilationReport:
     document = json.loads(text)
     return CompilationReport(
         document["triton"],
-        [entry(fields) for fields in document["compilations"]],
+        [_read(fields) for fields in document["compilations"]],
         [Configuration(**row) for row in document["rows"]],
     )
+
+
+def _read(document: dict[str, Any]) -> Compilation:
+    """Return the Compilation with the fields of a JSON document, in which the widths are strings."""
+    widths = {name: {int(width): count for width, count in document[name].items()} for name in ("loads", "stores")}
+    return Compilation(**document | widths)
 
 
 def _arguments() -> argparse.Namespace:
@@ -293,15 +291,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--warm", action="store_true", help="only fill Triton's cache of this machine, and show what does not compile"
     )
-    folder = default_folder()
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="FOLDER",
-        default=folder,
-        help=f"store results in this folder, and reuse them (default: {folder})",
-    )
-    parser.add_argument("--again", action="store_true", help="compile all kernels again, without stored results")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON document")
     form.add_argument("--markdown", action="store_true", help="print the table of benchmarks/results/compiled.md")
@@ -317,19 +306,14 @@ def main() -> int:
     options = _arguments()
     document = options.json or options.markdown
     asked = options.operators, options.families, options.dtypes
-    if options.warm:
-        report = warm_cache(*asked, lambda result: print(result.operator, result.error, flush=True))
-    elif options.front_end:
+    if options.front_end:
         report = front_end_here(*asked, options.front_end)
         if not document:
             print(f"Triton {report.triton}: {len(report.compilations)} launches taken through its front end")
     else:
-        report = compile_here(
-            *asked,
-            options.keep,
-            (lambda result: None) if document else (lambda result: print(gate.describe(result), flush=True)),
-            None if options.again else options.results,
-        )
+        described = gate.named if options.warm else gate.describe
+        tell = (lambda result: None) if document else (lambda result: print(described(result), flush=True))
+        report = compile_here(*asked, options.keep, tell, examined=not options.warm)
     if options.json:
         print(json.dumps(asdict(report)))
     if options.markdown:
