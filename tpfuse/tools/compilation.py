@@ -8,8 +8,7 @@ changed; with TRITON_ALWAYS_COMPILE=1 it compiles all. The front end alone (`tpf
 all kernels.
 
 Each whole compilation runs in a process of its own, so that a compilation that fails, or that crashes the compiler, is
-reported on one line. Kernels that are interpreted cannot be compiled: `compile_in_subprocess` starts this module in a
-Python process that does not interpret them.
+reported on one line. Kernels that are interpreted cannot be compiled.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -232,23 +230,6 @@ def front_end_here(
         except Exception as error:
             results.append(Compilation(**_identity(job), error=_reason(error, "")))
     return CompilationReport(triton.__version__, results, recorded.rows)
-
-
-def compile_in_subprocess(
-    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]
-) -> CompilationReport:
-    """Run `compile_here` in a Python process that does not interpret kernels. Raise RuntimeError if it fails."""
-    flags = ["--json", "--families", *families, "--dtypes", *dtypes]
-    done = subprocess.run(
-        [sys.executable, "-m", "tpfuse.tools.compilation", *operators, *flags],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-    )
-    try:
-        return read_report(done.stdout)
-    except json.JSONDecodeError:
-        raise RuntimeError(f"compiling {', '.join(operators)} failed: {done.stderr.strip()}") from None
 
 
 def read_report(text: str) -> CompilationReport:

@@ -1,9 +1,8 @@
-"""`tpfuse verify`: compare every kernel with its reference on this machine, and show the resources that it uses.
+"""`tpfuse verify`: compare every kernel with its reference on this machine.
 
 The output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted if there is
 none. On a GPU the launches at the shapes of models are compared too: only those take the large tiles. Kernels are
-interpreted in a process of their own, since Triton decides when they are imported whether to interpret them. At the
-same time the kernels are compiled for this machine's family of GPUs, or for sm_90 if it has none. Before the
+interpreted in a process of their own, since Triton decides when they are imported whether to interpret them. Before the
 comparisons, the report shows the findings of `tpfuse doctor`. After them, it shows two training steps with each
 implementation of tensor parallelism (`tpfuse.tools.training`).
 """
@@ -15,7 +14,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,11 +31,8 @@ from tpfuse.testing.compare import Expected, evaluate, largest_error, unwritten_
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import doctor
 from tpfuse.tools import operators as cases
-from tpfuse.tools.compilation import compile_in_subprocess
-from tpfuse.tools.gate import violations
 from tpfuse.tools.operator import Shape, Trial
 from tpfuse.tools.recorded import DTYPES
-from tpfuse.tools.resources import Compilation
 from tpfuse.tools.search import copies, widened
 from tpfuse.tools.training import TrainingRun, train_each
 from tpfuse.train.errors import RunError, UserError
@@ -141,7 +136,7 @@ def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], l
     if problem := launch.interpreter_problem():
         raise RunError(problem)
     done = subprocess.run(
-        [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", *operators],
+        [sys.executable, "-m", "tpfuse", "verify", "--json", "--operators", *operators],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -160,25 +155,17 @@ def _without_verdict(entry: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of `tpfuse verify`. kernels: the compilations for `family`."""
+    """The results of `tpfuse verify`."""
 
     machine: list[doctor.Finding]
     device: str
-    family: str
     comparisons: list[Comparison]
     training: list[TrainingRun]
-    kernels: list[Compilation]
-
-    @property
-    def bad_kernels(self) -> list[Compilation]:
-        """Return the kernels that spill or do not compile."""
-        return [kernel for kernel in self.kernels if kernel.spilled or kernel.error]
 
     @property
     def passed(self) -> bool:
         """Return whether every check has passed."""
-        verdicts = [x.passed for x in self.comparisons] + [x.passed for x in self.training]
-        return all(verdicts) and not self.bad_kernels
+        return all(x.passed for x in (*self.comparisons, *self.training))
 
 
 def chosen(operators: Sequence[str]) -> Sequence[str]:
@@ -190,28 +177,18 @@ def chosen(operators: Sequence[str]) -> Sequence[str]:
     return operators or known
 
 
-def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
-    """Compare and compile the kernels of `operators` at the same time. An empty sequence stands for all operators.
+def verify(operators: Sequence[str]) -> Verification:
+    """Compare the kernels of `operators`. An empty sequence stands for all operators.
 
     One of the operators may be "training": two steps of the tiny GPT with each implementation of tensor parallelism.
 
     Raise UserError for an unknown operator, and RunError if the comparison cannot start.
     """
     operators = chosen(operators)
-    to_compile = [name for name in operators if name != TRAINING] if compile_too else []
     gpu = torch.cuda.is_available()
-    family = launch.family(torch.device("cuda")) if gpu else "sm_90"
-    compare_all = compare_here if gpu or launch.INTERPRETED else compare_in_subprocess
-    with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(compile_in_subprocess, to_compile, [family], list(DTYPES)) if to_compile else None
-        comparisons, training = compare_all(operators)
-        try:
-            compiled = [] if compiling is None else compiling.result().compilations
-        except RuntimeError as error:  # the comparisons are shown nevertheless
-            reason = " ".join(str(error).split())
-            compiled = [Compilation(", ".join(to_compile), family, "", "", {}, 0, 0, error=reason)]
+    comparisons, training = (compare_here if gpu or launch.INTERPRETED else compare_in_subprocess)(operators)
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
-    return Verification(doctor.examine(doctor.Machine()), device, family, comparisons, training, compiled)
+    return Verification(doctor.examine(doctor.Machine()), device, comparisons, training)
 
 
 def document(verification: Verification) -> dict[str, Any]:
@@ -219,7 +196,6 @@ def document(verification: Verification) -> dict[str, Any]:
     return {
         "passed": verification.passed,
         "device": verification.device,
-        "family": verification.family,
         "machine": [asdict(finding) for finding in verification.machine],
         "versions": {
             "tpfuse": __version__,
@@ -229,16 +205,7 @@ def document(verification: Verification) -> dict[str, Any]:
         },
         "comparisons": [asdict(x) | {"passed": x.passed} for x in verification.comparisons],
         "training": [asdict(x) | {"passed": x.passed} for x in verification.training],
-        "kernels": [asdict(kernel) for kernel in verification.kernels],
     }
-
-
-def _resources(verification: Verification, operator: str, dtype: str) -> list[str]:
-    """Return the most registers, spilled bytes and bytes of shared memory that a kernel of an operator uses."""
-    compilations = [kernel for kernel in verification.kernels if (kernel.operator, kernel.dtype) == (operator, dtype)]
-    if not compilations:
-        return ["", "", ""]
-    return [str(max(getattr(kernel, name) for kernel in compilations)) for name in ("registers", "spilled", "shared")]
 
 
 def show(verification: Verification, console: Console) -> None:
@@ -246,18 +213,12 @@ def show(verification: Verification, console: Console) -> None:
     console.print(doctor.report(verification.machine), markup=False, highlight=False, soft_wrap=True)
     console.print()
     table = Table("operator", "case", "dtype", box=None)
-    for name in ("error", "bound", "registers", "spills", "shared"):
+    for name in ("error", "bound"):
         table.add_column(name, justify="right")
-    for operator in dict.fromkeys(x.operator for x in verification.comparisons):
-        for dtype in DTYPES:
-            taken = _resources(verification, operator, dtype)
-            for x in verification.comparisons:
-                if (x.operator, x.dtype) == (operator, dtype):
-                    error = "FAILED" if x.failure else "not finite" if x.error is None else f"{x.error:.1e}"
-                    bound = f"{x.bound:.1e}" if x.tensor else ""
-                    style = None if x.passed else "bold red"
-                    table.add_row(operator, x.case, dtype, error, bound, *taken, style=style)
-                    taken = ["", "", ""]  # shown once for each operator and dtype
+    for x in verification.comparisons:
+        error = "FAILED" if x.failure else "not finite" if x.error is None else f"{x.error:.1e}"
+        bound = f"{x.bound:.1e}" if x.tensor else ""
+        table.add_row(x.operator, x.case, x.dtype, error, bound, style=None if x.passed else "bold red")
     if verification.comparisons:
         console.print(table)
         console.print(
@@ -270,26 +231,19 @@ def show(verification: Verification, console: Console) -> None:
             error = "not finite" if x.error is None else f"{x.error:.3e}"
             reason = x.failure or f"{x.tensor}: error {error}, allowed {x.bound:.3e}"
             console.print(f"FAILED {x.operator}, {x.case}, {x.dtype}: {reason}", markup=False, soft_wrap=True)
-    for kernel in verification.bad_kernels:
-        console.print(f"FAILED {next(violations(kernel))}", markup=False, soft_wrap=True)
     console.print(f"\ncompared on {verification.device}")
-    if verification.kernels:
-        columns = "registers a thread, spilled bytes and bytes of shared memory"
-        console.print(f"compiled for {verification.family}; {columns}: the most of any kernel of the operator")
     console.print(verdict(verification), style=None if verification.passed else "bold red", soft_wrap=True)
 
 
 def verdict(verification: Verification) -> str:
     """Return the last line of the report: how many of all checks have passed."""
-    cases, runs, kernels = len(verification.comparisons), len(verification.training), len(verification.kernels)
-    counts = (
-        (cases, sum(not x.passed for x in verification.comparisons), "cases are within their bounds"),
-        (runs, sum(not x.passed for x in verification.training), "training runs are within their bounds"),
-        (kernels, len(verification.bad_kernels), "kernels compile without spills"),
-    )
-    results = [
-        f"{count - bad} of {count} {what}" if bad else f"all {count} {what}" for count, bad, what in counts if count
-    ]
+    checks = {"cases": verification.comparisons, "training runs": verification.training}
+    results = []
+    for what, found in checks.items():
+        good = sum(x.passed for x in found)
+        if found:
+            count = f"all {good}" if good == len(found) else f"{good} of {len(found)}"
+            results.append(f"{count} {what} are within their bounds")
     return f"{'passed' if verification.passed else 'FAILED'}: {', '.join(results)}"
 
 
@@ -314,14 +268,14 @@ def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
             console.print(f"FAILED training, {x.name}: {x.failure or 'weights differ too much'}", soft_wrap=True)
 
 
-def run(operators: Sequence[str], as_json: bool, compile_too: bool) -> int:
+def run(operators: Sequence[str], as_json: bool) -> int:
     """Run the command. Return 0 if every check has passed, else 1."""
     operators = chosen(operators)
     if as_json:
-        verification = verify(operators, compile_too)
+        verification = verify(operators)
         print(json.dumps(document(verification)))
     else:
         say(f"comparing {', '.join(operators)}: without a GPU about half a minute each on two cores\n")
-        verification = verify(operators, compile_too)
+        verification = verify(operators)
         show(verification, Console(width=None if sys.stdout.isatty() else 160))
     return int(not verification.passed)

@@ -576,7 +576,7 @@ class DoctorCommand:
 
 @dataclass(frozen=True)
 class VerifyCommand:
-    """Compare every kernel with its reference on this machine, and compile it.
+    """Compare every kernel with its reference on this machine.
 
     This takes some minutes on two CPU cores. The exit status is 1 if one fails.
     """
@@ -586,8 +586,6 @@ class VerifyCommand:
     with each implementation of tensor parallelism."""
     json: bool = False
     """Print one JSON document instead of tables."""
-    compile: bool = True
-    """Compile the kernels too, for this machine's GPU or sm_90, and show registers, spills and shared memory."""
 
 
 FIRST: dict[type, tuple[str, ...]] = {
