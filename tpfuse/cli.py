@@ -117,15 +117,8 @@ def _plan(options: "PlanCommand") -> str:
 
 def _profile(arguments: Sequence[str]) -> int:
     from tpfuse.train.config import parse_command
-    from tpfuse.train.options import ProfileCommand, ProfileCompareCommand, ProfileSummaryCommand
+    from tpfuse.train.options import ProfileCommand, ProfileSummaryCommand
 
-    if arguments[:1] == ["compare"]:
-        pair = parse_command(ProfileCompareCommand, arguments[1:], "profile compare")
-        from tpfuse.profile.compare import compare
-
-        text, slower = compare(pair.before, pair.after, pair.slower)
-        print(text)
-        return int(slower)
     if arguments[:1] == ["summary"]:
         traces = parse_command(ProfileSummaryCommand, arguments[1:], "profile summary")
         from tpfuse.profile.command import summary_of

@@ -14,16 +14,16 @@ from types import FrameType
 
 from tpfuse.comm.host import replace_file
 from tpfuse.profile import ncu, nsys
-from tpfuse.profile.compare import SUMMARY
 from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.summary import summarise, table
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.train.config import PRESETS, profiled_steps
 from tpfuse.train.errors import RunError, UserError
-from tpfuse.train.messages import program, say, warn
+from tpfuse.train.messages import say, warn
 from tpfuse.train.options import ProfileCommand
 
 TRACE, RUN = "trace", "run"  # folders within a profile
+SUMMARY = "summary.json"
 
 
 def profile(options: ProfileCommand, words: Sequence[str]) -> int:
@@ -168,5 +168,4 @@ def summary_of(folder: Path) -> str:
     write_perfetto(traces, folder / "trace.json")
     draw_profile(document, folder / "profile.png")
     files = f"files in {folder}: {SUMMARY}, trace.json (for ui.perfetto.dev), profile.png"
-    again = f"compare with another profile: {program()} profile compare {folder} OTHER"
-    return "\n".join([table(document), "", *document["sentences"], "", files, again])
+    return "\n".join([table(document), "", *document["sentences"], "", files])

@@ -511,8 +511,6 @@ class ProfileCommand:
     tpfuse profile -- tiny --parallel.tp 2
 
     `tpfuse profile summary FOLDER` explains what another program has recorded.
-
-    `tpfuse profile compare A B` compares two profiles.
     """
 
     with_: Annotated[Literal["trace", "nsys", "ncu", "torch"], arg(name="with")] = "trace"
@@ -535,18 +533,6 @@ class ProfileSummaryCommand:
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
     """Folder of the traces, for the summary and the picture too."""
-
-
-@dataclass(frozen=True)
-class ProfileCompareCommand:
-    """Compare two profiles. The exit status is 1 if an operator, or the whole step, became slower."""
-
-    before: Annotated[Positional[Path], arg(metavar="A")]
-    """Folder of the first profile, which `tpfuse profile` has written."""
-    after: Annotated[Positional[Path], arg(metavar="B")]
-    """Folder of the second profile."""
-    slower: float = 0.1
-    """Share of a time above which B counts as slower than A."""
 
 
 @dataclass(frozen=True)
