@@ -158,6 +158,7 @@ def test_half_moments_are_equal_to_the_bit_at_every_stage(tmp_path: Path, dtype:
         *exhaustive(
             {"dtype": "float64", "dp": 2, "tp": 2},
             {"dtype": "float32", "dp": 4, "replicas": 2, "state_dtype": "bfloat16"},
+            {"dtype": "float32", "dp": 3, "state_dtype": "bfloat16", "optim": {"name": "muon"}},
             {"dtype": "float32", "dp": 2, "pp": 2, "pp_schedule": "zero_bubble", "accumulation": 3},
         ),
     ],
@@ -173,6 +174,14 @@ def test_offload_at_stage_3_changes_no_bit(tmp_path: Path, layout: dict[str, Any
     trained(folder, 2, "auto", tmp_path / "run")
     [found, *_] = trained(options_of(stage=3, **layout), 1, "auto", None, tmp_path / "run")
     _check_equal(found, (expected[0][0][2:], expected[0][1][2:], expected[0][2]))
+    if "pp" not in layout:  # from one rank to another layout
+        alone = {name: layout[name] for name in layout.keys() & {"dtype", "state_dtype", "optim"}}
+        trained(options_of(**alone), 2, "auto", tmp_path / "alone")
+        runs = (
+            trained(options, 1, "auto", None, tmp_path / "alone")[0]
+            for options in (options_of(stage=3, **layout), folder)
+        )
+        _check_equal(*runs)
 
 
 def _check_equal(found: Result, expected: Result) -> None:

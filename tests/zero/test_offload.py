@@ -27,7 +27,7 @@ from tpfuse.zero.bucket_layout import BucketLayout, Segment
 from tpfuse.zero.fully_sharded import _parameter_groups, _parameters_of
 from tpfuse.zero.offload import FileStore, MemoryStore, check_space, state_bytes
 from tpfuse.zero.reducer import shard_update
-from tpfuse.zero.reducer.shard_update import Staging, StateStore
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
 
 RATES = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SIZES = (63, 1000, 5000)  # elements of three shards
@@ -83,7 +83,8 @@ def test_updates_are_equal_to_the_bit_in_every_store(folder: Path, dtype: torch.
 
 def test_state_survives_release_and_parts_of_a_tensor_have_their_own_blocks(folder: Path) -> None:
     """A bucket's two halves, with and without weight decay, are parts of the same tensors, at any offset."""
-    store = FileStore(folder, 4 * 10000 + 8 * 10, block=512)
+    store = FileStore(folder, 8 + 4 * 10000 + 8 * 10, block=512)
+    store.tensor("odd", 3, torch.bfloat16).fill_(2.0)
     whole, small = store.tensor("whole", 10000, torch.float32), store.tensor("small", 10, torch.float64)
     for number, half in enumerate((whole[:3777], whole[3777:])):
         for part in store.blocks([half, torch.empty(len(half))]):  # the store does not own the second one
@@ -126,7 +127,7 @@ def _resident(store: FileStore) -> int:
 def test_one_block_is_resident_at_a_time(folder: Path) -> None:
     """A quarter of each tensor, one mebibyte, is resident, and the pages around it that the kernel maps on a read."""
     block, around = 2**20, 2**17
-    store = FileStore(folder, 8 * block, block=block // 4)
+    store = FileStore(folder, 12 * block, block=block // 4)
     state = [store.tensor(name, block, torch.float32) for name in ("master", "exp_avg")]
     for _ in range(2):
         for part in store.blocks(state, following=state):
@@ -139,12 +140,15 @@ def test_one_block_is_resident_at_a_time(folder: Path) -> None:
     assert 7 * block < _resident(store) <= 8 * block, "the test cannot measure what is resident"
     store.release()
     assert _resident(store) <= around
+    parameters = store.tensor("parameters", block, torch.float32)  # as at stage 3
+    rates = Rates(step=torch.tensor(1.0), **RATES)
+    ShardUpdate(*state, None, block, rates, store).apply(torch.ones(block), parameters)
+    assert _resident(store) <= around, "parameters stay resident after their update"
+    assert parameters.all()
 
 
 def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match=r"too little space: optimizer state needs 1048576.00 GiB, [\d.]+ GiB are free"
-    ):
+    with pytest.raises(ValueError, match=r"too little space: 1048576.00 GiB are needed, [\d.]+ GiB are free"):
         FileStore(folder, 2**50)
     expected = f"offload {folder}: cannot allocate 2.00 MiB there: No space left on device"
     full = mock.Mock(
@@ -231,7 +235,7 @@ def test_bytes_of_state() -> None:
     assert state_bytes(layouts, 0) == 12 * 640 + 8 * 320 + 16 * 64
     for stage in (1, 2):
         assert state_bytes(layouts, stage) == 12 * 160 + 8 * 160 + 16 * 64
-    assert state_bytes(layouts, 3) == 8 * 160 + 8 * 160 + 16 * 64, "shards are the masters"
+    assert state_bytes(layouts, 3) == 12 * 160 + 12 * 160 + 24 * 64, "the shards of all parameters are masters"
     assert state_bytes(layouts[:2], 0, "bfloat16") == 8 * 640 + 4 * 320
     with pytest.raises(ValueError, match="state_dtype bfloat16 is for parameters of float32 or a half type, not for"):
         state_bytes(layouts, 0, "bfloat16")
@@ -264,8 +268,16 @@ def _on_two_memories(
                 each.device = DEVICE
             if optimizer._muon is not None:
                 optimizer._muon._traffic = Traffic()  # between the devices, and not counted below
-            for tensor in (*state, optimizer._step, *(parameter._sharded_param_data for parameter in parameters)):
+            shards = [parameter._sharded_param_data for parameter in parameters]
+            for tensor in (*state, optimizer._step, *shards):
                 memories.keep(tensor)
+            assert (
+                "shards in the host's memory" if place == "host" else f"parameters in {place})"
+            ) in engine.explanation()[0]
+            if place != "host":
+                file = engine._store
+                assert {x.untyped_storage().data_ptr() for x in (*state, *shards)} == {file._bytes.data_ptr()}
+                assert file._used == len(file._bytes)
         norms, batches = [], micro_batches(layout, 3)
         with memories.used() if offloads else nullcontext():
             for step in range(2):
@@ -278,6 +290,12 @@ def _on_two_memories(
                     copied, sent = memories.to_device + memories.to_host - copied, engine.traffic.received - received
                     sent += sum(piece.tensor.nbytes for piece in by_muon) + 8
                     assert copied == sent if dist.get_rank() == 0 else 0 < copied < sent
+            if offloads and place != "host":
+                assert _resident(file) == 0, "pages stay in this process after an update"
+                with torch.no_grad():
+                    case.loss(batches[0], 0)
+                assert _resident(file) == 0, "pages stay in this process after shards were gathered"
+                engine.free_gathered()
         assert all(memories.on_host(tensor) == offloads for tensor in state if tensor.numel())
         runs.append((whole(engine), norms))
     return runs

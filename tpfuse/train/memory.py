@@ -181,6 +181,10 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
         lines.append(f"At stages 2 and 3 {count} micro-batches are added up in {held}.")
     if options.train.offload_activations and options.train.recompute == "full":
         lines.append("The inputs of blocks are in the host's memory, but one (train.offload_activations).")
-    place = {"none": "", "host": "the host's memory"}.get(options.zero.offload, "files")
-    shards = "; at stage 3 the host's memory has the shards of parameters and gradients too" if max(found) == 3 else ""
-    return [*lines, *([f"Masters and moments are in {place} (zero.offload){shards}."] if place else [])]
+    if options.zero.offload == "none":
+        return lines
+    on_host, host = options.zero.offload == "host", "the host's memory"
+    files = f"files have the parameters too, and {host} the gradients"
+    shards = f"; at stage 3 {f'{host} has the parameters and gradients too' if on_host else files}"
+    place = f"Masters and moments are in {host if on_host else 'files'} (zero.offload)"
+    return [*lines, f"{place}{shards if max(found) == 3 else ''}."]

@@ -252,7 +252,7 @@ class ZeroOptions:
     micro-batch is reduced) or whole (all: one reduction in a step, for four bytes a parameter)."""
     offload: Rounds[str] = "none"
     """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk. At stage 3 the
-    shards of parameters and gradients go to the host's memory too."""
+    shards of parameters go there too, and those of gradients to the host's memory."""
     compression: Alters[str] = "none"
     """Gradient compression between nodes: none, bf16, or powersgd-RANK (products of two matrices of this rank), as in
     powersgd-4. Within a node gradients are never compressed."""

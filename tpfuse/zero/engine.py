@@ -35,7 +35,7 @@ from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.micro_batches import RankGroups, check_gradient_dtype
 from tpfuse.zero.muon import MuonOptions
 from tpfuse.zero.muon_matrices import Rows, matrices_of
-from tpfuse.zero.offload import FileStore, moment_dtype, state_bytes, state_store
+from tpfuse.zero.offload import FileStore, file_bytes, moment_dtype, state_bytes, state_store
 from tpfuse.zero.parameter_takeover import partial_gradients
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.sharded_adamw import ShardedAdamW
@@ -96,7 +96,7 @@ def shard(
 
     offload: the place of what the update alone uses, float32 masters and moments (`tpfuse.zero.offload`): "none" (the
     parameters' device), "host" (the host's memory) or a folder on a local disk. At stage 3 the shards are the masters;
-    unless it is "none", they and their gradients are in the host's memory, also if the moments are in a folder.
+    unless it is "none", they and their gradients are in the host's memory; for a folder, `adamw` moves them there.
 
     Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
     parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
@@ -153,7 +153,7 @@ def shard(
             accumulate=accumulate,
             tied=shared.tied,
             matrices=hidden,
-            offloads=offload != "none",
+            offload=offload,
         )
     else:
         engine = GradientBuckets(
@@ -169,7 +169,7 @@ def shard(
             tied=shared.tied,
             matrices=hidden,
         )
-    engine.offload = offload
+        engine.offload = offload
     return engine
 
 
@@ -199,11 +199,12 @@ def adamw(
     problem, offload = "", engine.offload
     try:
         if isinstance(engine, FullySharded):
-            by_muon, nbytes = {matrix.name for matrix in engine.matrices}, 0
+            by_muon, sizes = {matrix.name for matrix in engine.matrices}, engine.shard_bytes
             for member in engine.members:
                 one, elements = member.sharded.dtype, local_tensor(member.sharded).numel()
-                moments = one.itemsize if member.name in by_muon else 2 * moment_dtype(state_dtype, one).itemsize
-                nbytes += elements * moments
+                kept = [one] if member.name in by_muon else [moment_dtype(state_dtype, one)] * 2
+                sizes += [elements * dtype.itemsize for dtype in kept]
+            nbytes = sum(map(file_bytes, sizes))
         else:
             nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage, state_dtype)
         store = state_store(offload, engine.device, nbytes)
@@ -214,6 +215,8 @@ def adamw(
         if collectives.all_reduce(failed, engine.world_group).item():
             raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
     if isinstance(engine, FullySharded):
+        if isinstance(store, FileStore):
+            engine.move_shards(store)
         return ShardedAdamW(engine, store=None if offload == "none" else store, **options)  # type: ignore[arg-type]
     return FlatAdamW(engine, store=store, **options)  # type: ignore[arg-type]
 

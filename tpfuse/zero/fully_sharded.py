@@ -8,7 +8,8 @@ PyTorch's `fully_shard` does the work. This module makes it an engine like the b
   initial weights are drawn in the half type and then widened, so they equal those of the other stages.
 - Offload: shards of parameters and gradients are in the host's memory, pinned for GPUs (`CPUOffloadPolicy`). A unit's
   shards are copied to the device each time that it is gathered, and its sums to the host when it is reduced. Sums of
-  further micro-batches are added there.
+  further micro-batches are added there. If the place is a folder, the shards of parameters move to its file
+  (`move_shards`), from which a unit is read when it is gathered, and nothing is pinned.
 - Communication between CPU ranks goes through `tpfuse.comm.collectives` (`tpfuse.zero.collectives_with_traffic`).
 - Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
   reduced over the groups, once in a step, in its last micro-batch (before torch 2.13 and with offload in each one).
@@ -26,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from typing import Any, cast
 
 import torch
@@ -51,6 +53,7 @@ from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import count_write, take_context_sums, taken_gradient, writes
 from tpfuse.zero.reducer.collective import reserve
+from tpfuse.zero.reducer.shard_update import StateStore
 from tpfuse.zero.unit_order import UnitOrder
 
 _LOST = (
@@ -85,8 +88,7 @@ class ShardedParameter:
 class FullySharded(MicroBatches):
     """An engine that takes over the parameters of `model`: it shards them and sums their gradients into `members`.
 
-    `tpfuse.zero.shard` makes it and documents the arguments. tied: that of `SharedParameters`. offloads: whether the
-    shards are in the host's memory.
+    `tpfuse.zero.shard` makes it and documents the arguments. tied: that of `SharedParameters`.
 
     Call `start(last=…)`, forward and backward for each micro-batch, then `finish()`. Every rank must run the same units
     in the same order: if one skips a unit, all raise Disagreement, which names the unit, between CPU ranks in the pass
@@ -114,13 +116,14 @@ class FullySharded(MicroBatches):
         accumulate: Accumulate = "sharded",
         tied: Iterable[str] = (),
         matrices: Sequence[HiddenMatrix] = (),
-        offloads: bool = False,
+        offload: str | PathLike[str] = "none",
     ) -> None:
         super().__init__(model)
         self.stage, self.accumulate, self.reasons = 3, accumulate, ["fully_shard"]
-        self._offloads = offloads
-        if offloads:
-            self.reasons.append("shards in the host's memory")
+        self.offload = offload
+        self._store: StateStore | None = None  # the file of the shards
+        if offload != "none":
+            self.reasons.append("shards in the host's memory" if offload == "host" else f"parameters in {offload}")
         self.traffic = Traffic()
         self.world_group, self.stage_group, self.matrices = groups.world, groups.stage, matrices
         units = list(units)
@@ -198,11 +201,33 @@ class FullySharded(MicroBatches):
             known = [p for p in written if _gathered(p) is not None]
             count_write([p.unsharded_param for p in known])
             self._counted.update(known)
+        if self._store is not None:
+            for parameter in group.fsdp_params:
+                self._store.load(parameter._sharded_param_data)
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):  # what is made in this mode can never be trained
             type(group).unshard(group, async_op)
             if inference and any(_gathered(parameter) is None for parameter in group.fsdp_params):
                 group.wait_for_unshard()
+        if self._store is not None:
+            self._store.release()
+
+    def move_shards(self, store: StateStore) -> None:
+        """Move this rank's shards of all parameters, with their padding, into a store, from which they are gathered."""
+        self._check_parameters()
+        for parameter in _parameters_of(*self._units):
+            data, shard = parameter._sharded_param_data, parameter._sharded_local_tensor
+            moved = store.tensor(parameter._param_fqn, data.numel(), data.dtype).copy_(data)
+            parameter._sharded_param_data = moved
+            parameter.sharded_param._local_tensor = moved[: shard.numel()].view(shard.shape)
+        self._store = store
+        store.release()
+        self._record_parameters()
+
+    @property
+    def shard_bytes(self) -> list[int]:
+        """Return the bytes of what `move_shards` moves, for each parameter."""
+        return [parameter._sharded_param_data.nbytes for parameter in _parameters_of(*self._units)]
 
     def _check_gathered(self) -> None:
         """Raise ValueError if others have written to a gathered parameter: its shards do not have that."""
@@ -217,7 +242,7 @@ class FullySharded(MicroBatches):
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if half else None, reduce_dtype=reduced if half else None, cast_forward_inputs=False
         )
-        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda" and self.offload == "host")
         self._units: list[FSDPModule] = []
         self._freed: list[FSDPModule] = []  # the units that free their parameters after a forward pass
         for index, unit in enumerate((*units, self.model)):
@@ -230,7 +255,7 @@ class FullySharded(MicroBatches):
                 unit,
                 mesh=mesh,
                 mp_policy=policy,
-                offload_policy=on_host if self._offloads else OffloadPolicy(),
+                offload_policy=OffloadPolicy() if self.offload == "none" else on_host,
                 reshard_after_forward=frees,
                 shard_placement_fn=lambda p: Shard(shard_dim(local_tensor(p).shape, mesh.size())),
                 ignored_params={p for p in unit.parameters() if not p.numel()},  # torch cannot reduce their gradients
@@ -272,7 +297,7 @@ class FullySharded(MicroBatches):
         self._order.begin("reduce_scatter", unit)  # with one rank to a replica there was no other
         # Before torch 2.13 the gradients of two micro-batches may belong to different parameters of the unit. The sums
         # of earlier micro-batches are not on the device if shards are offloaded.
-        postpones = hasattr(self._units[-1], "set_reduce_scatter_unused_params") and not self._offloads
+        postpones = hasattr(self._units[-1], "set_reduce_scatter_unused_params") and self.offload == "none"
         if postpones and not self._sums_replicas:
             self._unsummed.add(unit)
             return
@@ -500,7 +525,7 @@ class FullySharded(MicroBatches):
             group.wait_for_unshard()
         for unit in self._units:
             unit.reshard()
-        if self._offloads and self.device.type == "cuda":
+        if self.offload != "none" and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 

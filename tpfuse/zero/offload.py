@@ -3,7 +3,8 @@
 Only the update reads and writes them, once in a step, block after block, so they do not have to be on the model's
 device. If they are on the host, the update runs there: a block of the gradient is copied to the host, and the new
 parameters are copied back. The idea is ZeRO-Infinity's (arXiv:2104.07857). Mapped memory replaces its engine for
-reading and writing, because the kernel's page cache does the same and uses all memory that is free.
+reading and writing, because the kernel's page cache does the same and uses all memory that is free. At stage 3 the
+shards of the parameters, which are the masters, may be in the file too, and are read whenever they are gathered.
 
 A file of state is temporary: it has no name, so it disappears with the process, however this ends. Checkpoints hold
 the state that must survive.
@@ -29,7 +30,7 @@ from tpfuse.zero.reducer.shard_update import StateStore
 
 BLOCK = 4 * 2**20  # elements, 16 MiB in float32: large enough for a disk, and a few blocks take little memory
 _IN_MEMORY = ("tmpfs", "ramfs")
-_MADV_POPULATE_WRITE = 23  # Python's mmap module does not define it
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Python's mmap module does not define them
 
 
 class MemoryStore(StateStore):
@@ -75,12 +76,12 @@ class FileStore(StateStore):
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
         """See `StateStore`. Raise ValueError if the file is full."""
-        start = -(-self._used // dtype.itemsize) * dtype.itemsize
-        stop = start + size * dtype.itemsize
+        start = self._used
+        stop = start + file_bytes(size * dtype.itemsize)
         if stop > len(self._bytes):
             raise ValueError(f"{key}: {stop} bytes of state do not fit in the {len(self._bytes)} bytes of the file")
         self._used = stop
-        return self._bytes[start:stop].view(dtype)
+        return self._bytes[start : start + size * dtype.itemsize].view(dtype)
 
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
         parts = _parts(_length(tensors), self._block)
@@ -91,11 +92,16 @@ class FileStore(StateStore):
                 self._read_ahead(tensors, parts[index])
             elif following:
                 self._read_ahead(following, slice(0, min(self._block, _length(following))))
-            self._populate(tensors, part)
+            self._populate(tensors, part, _MADV_POPULATE_WRITE)
             try:
                 yield part
             finally:
                 self._release_pages(tensors, part)
+
+    def load(self, tensor: Tensor) -> None:
+        whole = slice(0, tensor.numel())
+        self._read_ahead([tensor], whole)
+        self._populate([tensor], whole, _MADV_POPULATE_READ)
 
     def release(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
@@ -104,7 +110,7 @@ class FileStore(StateStore):
         for start, length in self._pages(tensors, part):
             self._map.madvise(mmap.MADV_WILLNEED, start, length)
 
-    def _populate(self, tensors: Sequence[Tensor], part: slice) -> None:
+    def _populate(self, tensors: Sequence[Tensor], part: slice, advice: int) -> None:
         """Load all pages of a part with one call, instead of one by one when they are accessed.
 
         A disk that fails raises OSError here; an access to the page would end the process. Linux before 5.14 does not
@@ -112,7 +118,7 @@ class FileStore(StateStore):
         """
         for start, length in self._pages(tensors, part):
             try:
-                self._map.madvise(_MADV_POPULATE_WRITE, start, length)
+                self._map.madvise(advice, start, length)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -155,17 +161,22 @@ def moment_dtype(chosen: MomentDtype, master: torch.dtype) -> torch.dtype:
     return master if chosen == "float32" else torch.bfloat16
 
 
+def file_bytes(nbytes: int) -> int:
+    """Return the bytes that a tensor of `nbytes` takes in a file: the next one may have any dtype."""
+    return -(-nbytes // 8) * 8
+
+
 def state_bytes(layouts: Iterable[BucketLayout], stage: int, state_dtype: MomentDtype = "float32") -> int:
     """Return the bytes of one rank's masters (for half types) and moments; all ranks have as many.
 
-    state_dtype: that of AdamW's two moments; Muon has one, in the dtype of masters. At stage 3 the shards are the
-    masters, and not counted. Raise ValueError as `moment_dtype` does.
+    state_dtype: that of AdamW's two moments; Muon has one, in the dtype of masters. At stage 3 the shards of all
+    parameters are the masters. Raise ValueError as `moment_dtype` does.
     """
     total = 0
     for layout in layouts:
         elements, master = len(layout.shard(0)) if stage else layout.size, layout.state_dtype
         moments = master.itemsize if layout.muon else 2 * moment_dtype(state_dtype, master).itemsize
-        total += elements * (moments + (master.itemsize if layout.dtype in HALF and stage < 3 else 0))
+        total += elements * (moments + (master.itemsize if layout.dtype in HALF or stage == 3 else 0))
     return total
 
 
@@ -197,9 +208,7 @@ def check_space(folder: Path, nbytes: int) -> None:
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if free < nbytes:
-        raise ValueError(
-            f"offload {folder} has too little space: optimizer state needs {_size(nbytes)}, {_size(free)} are free"
-        )
+        raise ValueError(f"offload {folder} has too little space: {_size(nbytes)} are needed, {_size(free)} are free")
 
 
 def _file_system(folder: Path) -> str:

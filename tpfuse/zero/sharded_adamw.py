@@ -2,7 +2,7 @@
 
 If they are offloaded, the host updates the shards one after another, in blocks, as those of the buckets
 (`tpfuse.zero.reducer.shard_update`). The shards of the parameters, which are the masters, and of their gradients are in
-its memory then (`tpfuse.zero.fully_sharded`), and so are the moments, or in a file.
+its memory then (`tpfuse.zero.fully_sharded`), and so are the moments; or parameters and moments are in a file.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class ShardedAdamW:
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
     weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
     they may be changed too. state_dtype: as for `tpfuse.zero.adamw`. store: the memory of the moments if the engine
-    offloads its shards, else None.
+    offloads its shards, else None; shards that are in a file are in this store (`FullySharded.move_shards`).
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class ShardedAdamW:
                 self._update(members, lr, factor, self.weight_decay if decay else 0.0)
         count_write([member.sharded for member in self._engine.members])
         self._engine.clear_gradients()
+        self.release()
 
     def _update_matrices(self, lr: float, factor: float) -> None:
         """Update the shards of Muon's matrices."""
@@ -122,9 +123,9 @@ class ShardedAdamW:
         for member in reversed(members):
             moments = self._exp_avg[member.name].view(-1), self._exp_avg_sq[member.name].view(-1)
             updates.append(ShardUpdate(*moments, None, len(moments[0]), rates, store, None, following))
-            following = moments
+            following = *moments, _flat_shard(member)
         for member, update in zip(members, reversed(updates), strict=True):
-            update.apply(member.gradient.view(-1), local_tensor(member.sharded).detach().view(-1))
+            update.apply(member.gradient.view(-1), _flat_shard(member))
 
     def publish(self) -> None:
         """Free gathered parameters after a checkpoint has changed the shards, so that the new values are gathered."""
@@ -154,3 +155,7 @@ class ShardedAdamW:
     @updates.setter
     def updates(self, count: int) -> None:
         self._step.fill_(count)
+
+
+def _flat_shard(member: ShardedParameter) -> Tensor:
+    return local_tensor(member.sharded).detach().view(-1)

@@ -30,7 +30,7 @@ class AddingUpdate:
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
+    def blocks(self, *others: Tensor) -> Iterator[tuple[int, int]]:
         cut = self._size // 3
         yield from ((0, cut), (cut, self._size))
 

@@ -46,6 +46,10 @@ class StateStore(ABC):
         the tensors of the next call, if they are known.
         """
 
+    def load(self, tensor: Tensor) -> None:
+        """Load a contiguous tensor of this store into memory, before something else reads it. Raise OSError."""
+        return
+
     def release(self) -> None:
         """Release memory that is not needed, after a checkpoint has read or written the state without `blocks`."""
         return
@@ -126,13 +130,16 @@ class ShardUpdate:
         moments = self.exp_avg, self.exp_avg_sq
         return moments if self.master is None else (self.master, *moments)
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the bounds [a, b) of `blocks_of` this shard."""
-        return blocks_of(self.state, self.store, self.staging, self.following)
+    def blocks(self, *others: Tensor) -> Iterator[tuple[int, int]]:
+        """Yield the bounds [a, b) of `blocks_of` this shard. others: further tensors of it that may be in the store."""
+        return blocks_of((*self.state, *others), self.store, self.staging, self.following)
 
     def apply(self, gradient: Tensor, values: Tensor) -> None:
-        """Update the whole shard. gradient: [n], of any floating dtype. values: [n], the parameters, written."""
-        for a, b in self.blocks():
+        """Update the whole shard. gradient: [n], of any floating dtype. values: [n], the parameters, written.
+
+        The parameters may be in the store too.
+        """
+        for a, b in self.blocks(values):
             self.block(a, b, gradient[a:b], values[a:b])
 
     def block(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
