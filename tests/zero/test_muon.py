@@ -1,8 +1,9 @@
 """Muon on shards: every layout trains to the weights of torch.optim.Muon and torch.optim.AdamW on one rank."""
 
 import copy
+import inspect
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf, prod
 from typing import Any
 from unittest import mock
@@ -124,14 +125,22 @@ def test_one_rank_orthogonalises_each_matrix_whole_once_a_step(layout: Layout) -
     assert bool(cut) == (layout.stage > 0)
 
 
+def test_constants_are_those_of_torch_and_the_original_rate_grows_with_the_features_out() -> None:
+    theirs = inspect.signature(torch.optim.Muon).parameters
+    for name in ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps"):
+        assert getattr(MuonOptions(), name) == theirs[name].default, name
+    tall, original = HiddenMatrix("tall", (16, 4), (), False, None), MuonOptions(adjust_lr_fn="original")
+    assert original.scale(tall) == 2 and original.scale(replace(tall, transposed=True)) == 1
+
+
 def test_the_owner_of_equal_matrices_has_the_largest_part_of_its_own() -> None:
     matrices, whole = [HiddenMatrix(name, (4, 4), (), False, None) for name in "ab"], ((0, 4), (0, 4))
     assert _owners(matrices, [[(1, whole)], [(0, whole)]]) == [1, 0]
 
 
 def test_float32_is_orthogonalised_in_bfloat16_as_by_torch() -> None:
-    """The original rate of a matrix is larger than AdamW's by its shape; without a gradient a matrix only decays."""
-    options = MuonOptions(lr=0.02, weight_decay=0.3, nesterov=False, adjust_lr_fn="original", ns_steps=4, eps=1e-3)
+    """The first gradients are below eps. Without a gradient a matrix only decays."""
+    options = MuonOptions(lr=0.02, weight_decay=0.3, nesterov=False, adjust_lr_fn="original", ns_steps=4, eps=2.0)
     start = {"0.weight": normal(1, 9, 5), "1.weight": normal(2, 5, 9), "2.weight": normal(3, 4, 6)}
     model = nn.Sequential(nn.Linear(5, 9, False), nn.Linear(9, 5, False), nn.Linear(6, 4, False))
     model.load_state_dict(start)
