@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from tests.support.meshes import mesh_of, tensor_mesh
+from tests.support.meshes import tensor_mesh
 from tests.support.tiers import UNEVEN_SEQUENCES, exhaustive
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
@@ -471,34 +470,6 @@ def test_training_under_autocast_is_as_exact_as_with_torchs_styles() -> None:
         assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     for name, error in errors[0].items():
         assert error <= 2 * errors[1][name] + 1e-6, (name, error, errors[1][name])
-
-
-@pytest.mark.exhaustive
-@on_ranks(4)
-def test_training_under_fully_shard_is_that_of_one_rank() -> None:
-    mesh = mesh_of(2, 2)
-    ids = integers(1, 4, 12, low=0, high=34, dtype=torch.int64)
-    rows = torch.arange(4).chunk(2)[mesh.get_local_rank("dp")]
-    for local in (True, False):
-        whole = Model()
-        model = parallelize_module(Model(), mesh["tp"], _plan(OURS, local))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
-        for _ in range(3):
-            expected = _loss(whole, ids)
-            expected.backward()
-            loss = _loss(model, ids[rows])
-            loss.backward()
-            norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (whole, model)]
-            assert isinstance(norms[1], DTensor)
-            torch.testing.assert_close(norms[1].full_tensor(), norms[0], rtol=1e-9, atol=1e-12)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for (name, wanted), parameter in zip(whole.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-7, atol=1e-9, msg=name)
 
 
 @pytest.mark.exhaustive

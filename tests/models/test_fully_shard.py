@@ -10,36 +10,9 @@ from tests.support.meshes import mesh_of
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
-from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=4, dropout=0.2)
-
-
-def _steps(tp: int, dp: int) -> None:
-    mesh = mesh_of(dp, tp)
-    ids = integers(1, 4, 13, low=0, high=100, dtype=torch.int64)
-    rows = torch.arange(4).chunk(dp)[mesh.get_local_rank("dp")]
-    plain = GPT(CONFIG, dtype=torch.float64)
-    model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)
-    initialize(plain, 1)
-    initialize(model, 1)
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model)]
-    for step in range(2):
-        expected = plain(ids, ids.roll(-1, 1), dropout_at=(3, step))
-        losses = model(ids[rows], ids[rows].roll(-1, 1), dropout_at=(3, step), sequences_B=rows)
-        torch.testing.assert_close(losses, expected[rows], rtol=1e-9, atol=1e-12)
-        expected.mean().backward()
-        losses.mean().backward()  # fully_shard averages over dp
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2, name
-        torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.exhaustive
@@ -59,8 +32,3 @@ def test_local_slices_are_those_of_fully_shard() -> None:
     placements = [_StridedShard(0, split_factor=3), Shard(0)]
     with pytest.raises(ValueError, match="expected Shard or Replicate"):
         local_slices(DTensor.from_local(torch.zeros(2, 2), mesh, placements, run_check=False))
-
-
-@pytest.mark.exhaustive
-def test_training_steps_are_those_of_one_rank() -> None:
-    pool(4).run(_steps, 2, 2)

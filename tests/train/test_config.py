@@ -1,6 +1,5 @@
 """The sources of an option's value, and the errors for unknown options."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -130,16 +129,6 @@ def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:
     for arguments in ([], ["--config", str(file)], ["--out"]):
         with pytest.raises(UserError, match=r"^--out FOLDER is needed"):
             parse_prepare(arguments)
-
-
-def test_prepare_has_no_options_of_validation_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_prepare(["--help"])
-    shown = set(re.findall(r"--data\.[\w-]+", capsys.readouterr().out))
-    assert shown == {"--data.path", "--data.field", "--data.tokenizer"}
-    for option in ("--data.val-path", "--data.val-fraction"):
-        with pytest.raises(UserError, match=f"unknown option {option} of tpfuse prepare"):
-            parse_prepare(["--out", str(tmp_path), option, "0.2"])
 
 
 def test_lengths_of_the_schedule_are_steps_or_tokens(tmp_path: Path) -> None:

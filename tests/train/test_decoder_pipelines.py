@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.decoders import FAMILIES, decoder, exact
 from tests.support.tiers import exhaustive, pairwise
-from tests.support.training import Result, check_same, new_trainer, options_of, ranks_of, trained_decoder
+from tests.support.training import Result, check_same, new_trainer, options_of, trained_decoder
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
@@ -122,42 +122,6 @@ def test_a_run_resumes_with_and_without_a_pipeline(
     losses, norms, weights = trained_decoder(config, after, 1, None, tmp_path)
     whole = _one_rank(family, 3)
     _check(family, (whole[0][:2] + losses, whole[1][:2] + norms, weights))
-
-
-def _evaluated_and_generated(config: DecoderConfig, options: TrainCommand) -> tuple[float, list[list[list[int]]]]:
-    """Return the loss of an evaluation, and texts after prompts of one token and of seven."""
-    with exact(config.empty(torch.float64)):
-        trainer, windows = new_trainer(options, config)
-        for _ in range(2):
-            trainer.train_step(windows, lambda: False)
-        loss = trainer.evaluate(windows, 2)
-        texts = [trainer.generate(ids, 12).tolist() for ids in (torch.tensor([[3], [40]]), torch.arange(14).view(2, 7))]
-        assert trainer.evaluate(windows, 2) == loss, "generation leaves nothing behind"
-        trainer.train_step(windows, lambda: False)
-    return loss, texts
-
-
-@functools.cache
-def _evaluated_on_one_rank(family: str) -> tuple[float, list[list[list[int]]]]:
-    return pool(1).run(_evaluated_and_generated, _config(family), ONE_RANK)[0]
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        *exhaustive(
-            ("gemma3", _options((2, 1, 1, 2), "zbv")),
-            ("gpt2", _options((1, 2, 1, 2))),
-            ("llama_tied", _options((1, 1, 1, 4), "interleaved_1f1b")),
-            ("neox", _options((1, 1, 2, 2), "zbv", stage=3)),
-        ),
-    ],
-)
-def test_an_evaluation_and_a_text_are_those_of_one_rank(family: str, options: TrainCommand) -> None:
-    loss, texts = _evaluated_on_one_rank(family)
-    for found, continued in pool(ranks_of(options)).run(_evaluated_and_generated, _config(family), options):
-        assert found == pytest.approx(loss, rel=1e-9)
-        assert continued == texts
 
 
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8}

@@ -1,7 +1,6 @@
 """Durable files, and the order in which a save makes things durable."""
 
 import errno
-import hashlib
 import os
 from pathlib import Path
 
@@ -10,19 +9,7 @@ import torch
 
 from tpfuse.train import checkpoint
 from tpfuse.train.checkpoint import Shard
-from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
-
-
-def test_all_bytes_are_written_if_the_system_takes_few_at_a_time(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
-    with DurableFile(tmp_path / "a") as file:
-        file.write(b"0123456789" * 5)
-        file.write(memoryview(torch.arange(6, dtype=torch.int16).numpy()))
-        file.write(b"")
-    content = b"0123456789" * 5 + bytes([0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0])
-    assert (tmp_path / "a").read_bytes() == content
-    assert file.size == 62 and file.sha256 == hashlib.sha256(content).hexdigest() == sha256_of(tmp_path / "a")
+from tpfuse.train.durable import DurableFile, make_folder, remove, sync_folder
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path):

@@ -288,17 +288,6 @@ def test_a_rank_of_a_pipeline_that_hangs_is_named(endless: Start, tmp_path: Path
 
 
 @pytest.mark.processes
-def test_a_killed_rank_ends_the_run(endless: Start, tmp_path: Path) -> None:
-    command = endless(f"--parallel.pp 4 {_PIPELINE}")
-    victim = command.ranks()[3]
-    command.send(signal.SIGKILL, [victim])
-    _, err = command.end(1)
-    told = rf"tpfuse train: error: rank 3 \(process {victim}\) was killed by SIGKILL: .*\n"
-    assert re.fullmatch(told, err), err
-    assert "for rank" in hang(tmp_path / "run").splitlines()[0]
-
-
-@pytest.mark.processes
 def test_a_killed_parent_leaves_no_rank(endless: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

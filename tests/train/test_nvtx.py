@@ -1,110 +1,94 @@
-"""NVTX ranges of training, as a tool receives them that NVTX loads instead of Nsight Systems. No GPU is needed."""
+"""NVTX ranges of training, as a stand-in of NVTX receives them. No GPU is needed."""
 
-import os
-import shutil
-import subprocess
 import sys
-from collections import Counter, defaultdict
-from pathlib import Path
-from typing import NamedTuple
+import threading
+from collections import defaultdict
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support.command import Commands
-from tpfuse.testing.patience import patient
+from tests.support.training import new_trainer, options_of
+from tpfuse.switches import use
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.train.options import ProfileOptions
 from tpfuse.train.step_profile import StepProfile
 
 MISSING = "--profile.nvtx needs the package nvtx: pip install 'tpfuse[profile]'"
-SHORT = "--train.steps 2 --train.eval-every 0 --train.save-every 0".split()
 
 
-class Call(NamedTuple):
-    """A call of NVTX, as nvtx_recorder.c writes it."""
+class Domain:
+    """A stand-in of NVTX's domain, which keeps each call as (what, range or thread, attributes)."""
 
-    process: str
-    thread: str
-    kind: str
-    range: str
-    domain: str
-    category: str
-    message: str
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, Any]] = []
 
+    def get_event_attributes(self, message: str, color: int = 0, category: str = "") -> tuple[str, str]:
+        return message, category
 
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let NVTX load the recorder in the processes that the test starts, and return the file that it writes."""
-    pytest.importorskip("nvtx")
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    library, source = tmp_path / "recorder.so", Path(__file__).with_name("nvtx_recorder.c")
-    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True, timeout=patient(60))
-    monkeypatch.setenv("NVTX_INJECTION64_PATH", str(library))
-    monkeypatch.setenv("NVTX_RECORD", str(tmp_path / "record"))
-    return tmp_path / "record"
+    def push_range(self, attributes: tuple[str, str]) -> None:
+        self.calls.append(("push", threading.get_ident(), attributes))
+
+    def pop_range(self) -> None:
+        self.calls.append(("pop", threading.get_ident(), None))
+
+    def start_range(self, attributes: tuple[str, str]) -> int:
+        self.calls.append(("start", len(self.calls), attributes))
+        return len(self.calls) - 1
+
+    def end_range(self, number: int) -> None:
+        self.calls.append(("end", number, None))
 
 
-def train(flags: list[str], out: Path, *more: str) -> None:
-    arguments = [sys.executable, "-m", "tpfuse", "train", *flags, *SHORT, "--out", str(out), *more]
-    subprocess.run(arguments, check=True, timeout=patient(120), stdout=subprocess.DEVNULL)
+@on_ranks(2)
+def test_ranks_show_their_spans() -> None:
+    """The ranges of each thread are balanced, and the first and last range of a rank names rank and layout."""
+    nvtx, domain, group = pytest.importorskip("nvtx"), Domain(), dist.group.WORLD
+    with mock.patch.object(nvtx, "get_domain", lambda name: {"tpfuse": domain}[name]), use(implementation="direct"):
+        trainer, windows = new_trainer(options_of(tp=2))
+        for wanted in (False, True):
+            model, layout, device = trainer.model, trainer.layout, trainer.device
+            profile = StepProfile(ProfileOptions(nvtx=wanted), model, layout, group, device, compiled=False)
+            assert not domain.calls, "nothing calls NVTX without the option"
+            with profile:
+                for number in (1, 2):
+                    with profile.step(number):
+                        trainer.train_step(windows, lambda: False)
+    (kind, whole, place), *_, last = domain.calls
+    assert (kind, place) == ("start", (f"rank {dist.get_rank()} of 2: tp 2 x cp 1 x dp 1", "rank"))
+    assert last == ("end", whole, None)
+    found = _spans(domain.calls)
+    layer, operator = "transformer.h.0.mlp.c_proj", "linear_reduce_scatter"
+    for step in ("step 1", "step 2"):
+        around = step, "micro-batch 0"
+        assert found[*around, "forward", f"{operator} (direct) in {layer}"] == "operator"
+        assert found[*around, "backward", f"{operator} backward (direct) in {layer}"] == "operator"
+    shown = [attributes for _, _, attributes in domain.calls if attributes]
+    assert shown.count((layer, "layer")) == 4, "in the forward and the backward pass of two steps"
+    assert not [message for message, _ in shown if " torch." in message]
+    assert {category for _, category in shown} >= {"step", "phase", "operator", "communication", "wait"}
 
 
-@pytest.mark.processes
-def test_ranks_show_their_spans(flags: list[str], record: Path, tmp_path: Path) -> None:
-    """The ranges of each thread are balanced, and the first and last range of each rank names rank and layout."""
-    train(flags, tmp_path / "run", "--profile.nvtx", "--parallel.tp", "2", "--parallel.impl", "direct")
-    calls = [Call(*line.split("\t")) for line in record.read_text().splitlines()]
-    assert {call.domain for call in calls} == {"tpfuse"}
-    strings = Counter((call.process, call.message) for call in calls if call.kind == "string")
-    assert max(strings.values()) == 1
-    ranks = defaultdict(list)
-    for call in calls:
-        if call.kind in ("push", "pop", "start", "end"):
-            ranks[call.process].append(call)
-    assert {of[0].message for of in ranks.values()} == {f"rank {rank} of 2: tp 2 x cp 1 x dp 1" for rank in range(2)}
-    for of in ranks.values():
-        whole = of[0]
-        assert (whole.kind, whole.category) == ("start", "rank")
-        assert (of[-1].kind, of[-1].range) == ("end", whole.range)
-        found = _spans(of)
-        last, kind = "transformer.h.0.mlp.c_proj", "linear_reduce_scatter"
-        for step in ("step 1", "step 2"):
-            around = step, "micro-batch 0"
-            assert found[*around, "forward", f"{kind} (direct) in {last}"] == "operator"
-            assert found[*around, "backward", f"{kind} backward (direct) in {last}"] == "operator"
-        layers = Counter(call.message for call in of if call.category == "layer")
-        assert layers[last] == 4  # in the forward and the backward pass of two steps
-        assert not [call for call in of if " torch." in call.message]
-        assert {call.category for call in of if call.category} >= {"step", "phase", "operator", "communication", "wait"}
-
-
-def _spans(calls: list[Call]) -> dict[tuple[str, ...], str]:
+def _spans(calls: list[tuple[str, int, Any]]) -> dict[tuple[str, ...], str]:
     """Return the kind of each push by the messages around it. Fails unless ranges are balanced on each thread."""
-    stacks: dict[str, list[str]] = defaultdict(list)
-    found, started = {}, set()
-    for call in calls:
-        stack = stacks[call.thread]
-        if call.kind == "push":
-            stack.append(call.message)
-            found[tuple(stack)] = call.category
-        elif call.kind == "pop":
-            stack.pop()
-        elif call.kind == "start":
-            started.add(call.range)
+    stacks: dict[int, list[str]] = defaultdict(list)
+    found, started = {}, set[int]()
+    for kind, where, attributes in calls:
+        if kind == "push":
+            stacks[where].append(attributes[0])
+            found[tuple(stacks[where])] = attributes[1]
+        elif kind == "pop":
+            stacks[where].pop()
+        elif kind == "start":
+            started.add(where)
         else:
-            started.remove(call.range)
-    assert not started
-    assert not any(stacks.values())
+            started.remove(where)
+    assert not started and not any(stacks.values())
     return found
-
-
-@pytest.mark.processes
-def test_nothing_calls_nvtx_without_the_option(flags: list[str], record: Path, tmp_path: Path) -> None:
-    train(flags, tmp_path / "run")
-    assert not record.exists()
 
 
 def test_the_missing_package_is_named_before_a_rank_starts(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
