@@ -102,8 +102,6 @@ def activation_backward(
     launch(
         activation_backward_kernel,
         (parts * tiles_n,),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         grad_ptr=grad,
         gate_ptr=preactivation,
         up_ptr=preactivation[:, n:] if gated else None,
@@ -117,6 +115,6 @@ def activation_backward(
         stride_pm=preactivation.stride(0),
         stride_pn=preactivation.stride(1),
         ACTIVATION=activation,
-        **row.blocks,
+        **row.options,
     )
     return out, None if sums is None else sums.sum(0).to(grad.dtype)

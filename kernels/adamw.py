@@ -174,8 +174,6 @@ def adamw_(
     launch(
         adamw_kernel,
         (cdiv(len(master), row.blocks["BLOCK"]),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         master_ptr=master,
         gradient_ptr=gradient,
         exp_avg_ptr=exp_avg,
@@ -187,7 +185,7 @@ def adamw_(
         clip_ptr=clip,
         n=len(master),
         **rates(beta1, beta2, eps, weight_decay),
-        **row.blocks,
+        **row.options,
     )
 
 

@@ -4,14 +4,11 @@ Each rank stages its x, waits for the others and copies all slots. It copies its
 1, rank + 2, …, so that not all ranks read the same slot at once. `kernels/endpoint.py` describes the protocol.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.endpoint import Endpoint, as_words, slot, stage
-from tpfuse.kernels.launch import cdiv, launch
+from tpfuse.kernels.endpoint import Endpoint, launch_words, slot, stage
 from tpfuse.kernels.signals import advance, barrier, begin
 from tpfuse.kernels.trace import COPYING, now, record
 
@@ -59,17 +56,4 @@ def all_gather_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     """
     n = x.numel()
     endpoint.check("all_gather", x, (n,), out, (endpoint.world, n))
-    x_words, out_words, words = as_words(x, out, n)
-    row = choose_configuration("all_gather", x.device, torch.int64)
-    block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # a tile has the same number of bytes on all ranks
-    launch(
-        all_gather_forward_kernel,
-        endpoint.grid("all_gather", x.nbytes, cdiv(words, block)),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
-        x_ptr=x_words,
-        out_ptr=out_words,
-        n=words,
-        BLOCK=block,
-        **endpoint.arguments(),
-    )
+    launch_words(all_gather_forward_kernel, "all_gather", x, out, n, endpoint)

@@ -36,10 +36,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.activations import GATED, check_activation
-from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_shape
+from tpfuse.kernels.activations import GATED
+from tpfuse.kernels.checks import check_contiguous, check_device, check_shape
 from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
+from tpfuse.kernels.gemm import check_product
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
@@ -290,7 +291,11 @@ def _plan(
     other_tiles: bool,
 ) -> _GatherPlan:
     operator = "all_gather_gemm"
-    m, k, n = _check(operator, x, weight, bias, gathered, ready, endpoint, activation)
+    m, k, n = check_product(operator, x, weight, bias, activation, gathered=gathered)
+    check_device(operator, "the channel", endpoint.slots, "x", x)
+    check_ready(operator, ready, endpoint)
+    check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
+    check_contiguous(operator, "gathered", gathered)
     if copied and keep_own:
         raise ValueError(
             f"{operator}: keep_own is True: expected False with copied, where copy engines also copy this rank's chunk"
@@ -341,30 +346,3 @@ def _programs(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> in
             f"{operator}: a channel of 1 program: expected at least 2, one that copies, one that multiplies"
         )
     return copiers + min(tiles, endpoint.programs - copiers)
-
-
-def _check(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gathered: Tensor,
-    ready: Tensor,
-    endpoint: Endpoint,
-    activation: str | None,
-) -> tuple[int, int, int]:
-    check_activation(operator, activation)
-    check_floats(operator, x=x, weight=weight, bias=bias, gathered=gathered)
-    check_device(operator, "the channel", endpoint.slots, "x", x)
-    check_ready(operator, ready, endpoint)
-    if x.ndim != 2:
-        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [m, K]")
-    (m, k), n = x.shape, weight.shape[0] if weight.ndim else 0
-    check_shape(operator, "weight", weight, (n, k))
-    if activation in GATED and n % 2:
-        raise ValueError(f"{operator}: weight has {n} rows: {activation} expects an even number, [gate | up]")
-    if bias is not None:
-        check_shape(operator, "bias", bias, (n,))
-    check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
-    check_contiguous(operator, "gathered", gathered)
-    return m, k, n

@@ -122,12 +122,10 @@ def all_reduce_forward(x: Tensor, out: Tensor, endpoint: Endpoint, *, two_shot: 
     launch(
         all_reduce_two_shot_kernel if two_shot else all_reduce_one_shot_kernel,
         endpoint.grid("all_reduce", x.nbytes, tiles, rounds=2 if two_shot else 1),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         x_ptr=x,
         out_ptr=out,
         n=n,
         **({"part": part} if two_shot else {}),
-        **row.blocks,
+        **row.options,
         **endpoint.arguments(),
     )

@@ -5,14 +5,11 @@ first and then from those of rank + 1, rank + 2, …, so that not all ranks read
 `kernels/endpoint.py` describes the protocol.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.endpoint import Endpoint, as_words, slot, stage
-from tpfuse.kernels.launch import cdiv, launch
+from tpfuse.kernels.endpoint import Endpoint, launch_words, slot, stage
 from tpfuse.kernels.signals import advance, barrier, begin
 from tpfuse.kernels.trace import COPYING, now, record
 
@@ -60,17 +57,4 @@ def all_to_all_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     """
     n = x.numel() // endpoint.world
     endpoint.check("all_to_all", x, (endpoint.world, n), out, (endpoint.world, n))
-    x_words, out_words, words = as_words(x, out, n)
-    row = choose_configuration("all_to_all", x.device, torch.int64)
-    block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # a tile has the same number of bytes on all ranks
-    launch(
-        all_to_all_forward_kernel,
-        endpoint.grid("all_to_all", x.nbytes, cdiv(words, block)),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
-        x_ptr=x_words,
-        out_ptr=out_words,
-        n=words,
-        BLOCK=block,
-        **endpoint.arguments(),
-    )
+    launch_words(all_to_all_forward_kernel, "all_to_all", x, out, n, endpoint)

@@ -398,7 +398,7 @@ def _gradient(x: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
 
 def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor, dv: Tensor) -> None:
     """Compute dk and dv in one launch, or in one launch each if the sums of both do not fit in the registers."""
-    row = _row("dkdv", arguments)
+    row = backward_row(f"{_OPERATOR}_dkdv", arguments)
     blocks = {"BLOCK_M": row.blocks["BLOCK_M"], "BLOCK_N": row.blocks["BLOCK_N"]}
     tiles = cdiv(longest, blocks["BLOCK_N"])
     for wanted in ("DK DV",) if row.blocks["TOGETHER"] else ("DV", "DK"):
@@ -420,24 +420,22 @@ def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor
 
 def _launch_dq(arguments: dict[str, Any], heads: int, longest: int, dq: Tensor) -> None:
     """Compute dq in one launch."""
-    row = _row("dq", arguments)
+    row = backward_row(f"{_OPERATOR}_dq", arguments)
     tiles = cdiv(longest, row.blocks["BLOCK_M"])
     launch(
         attention_backward_dq_kernel,
         (heads * tiles,),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         dq_ptr=dq,
         tiles=tiles,
         **arguments,
-        **{**row.blocks, "SLICE_D": min(row.blocks["SLICE_D"], arguments["BLOCK_D"])},
+        **{**row.options, "SLICE_D": min(row.blocks["SLICE_D"], arguments["BLOCK_D"])},
     )
 
 
-def _row(kernel: str, arguments: dict[str, Any]) -> Configuration:
-    """Return the configuration of the kernel "dkdv" or "dq" for these arguments."""
+def backward_row(operator: str, arguments: dict[str, Any]) -> Configuration:
+    """Return the configuration of a kernel of dq, or of dk and dv, for these arguments."""
     q: Tensor = arguments["q_ptr"]
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(arguments["DROPOUT"])}
-    row = choose_configuration(f"{_OPERATOR}_{kernel}", q.device, q.dtype, **sizes)
+    row = choose_configuration(operator, q.device, q.dtype, **sizes)
     assert row.blocks["BLOCK_M"] <= PADDING.value, row
     return row

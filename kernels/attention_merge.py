@@ -90,8 +90,6 @@ def attention_merge(
     launch(
         attention_merge_kernel,
         (batch * heads * tiles_m,),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         a_ptr=out_a,
         lse_a_ptr=lse_a,
         b_ptr=out_b,
@@ -106,7 +104,7 @@ def attention_merge(
         **strides("o", out),
         HEAD_SIZE=size,
         BLOCK_D=triton.next_power_of_2(size),
-        **row.blocks,
+        **row.options,
     )
     return out, lse
 

@@ -46,6 +46,11 @@ class Configuration:
         """Return the operator, family, bits and limits of the row; no two rows of a table have the same."""
         return self.operator, self.family, self.bits, tuple(sorted(self.at_most.items()))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what a launch takes of the row: its blocks, num_warps and num_stages."""
+        return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
     def fits(self, bits: int, sizes: Mapping[str, int], *, busy: bool = True) -> bool:
         """Return whether the row is for elements of `bits` bits and these sizes.
 

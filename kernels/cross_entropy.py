@@ -123,8 +123,6 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
     launch(
         cross_entropy_forward_kernel,
         (cdiv(rows, row.blocks["BLOCK_M"]),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         logits_ptr=logits,
         target_ptr=target.contiguous(),
         statistics_ptr=statistics,
@@ -132,7 +130,7 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
         V=width,
         start=start,
         stride_m=logits.stride(0),
-        **row.blocks,
+        **row.options,
     )
     return statistics
 
@@ -190,8 +188,6 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
     launch(
         cross_entropy_combine_kernel,
         (cdiv(len(target), row.blocks["BLOCK_M"]),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         statistics_ptr=statistics.contiguous(),
         target_ptr=target.contiguous(),
         loss_ptr=loss,
@@ -199,7 +195,7 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
         M=len(target),
         world=len(statistics),
         vocabulary=vocabulary,
-        **row.blocks,
+        **row.options,
     )
     return loss, normalizer
 
@@ -305,8 +301,6 @@ def _backward(
     launch(
         cross_entropy_backward_kernel,
         (cdiv(rows, row.blocks["BLOCK_M"]),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         logits_ptr=logits,
         target_ptr=target.contiguous(),
         normalizer_ptr=normalizer.contiguous(),
@@ -316,7 +310,7 @@ def _backward(
         V=width,
         start=start,
         stride_m=logits.stride(0),
-        **row.blocks,
+        **row.options,
     )
     return out
 

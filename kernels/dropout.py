@@ -91,8 +91,6 @@ def dropout_forward(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     launch(
         dropout_kernel,
         (cdiv(m, row.blocks["BLOCK_M"]), cdiv(c, row.blocks["BLOCK_C"])),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         x_ptr=x,
         rows_ptr=rows.contiguous(),
         key_ptr=key,
@@ -102,6 +100,6 @@ def dropout_forward(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
         x_stride=x.stride(0),
         threshold=threshold(p),
         scale=1.0 / (1.0 - p),
-        **row.blocks,
+        **row.options,
     )
     return out

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_contiguous, check_device, check_integers, check_shape
+from tpfuse.kernels.configurations import choose_configuration
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import peer_pointer
 from tpfuse.kernels.tiles import rounded
 
@@ -112,6 +114,22 @@ def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
         offsets += [tensor.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()]
     word = next(dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets))
     return x.reshape(-1).view(word), out.reshape(-1).view(word), offsets[0] // word.itemsize
+
+
+def launch_words(kernel: Any, operator: str, x: Tensor, out: Tensor, n: int, endpoint: Endpoint) -> None:
+    """Launch a kernel that moves x to out, in rows of n elements. A tile has the same number of bytes on all ranks."""
+    x_words, out_words, words = as_words(x, out, n)
+    row = choose_configuration(operator, x.device, torch.int64)
+    block = row.blocks["BLOCK"] * 8 // x_words.element_size()
+    launch(
+        kernel,
+        endpoint.grid(operator, x.nbytes, cdiv(words, block)),
+        x_ptr=x_words,
+        out_ptr=out_words,
+        n=words,
+        **row.options | {"BLOCK": block},
+        **endpoint.arguments(),
+    )
 
 
 def check_summed(operator: str, x: Tensor) -> None:

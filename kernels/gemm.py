@@ -144,8 +144,10 @@ class _GemmPlan(NamedTuple):
 
 @planned
 def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> _GemmPlan:
-    m, k, n = _check_forward("gemm_forward", x, weight, bias, residual, activation)
+    m, k, n = check_product("gemm_forward", x, weight, bias, activation, residual=residual)
     width = n // 2 if activation in GATED else n
+    if residual is not None:
+        check_shape("gemm_forward", "residual", residual, (m, width))
     gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
     aligned = allows_tma(x, gate, up)
     programs = multiprocessors(x.device)
@@ -177,11 +179,20 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
     return _GemmPlan(m, width, n, splits, Launch(gemm_forward_kernel, grid, arguments, num_warps, num_stages))
 
 
-def _check_forward(
-    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None
+def check_product(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None = None,
+    **others: Tensor | None,
 ) -> tuple[int, int, int]:
+    """Return (M, K, N). Raise ValueError unless x is [M, K], weight [N, K] and bias [N].
+
+    N must be even for a gated activation. All have one dtype and are on one device, the others too.
+    """
     check_activation(operator, activation)
-    check_floats(operator, x=x, weight=weight, bias=bias, residual=residual)
+    check_floats(operator, x=x, weight=weight, bias=bias, **others)
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
     (m, k), n = x.shape, weight.shape[0] if weight.ndim else 0
@@ -190,6 +201,4 @@ def _check_forward(
         raise ValueError(f"{operator}: weight has {n} rows: {activation} expects an even number, [gate | up]")
     if bias is not None:
         check_shape(operator, "bias", bias, (n,))
-    if residual is not None:
-        check_shape(operator, "residual", residual, (m, n // 2 if activation in GATED else n))
     return m, k, n

@@ -41,9 +41,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_floats, check_shape
+from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, slot
+from tpfuse.kernels.gemm import check_product
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
@@ -261,11 +262,12 @@ def _plan(
     copied: copy engines copy the tiles; then each of the channel's programs signals, with a tile or without.
     """
     operator = "gemm_reduce_scatter"
-    if x.ndim != 2:
-        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
-    chunk = cdiv(x.shape[0], endpoint.world)
-    rows = min(max(x.shape[0] - endpoint.rank * chunk, 0), chunk)
-    m, k, n = _check(operator, x, weight, endpoint, bias, residual, rows)
+    m, k, n = check_product(operator, x, weight, bias, residual=residual)
+    check_device(operator, "the channel", endpoint.slots, "x", x)
+    chunk = cdiv(m, endpoint.world)
+    rows = min(max(m - endpoint.rank * chunk, 0), chunk)
+    if residual is not None:
+        check_shape(operator, "residual", residual, (rows, n))
     k_adjacent, weight_aligned = weight_layout(weight, None)
     aligned = weight_aligned and allows_tma(x)
     blocks, num_warps, num_stages = _configuration(operator, x, n, chunk, endpoint, aligned, other_tiles)
@@ -306,23 +308,3 @@ def _configuration(
     tile = {name: shared.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "GROUP_M", "EPILOGUE_PARTS")}
     blocks = dict(row.blocks) | tile | {"TMA": aligned and row.blocks["TMA"]}
     return blocks, row.num_warps, row.num_stages
-
-
-def _check(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    endpoint: Endpoint,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-) -> tuple[int, int, int]:
-    check_floats(operator, x=x, weight=weight, bias=bias, residual=residual)
-    check_device(operator, "the channel", endpoint.slots, "x", x)
-    (m, k), n = x.shape, weight.shape[0] if weight.ndim else 0
-    check_shape(operator, "weight", weight, (n, k))
-    if bias is not None:
-        check_shape(operator, "bias", bias, (n,))
-    if residual is not None:
-        check_shape(operator, "residual", residual, (rows, n))
-    return m, k, n

@@ -90,8 +90,6 @@ def sum_partials(
     launch(
         sum_partials_kernel,
         (cdiv(m, row.blocks["BLOCK_M"]) * cdiv(n, row.blocks["BLOCK_N"]),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         partials_ptr=partials,
         bias_ptr=bias,
         residual_ptr=residual,
@@ -106,5 +104,5 @@ def sum_partials(
         stride_om=out.stride(0),
         stride_on=out.stride(1),
         ACTIVATION=activation or "none",
-        **row.blocks,
+        **row.options,
     )

@@ -13,8 +13,8 @@ from tpfuse.kernels.tiles import rounded
 
 
 def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
-    """Return the launch options from a table's row: blocks, num_warps and num_stages; tma: operands allow TMA."""
-    return {**row.blocks, "TMA": tma and row.blocks["TMA"], "num_warps": row.num_warps, "num_stages": row.num_stages}
+    """Return the options of a table's row for a launch. tma: whether the operands allow TMA."""
+    return row.options | {"TMA": tma and row.blocks["TMA"]}
 
 
 def allows_tma(*matrices: Tensor | None) -> bool:

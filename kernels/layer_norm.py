@@ -143,8 +143,6 @@ def norm_forward(
     launch(
         norm_forward_kernel,
         (cdiv(m, row.blocks["BLOCK_M"]),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         x_ptr=x,
         residual_ptr=residual,
         weight_ptr=weight.contiguous(),
@@ -158,7 +156,7 @@ def norm_forward(
         x_stride=x.stride(0),
         residual_stride=0 if residual is None else residual.stride(0),
         eps=eps,
-        **row.blocks,
+        **row.options,
     )
     return out, summed, mean, rstd
 

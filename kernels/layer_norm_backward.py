@@ -190,8 +190,6 @@ def norm_backward(
     tiles = cdiv(m, row.blocks["BLOCK_M"])
     programs = min(tiles, cdiv(multiprocessors(device) * max(_WARPS // row.num_warps, 1), columns))
     common = {
-        "num_warps": row.num_warps,
-        "num_stages": row.num_stages,
         "grad_ptr": grad_out,
         "x_ptr": x,
         "weight_ptr": weight,
@@ -201,7 +199,7 @@ def norm_backward(
         "C": c,
         "grad_stride": grad_out.stride(0),
         "x_stride": x.stride(0),
-        **row.blocks,
+        **row.options,
     }
     row_means = None
     if columns > 1 and with_x:
@@ -233,13 +231,11 @@ def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     launch(
         norm_sum_parts_kernel,
         (cdiv(c, row.blocks["BLOCK_C"]), which),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         parts_ptr=parts,
         dweight_ptr=dweight,
         dbias_ptr=dbias,
         parts=count,
         C=c,
-        **row.blocks,
+        **row.options,
     )
     return dweight, dbias

@@ -62,11 +62,9 @@ def reduce_scatter_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     launch(
         reduce_scatter_forward_kernel,
         endpoint.grid("reduce_scatter", x.nbytes, cdiv(n, row.blocks["BLOCK"])),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         x_ptr=x,
         out_ptr=out,
         n=n,
-        **row.blocks,
+        **row.options,
         **endpoint.arguments(),
     )

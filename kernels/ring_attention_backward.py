@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpfuse.kernels.attention_backward import backward_row
 from tpfuse.kernels.attention_backward_delta import PADDING, attention_backward_delta
 from tpfuse.kernels.attention_scores import aligned
 from tpfuse.kernels.block_exchange import BlockExchange, part_starts
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
-from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exchange
 from tpfuse.kernels.ring_attention_dkdv import ring_attention_dkdv_kernel
@@ -215,7 +215,7 @@ def _launch_dq(
                                counters, dropout_key)
     # fmt: on
     batch, heads, tokens, size = q.shape
-    row = _row("dq", arguments)
+    row = backward_row("ring_attention_dq", arguments)
     programs = tiles = batch * heads * runs.count * cdiv(runs.size, row.blocks["BLOCK_M"])
     copying = without_exchange(rank, runs) | {"queries_start": 0, "queries_words": 0}
     slices = {"SLICE_D": min(row.blocks["SLICE_D"], arguments["BLOCK_D"])}
@@ -231,8 +231,6 @@ def _launch_dq(
     launch(
         ring_attention_dq_kernel,
         (programs,),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         grad_out_ptr=grad_out,
         log2_sum_ptr=log2_sum,
         delta_ptr=delta,
@@ -240,7 +238,7 @@ def _launch_dq(
         dq_ptr=dq,
         tiles=tiles,
         **arguments,
-        **dict(row.blocks) | copying | slices,
+        **row.options | copying | slices,
     )
     return dq.transpose(1, 2)
 
@@ -269,7 +267,7 @@ def _launch_dkdv(
     arguments = ring_arguments(operator, q, block.unsqueeze(0), runs, rank, visible_queries, None, [queries_rank],
                                scale, dropout_p, counters, dropout_key)
     # fmt: on
-    row = _row("dkdv", arguments)
+    row = backward_row("ring_attention_dkdv", arguments)
     tiles = block.shape[1] * block.shape[2] * runs.count * cdiv(runs.size, row.blocks["BLOCK_N"])
     here = {"slots_ptr": None, "state_ptr": None, "slot_bytes": 0, "block_words": 0, "queries_start": 0}
     # One launch computes both, or one launch each if the sums of both do not fit in the registers.
@@ -297,11 +295,3 @@ def _launch_dkdv(
             DK="DK" in wanted,
             DV="DV" in wanted,
         )
-
-
-def _row(kernel: str, arguments: dict[str, Any]) -> Configuration:
-    q: Tensor = arguments["q_ptr"]
-    sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(arguments["DROPOUT"])}
-    row = choose_configuration(f"ring_attention_{kernel}", q.device, q.dtype, **sizes)
-    assert row.blocks["BLOCK_M"] <= PADDING.value, row
-    return row

@@ -296,13 +296,11 @@ def ring_attention_forward(
     launch(
         ring_attention_forward_kernel,
         (programs,),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         out_ptr=out,
         lse_ptr=lse,
         tiles=tiles,
         **strides("q", q),
         **arguments,
-        **{**row.blocks, **copying},
+        **{**row.options, **copying},
     )
     return out.transpose(1, 2), lse

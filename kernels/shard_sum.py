@@ -111,8 +111,6 @@ def shard_sum(
     launch(
         shard_sum_kernel,
         endpoint.grid("shard_sum", 0, cdiv(m, row.blocks["BLOCK"])),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         gradients_ptr=gradients,
         addresses_ptr=addresses,
         out_ptr=out,
@@ -120,7 +118,7 @@ def shard_sum(
         m=m,
         parts=len(squares),
         start=start,
-        **row.blocks,
+        **row.options,
         **endpoint.signals(),
     )
 

@@ -152,8 +152,6 @@ def sharded_adamw_(
     launch(
         sharded_adamw_kernel,
         endpoint.grid("sharded_adamw", 0, cdiv(m, row.blocks["BLOCK"]), rounds=2),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         values_ptr=values,
         value_addresses_ptr=value_addresses,
         gradients_ptr=gradients,
@@ -168,6 +166,6 @@ def sharded_adamw_(
         start=start,
         decay_end=decay_end,
         **rates(beta1, beta2, eps, weight_decay),
-        **row.blocks,
+        **row.options,
         **endpoint.signals(),
     )

@@ -198,7 +198,7 @@ test_bad_input_is_named = refusals(
     all_gather_gemm_forward,
     ALONE,
     "all_gather_gemm: .*",
-    ({"x": torch.zeros(4)}, r"x has shape \(4,\): expected \[m, K\]"),
+    ({"x": torch.zeros(4)}, r"x has shape \(4,\): expected \[M, K\]"),
     ({"weight": torch.zeros(6, 4)}, r"weight has shape \(6, 4\): expected \(6, 3\)"),
     ({"weight": torch.zeros(6)}, r"weight has shape \(6,\): expected \(6, 3\)"),
     ({"bias": torch.zeros(5)}, r"bias has shape \(5,\): expected \(6,\)"),
