@@ -330,14 +330,13 @@ def attention_backward(
     head_rows: Tensor | None = None,
     dropout_width: int | None = None,
     grad_lse: Tensor | None = None,
-    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `attention_forward`'s q, k and v; see there for q, k, v and the options.
 
     out: [B, H, Tq, D] in q's dtype; lse: [B, H, Tq] float32. They belong to these keys, or to more keys where out is
     the merged output of several sets of keys: the result is then this set's part. grad_out: out's shape and dtype;
     grad_lse: lse's, None for zero. max_seqlen_q, max_seqlen_k: the lengths of the longest documents, or more; needed
-    with cu_seqlens. grad_dtype: the dtype of the results, default q's; float32 for callers that add to the results.
+    with cu_seqlens.
 
     Return dq, dk, dv in the shapes of q, k, v, as views of [B, T, H, D]; rows after the last document are 0. A query
     that sees no key (lse -inf) adds nothing. Deterministic. Raise ValueError that names the argument, what was
@@ -355,9 +354,8 @@ def attention_backward(
     if documents and (max_seqlen_q is None or max_seqlen_k is None):
         missing = "max_seqlen_q" if max_seqlen_q is None else "max_seqlen_k"
         raise ValueError(f"{_OPERATOR}: {missing} is None: expected the longest document's length")
-    dtype = q.dtype if grad_dtype is None else grad_dtype
     q, k, v, grad_out, out = (aligned(x) for x in (q, k, v, grad_out, out))
-    dq, dk, dv = (_gradient(x, dtype, zero=documents) for x in (q, k, v))
+    dq, dk, dv = (_gradient(x, zero=documents) for x in (q, k, v))
     sequences = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     longest_q = q.shape[2] if max_seqlen_q is None else max_seqlen_q
     longest_k = k.shape[2] if max_seqlen_k is None else max_seqlen_k
@@ -386,14 +384,14 @@ def _check(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tens
             raise ValueError(f"{_OPERATOR}: {name} is {x.dtype}: expected float32")
 
 
-def _gradient(x: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
+def _gradient(x: Tensor, zero: bool) -> Tensor:
     """Allocate x's gradient, [B, T, H, D].
 
     zero: start at 0, because no kernel writes the rows after the last document.
     """
     batch, heads, length, size = x.shape
     make = torch.zeros if zero else torch.empty
-    return make((batch, length, heads, size), dtype=dtype, device=x.device)
+    return make((batch, length, heads, size), dtype=x.dtype, device=x.device)
 
 
 def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor, dv: Tensor) -> None:
