@@ -117,12 +117,6 @@ def test_tensors_of_any_size(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_sizes, "direct", (0, 1, 63, 1000, 100_003, 700_001), dtype)
 
 
-@pytest.mark.parametrize("world", exhaustive(3))
-def test_tensors_of_any_size_by_interpreted_kernels(world: int) -> None:
-    pool(world).run(_sizes, "fused", (0, 1, 63, 1000, 4099), torch.float32)
-    pool(world).run(_sizes, "fused", (0, 63, 1000), torch.int32)
-
-
 @pytest.mark.parametrize("world", [1, 3])
 @on_ranks("world")
 def test_several_collectives_under_way() -> None:

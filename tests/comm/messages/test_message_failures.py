@@ -3,7 +3,6 @@
 The ranks are forked, so that a test can end any of them within a second or two.
 """
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,12 +68,16 @@ WAITS: dict[str, Callable[[Messages], None]] = {  # what a rank of `_wait_in_vai
 
 
 def _wait_in_vain(rank: Rank, name: Implementation, what: str, timeout: float) -> PeerTimeout | None:
-    """Rank 0 sends, or rank 1 receives, and the other one of them stays away."""
+    """Rank 0 sends, or rank 1 receives, and the other one of them stays away. Rank 0 holds the only slot of route z."""
     waits = 0 if what == "send" else 1
     group = rank.join()
     messages = opened(name, group, timeout)
+    held = error = None
+    if rank.rank == 2:
+        messages.send(2, torch.zeros(1))
+    elif rank.rank == 0:
+        held = messages.receive(2, (1,), torch.float32)
     rank.tell("here")
-    error = None
     if rank.rank == waits:
         with pytest.raises(PeerTimeout) as caught:
             WAITS[what](messages)
@@ -85,10 +88,18 @@ def _wait_in_vain(rank: Rank, name: Implementation, what: str, timeout: float) -
         memory = memory_of(group)
         memory.timeout = memory.control.timeout = patient(LIMIT)
         memory.reset()
-        if rank.rank == 0:
-            send(messages, 5)
+        if rank.rank == 2:
+            messages.send(2, torch.ones(1))
         elif rank.rank == 1:
             receive(messages, 5)
+        else:
+            send(messages, 5)
+            message = messages.receive(2, (1,), torch.float32)
+            assert message.number == 0 and message.tensor.tolist() == [1.0]
+            assert held is not None
+            with pytest.raises(ValueError, match=r"release of z, message 0: .* or before a reset"):
+                messages.release(2, held)
+            messages.release(2, message)
     return error
 
 
@@ -115,59 +126,3 @@ def test_a_rank_that_stays_away_is_named_and_all_can_go_on(name: Implementation,
         for rank in range(3):
             result = running.result(rank)[1]
             assert result is None or isinstance(result, PeerTimeout), result
-
-
-def _stop_too_long(rank: Rank, timeout: float) -> PeerTimeout | None:
-    """Rank 1 holds the only slot of a route when it is stopped, and all ranks reset afterwards."""
-    group = rank.join()
-    messages = opened("direct", group, timeout)
-    error = held = None
-    if rank.rank == 2:
-        messages.send(2, torch.zeros(1))
-    elif rank.rank == 0:
-        held = messages.receive(2, (1,), torch.float32)
-        with pytest.raises(PeerTimeout) as caught:
-            receive_from_1(messages)
-        error = caught.value
-    else:
-        rank.pause()
-        with pytest.raises(PeerTimeout):  # rank 0 has given up, and a message that comes later is refused
-            messages.send(1, torch.zeros(1))
-    rank.pause()
-    memory = memory_of(group)
-    memory.timeout = memory.control.timeout = patient(LIMIT)
-    memory.reset()
-    if rank.rank == 2:
-        messages.send(2, torch.ones(1))
-    elif rank.rank == 0:
-        message = messages.receive(2, (1,), torch.float32)
-        assert message.number == 0 and message.tensor.tolist() == [1.0]
-        assert held is not None
-        with pytest.raises(ValueError, match=r"release of z, message 0: .* or before a reset"):
-            messages.release(2, held)
-        messages.release(2, message)
-        receive_from_1(messages)
-    else:
-        messages.send(1, torch.zeros(1))
-    return error
-
-
-def receive_from_1(messages: Messages) -> None:
-    messages.release(1, messages.receive(1, (1,), torch.float32))
-
-
-def test_a_rank_that_stops_for_too_long_is_named_and_all_can_go_on(tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _stop_too_long, patient(1.0)) as running:
-        assert running.hear(1) == "here"
-        running.send(1, signal.SIGSTOP)
-        running.connections[1].send("go")
-        for rank in (0, 2):
-            assert running.hear(rank) == "here"
-        running.send(1, signal.SIGCONT)
-        assert running.hear(1) == "here"
-        running.go()
-        error = running.result(0)[1]
-        assert isinstance(error, PeerTimeout), error
-        assert (error.op, error.peer) == ("receive y, message 0", 1)
-        for rank in (1, 2):
-            assert running.result(rank)[1] is None
