@@ -171,23 +171,6 @@ def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(out, (v.float().sum(dim=2, keepdim=True) / 256).to(dtype).expand_as(out))
 
 
-@pytest.mark.parametrize(
-    ("options", "size", "dtype", "key"),
-    [
-        ({"q_offset": 40, "k_offset": 3}, 16, F16, 7),
-        ({"window": 30}, 16, BF16, int(KEY)),
-        *exhaustive(({"causal": False, "q_offset": 70, "k_offset": 10}, 48, F32, -(2**62) - 1)),
-    ],
-)
-def test_dropout(options: Options, size: int, dtype: torch.dtype, key: int) -> None:
-    inputs = _inputs((2, 2, 1, 63, 100, size), dtype)
-    grad, head_rows = _gradient(inputs), torch.tensor([[3, 4], [2**33, 11]])
-    dropout = {"dropout_p": 0.3, "dropout_key": torch.tensor(key), "head_rows": head_rows, "dropout_width": 130}
-    results = _run(inputs, grad, **options, **dropout)
-    _check(inputs, grad, results, **options, **dropout)
-    assert torch.equal(results[1], attention_forward(**inputs, **options)[1])
-
-
 @pytest.mark.parametrize("window", [None, 20])
 def test_dropout_drops_the_elements_of_the_explicit_mask(window: int | None) -> None:
     q, k = normal(1, 1, 2, 100, 64) / 8, normal(2, 1, 1, 64, 64)

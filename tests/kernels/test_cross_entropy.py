@@ -1,4 +1,4 @@
-"""Values of cross_entropy's launchers beside the reference, in one shard of the vocabulary and in several."""
+"""Rows, statistics and unusual values of cross_entropy's launchers; the operator's numbers are in tests/ops."""
 
 import pytest
 import torch
@@ -6,23 +6,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tpfuse.kernels import reference
 from tpfuse.kernels.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_backward_,
     cross_entropy_combine,
     cross_entropy_forward,
 )
-from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
-SHAPES = [(1, 1), (16, 16), (64, 64), (100, 100), (257, 257), (63, 1), (1, 257), (33, 5003)]
-
-
-def _upcast(logits: Tensor, target: Tensor) -> Tensor:
-    return reference.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
 
 
 def _targets(rows: int, vocabulary: int) -> Tensor:
@@ -47,64 +40,12 @@ def _by_kernels(
     return loss, torch.cat(gradients, dim=1)
 
 
-def _compare(logits: Tensor, cuts: tuple[int, ...] = ()) -> None:
-    rows, vocabulary = logits.shape
-    target, grad = _targets(rows, vocabulary), normal(2, rows)
-    expected = Expected(_upcast, {"logits": logits, "target": target}, grad)
-    loss, gradient = _by_kernels(logits, target, grad, cuts)
-    expected.check("out", loss)
-    expected.check("logits", gradient)
-    assert torch.count_nonzero(loss[target < 0]) == 0
-    assert torch.count_nonzero(gradient[target < 0]) == 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "dtype"),
-    [
-        (1, 1, BF16),
-        (63, 63, F16),
-        (63, 1, F32),
-        (33, 1003, F32),
-        (1, 257, BF16),
-        *exhaustive(*((*shape, DTYPES[i % 3]) for i, shape in enumerate(SHAPES))),
-        *exhaustive(*((*shape, DTYPES[(i + 1) % 3]) for i, shape in enumerate(SHAPES))),
-    ],
-)
-def test_against_reference(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
-    _compare(normal(1, rows, vocabulary, dtype=dtype) * 2)
-
-
-@pytest.mark.parametrize(
-    ("cuts", "dtype"),
-    [
-        ((50,), F32),
-        ((40, 40, 97, 100), BF16),
-        *exhaustive(
-            ((50,), F16), ((1, 2), F32), ((1, 2), BF16), ((40, 40, 97, 100), F16), ((0, 64), F32), ((0, 64), F16)
-        ),
-    ],
-)
-def test_shards_of_the_vocabulary(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
-    _compare(normal(1, 65, 100, dtype=dtype) * 2, cuts)
-
-
-@pytest.mark.parametrize(
-    ("scale", "dtype"), [(1e-4, BF16), (1e4, F32), *exhaustive((1e-4, F32), (1e4, F16), (1e4, BF16))]
-)
-def test_small_and_large_logits(scale: float, dtype: torch.dtype) -> None:
-    _compare((normal(1, 33, 130) * scale).to(dtype), (66,))
-
-
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive(F16)])
 def test_half_types_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     logits, target, grad = normal(1, 33, 101, dtype=dtype), _targets(33, 101), normal(2, 33)
     loss, gradient = _by_kernels(logits, target, grad)
     wide_loss, wide_gradient = _by_kernels(logits.float(), target, grad)
     assert torch.equal(loss, wide_loss) and torch.equal(gradient, wide_gradient.to(dtype))
-
-
-def test_logits_of_any_float32() -> None:
-    _compare(normal(1, 33, 130) * 1e38)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

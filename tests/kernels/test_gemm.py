@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import refusals
-from tests.support.tiers import exhaustive, pairwise
+from tests.support.tiers import exhaustive
 from tpfuse.kernels import gemm_tiles, reference
-from tpfuse.kernels.activations import ACTIVATIONS, GATED
+from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_split_k import split_reduction
 from tpfuse.testing.compare import Expected
@@ -44,35 +44,6 @@ def test_sizes(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     out, preactivation = gemm_forward(x, weight, bias, residual)
     assert preactivation is None
     assert torch.equal(out, _exact(x, weight, bias, residual))
-
-
-@pytest.mark.parametrize(
-    *pairwise(
-        first=5,
-        activation=sorted(ACTIVATIONS, key=lambda name: name not in ("gelu", "swiglu")),
-        dtype=[F32, BF16, F16],
-        with_bias=[True, False],
-        with_residual=[True, False],
-    )
-)
-def test_epilogue(activation: str | None, with_bias: bool, with_residual: bool, dtype: torch.dtype) -> None:
-    m, n, k = 33, 140, 40
-    inputs = {"x": normal(1, m, k, dtype=dtype), "weight": normal(2, n, k, dtype=dtype) / 4}
-    if with_bias:
-        inputs["bias"] = normal(3, n, dtype=dtype)
-    pre = Expected(reference.linear, inputs, torch.zeros(m, n))
-    width = n // 2 if activation in GATED else n
-    if with_residual:
-        inputs["residual"] = normal(4, m, width, dtype=dtype)
-    whole = Expected(
-        lambda **tensors: reference.linear(activation_name=activation, **tensors), inputs, torch.zeros(m, width)
-    )
-    out, preactivation = gemm_forward(**inputs, activation=activation, keep_preactivation=True)
-    whole.check("out", out)
-    pre.check("out", preactivation)
-    again, nothing = gemm_forward(**inputs, activation=activation)
-    assert nothing is None
-    assert torch.equal(again, out)
 
 
 def test_strides(layout: Callable[[int, int, int], Tensor]) -> None:

@@ -30,22 +30,6 @@ def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None)
     return {name: y for name, y in (results | {"summed": summed, "rstd": rstd}).items() if y is not None}
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (63, 100), *exhaustive((16, 16), (64, 64), (100, 257), (257, 63))]
-)  # blocks are 32 by 64 or 32 by 128
-def test_statistics_and_the_sum_with_the_residual(rows: int, columns: int) -> None:
-    x, residual = normal(1, rows, columns), normal(2, rows, columns)
-    results = _both(x, x, rms=False, residual=residual)
-    summed = (x + residual).double()
-    assert torch.equal(results["summed"], x + residual)
-    torch.testing.assert_close(results["mean"].double(), summed.mean(1), rtol=1e-5, atol=1e-6)
-    expected = (summed.var(1, correction=0) + 1e-5).rsqrt()
-    torch.testing.assert_close(results["rstd"].double(), expected, rtol=1e-5, atol=0)
-    rms = _both(x, x, rms=True, residual=residual)
-    assert torch.equal(rms["summed"], results["summed"])
-    torch.testing.assert_close(rms["rstd"].double(), (summed.square().mean(1) + 1e-5).rsqrt(), rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize(("rms", "columns"), [(False, 257), (True, 63), *exhaustive((False, 63), (True, 257))])
 def test_strides(rms: bool, columns: int) -> None:
     x, grad, residual = (normal(seed, 40, columns) for seed in (1, 2, 3))

@@ -9,7 +9,7 @@ from tests.support.tiers import exhaustive
 from tpfuse.explore import SimulatedMemory
 from tpfuse.kernels import reference
 from tpfuse.kernels.shard_sum import shard_sum
-from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.inputs import normal
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = {"shard_sum": {"BLOCK": 16}}  # small shards have several programs
@@ -70,22 +70,6 @@ def test_values_that_are_not_finite_are_in_the_sum_and_in_the_squares() -> None:
         assert squares.isnan().sum() == (memory.rank == 0) and squares.isinf().sum() == (memory.rank == 1)
 
     explore_once(program, 2)
-
-
-@pytest.mark.parametrize("flag_count", [8, *exhaustive(3, 64)])
-def test_as_many_programs_as_there_are_flags(flag_count: int) -> None:
-    def program(memory: SimulatedMemory) -> None:
-        endpoint = connect(memory, flag_count=flag_count, programs=50)
-        for m in (100, 300):
-            buffer = memory.buffer(f"gradients {m}", (3 * m,), torch.float32)
-            every = [integers(m + r, 3 * m) for r in range(3)]
-            buffer.local.copy_(every[memory.rank])
-            out, squares = torch.empty(m), torch.empty(50)
-            shard_sum(buffer.local, buffer.addresses, out, squares, m * memory.rank, endpoint)
-            assert torch.equal(out, sum(every)[m * memory.rank :][:m])
-            assert squares.sum() == out.square().sum()
-
-    explore_once(program, 3)
 
 
 test_bad_input = refusals(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.adamw import adamw_
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
-from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
 
 RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -107,55 +105,6 @@ def test_equal_to_the_sum_followed_by_the_update(
             assert torch.equal(values.local, torch.cat([whole, bucket.values[-TAIL:]])), (m, decay_end, clip, summed)
 
     explore_once(program, world)
-
-
-@pytest.mark.parametrize("decay_end", [13, *exhaustive(0, 100)])
-def test_against_reference(decay_end: int) -> None:
-    bucket, m = Bucket.draw(1, 2, 100, BF16, BF16), 100
-    options: dict[str, Any] = {"lr": 1e-2, "step": 7, "decay_end": decay_end, "clip": 0.3} | RATES
-
-    def program(memory: SimulatedMemory) -> None:
-        rank = memory.rank
-        shard = slice(rank * m, (rank + 1) * m)
-        values, gradients = (memory.buffer(name, bucket.values.shape, BF16) for name in ("values", "gradients"))
-        gradients.local.copy_(bucket.gradients[rank])
-        state = bucket.state(shard)
-        numbers = {name: torch.tensor(float(options[name])) for name in ("lr", "step", "clip")} | RATES
-        tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
-        sharded_adamw_(*tensors, start=shard.start, decay_end=decay_end, **numbers, endpoint=connect(memory))
-        plain, truth = (
-            reference.sharded_adamw(
-                bucket.master[shard].to(dtype),
-                [x[shard].to(dtype) for x in bucket.gradients],
-                *(x[shard].to(dtype) for x in bucket.moments),
-                **options,
-            )
-            for dtype in (torch.float32, torch.float64)
-        )
-        for name, actual, other, exact in zip(("master", "exp_avg", "exp_avg_sq"), state, plain, truth, strict=True):
-            rounding = torch.finfo(torch.float32).eps * exact.abs().max().item()
-            check_error(name, actual, other, exact, 2 * (other.double() - exact).abs().max().item() + rounding)
-        assert torch.equal(values.local[shard], state[0].bfloat16())
-
-    explore_once(program, 2)
-
-
-@pytest.mark.parametrize("flag_count", [9, *exhaustive(4, 64)])
-def test_as_many_programs_as_there_are_flags(flag_count: int) -> None:
-    def program(memory: SimulatedMemory) -> None:
-        endpoint, rank, m = connect(memory, flag_count=flag_count, programs=50), memory.rank, 100
-        bucket, lr, step = Bucket.draw(1, 2, m, F32, F32), torch.tensor(0.1), torch.tensor([2])
-        values, gradients = (memory.buffer(name, bucket.values.shape, F32) for name in ("values", "gradients"))
-        values.local.copy_(bucket.values)
-        gradients.local.copy_(bucket.gradients[rank])
-        state = bucket.state(slice(rank * m, (rank + 1) * m))
-        tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
-        numbers = {"lr": lr, "step": step, "clip": None} | RATES
-        sharded_adamw_(*tensors, start=rank * m, decay_end=m, **numbers, endpoint=endpoint)
-        after = [bucket.after(slice(r * m, (r + 1) * m), m, lr, step, None)[3] for r in range(2)]
-        assert torch.equal(values.local[:-TAIL], torch.cat(after))
-
-    explore_once(program, 2)
 
 
 TABLE = torch.zeros(3, dtype=torch.int64)

@@ -54,6 +54,7 @@ OF_TORCH: list[Case] = [
     *((torch.float32, 100, scale) for scale in (1e-4, 1e4, 1e30)),
 ]
 FEW: list[Case] = [(torch.float32, 257, 1.0), (torch.bfloat16, 2, 1.0), (torch.float32, 100, 1e30)]
+FEW += [(torch.float16, 2003, 1.0)]  # several blocks on each rank
 MANY: list[Case] = [
     *itertools.product((torch.float32, torch.float16, torch.bfloat16), (2, 257), (1.0,)),
     *((torch.float32, 100, scale) for scale in (1e-4, 1e4, 1e30)),
