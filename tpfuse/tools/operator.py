@@ -38,6 +38,11 @@ class Draw:
         return torch.randint(high, shape, generator=self.generator, device=self.device)
 
 
+def seeded_draw(device: torch.device, dtype: torch.dtype, seed: int = 1) -> Draw:
+    """Return a Draw whose tensors are the same in every call. Those on the meta device have no numbers."""
+    return Draw(device, dtype, None if device == META else torch.Generator(device).manual_seed(seed))
+
+
 @dataclass(frozen=True)
 class CallCost:
     """The least work of a call: `flops` floating-point operations, and `moved` bytes of device memory."""
@@ -84,8 +89,11 @@ class Shape:
         return {}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
-        """Return the inputs, a gradient of the result as "grad", and the tensors saved for the backward pass."""
-        draw = Draw(device, dtype)
+        """Return the inputs, a gradient of the result as "grad", and the tensors saved for the backward pass.
+
+        They are the same in every call but for the rounding to `dtype`.
+        """
+        draw = seeded_draw(device, dtype)
         inputs = self.inputs(draw)
         return inputs | {"grad": self.gradient(draw)} | self.saved(inputs)
 
@@ -102,7 +110,7 @@ class Shape:
 
     def seeded(self, dtype: torch.dtype) -> Tensors:
         """Return inputs on the CPU, which are the same in every call but for the rounding to `dtype`."""
-        return self.inputs(Draw(CPU, dtype, torch.Generator().manual_seed(1)))
+        return self.inputs(seeded_draw(CPU, dtype))
 
 
 @dataclass(frozen=True)

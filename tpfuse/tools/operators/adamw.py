@@ -9,7 +9,7 @@ from torch import Tensor
 from tpfuse.kernels import adamw, reference
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors, seeded_draw
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEPS = 3
@@ -49,7 +49,7 @@ class AdamWShape(Shape):
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
         numbers = {name: torch.full((), float(x), device=device) for name, x in NUMBERS.items()}
-        return self.inputs(Draw(device, dtype)) | numbers
+        return self.inputs(seeded_draw(device, dtype)) | numbers
 
     def launch(self, **inputs: Any) -> Outputs:
         adamw.adamw_(**inputs, **RATES)

@@ -17,7 +17,7 @@ from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
-from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
+from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors, seeded_draw
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AllGatherGemmShape(Shape):
         return {"forward": CallCost(2 * rows * self.N * self.K, moved)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
-        return self.inputs(Draw(device, dtype))
+        return self.inputs(seeded_draw(device, dtype))
 
     def launch(
         self,

@@ -15,7 +15,18 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors, without_gradient
+from tpfuse.tools.operator import (
+    CallCost,
+    Draw,
+    Given,
+    Launchers,
+    Operator,
+    Outputs,
+    Shape,
+    Tensors,
+    seeded_draw,
+    without_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class MergeShape(Shape):
         return {"forward": CallCost(0.0, 3 * 2 * 2 * self.H * self.T * self.D)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
-        return self.inputs(Draw(device, dtype))
+        return self.inputs(seeded_draw(device, dtype))
 
     def launch(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Outputs:
         return attention_merge(out_a, lse_a, out_b, lse_b)
