@@ -4,20 +4,21 @@ Its arguments are a JSON list of works, [name of a function below, arguments …
 what is wrong with each of them, or "".
 """
 
+import gc
 import json
 import random
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import tutorial_kernels
 
-from tpfuse.explore import ExploreError, Sequential, SimulatedMemory
-from tpfuse.explore.ptx import Kernel, PtxError
+from tpfuse.explore import ExploreError, Sequential, SimulatedMemory, explore
+from tpfuse.explore.ptx import Kernel, PtxError, compiled, launches
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.testing.compare import evaluate
 from tpfuse.testing.inputs import normal
@@ -43,8 +44,9 @@ def cases(operator: str, every: bool) -> str:
 
 def as_compiled(operator: str, name: str, dtype: str) -> str:
     """Compare a case without the proxy fences that `emulated` adds."""
-    emulated.fenced = lambda text: text
-    return case(operator, name, dtype)
+    with emulated.emulated(FAMILY, edit=launches.unchanged):
+        result = verify.comparisons(operator, torch.device("cpu"))[name](dtype)
+    return result.failure
 
 
 def program(name: str, world: int, dtype: str, rounds: int) -> str:
@@ -56,7 +58,7 @@ def program(name: str, world: int, dtype: str, rounds: int) -> str:
         assert different == [], f"rounds {different} differ"
 
     try:
-        emulated.explore_compiled(run, world, FAMILY, schedules=[Sequential()], resident=3)
+        explore(run, world, schedules=[Sequential()], resident=3, launches=partial(emulated.emulated, FAMILY))
     except ExploreError as error:
         return str(error)
     return ""
@@ -66,9 +68,10 @@ def tutorials() -> str:
     """Run the kernels of Triton's tutorials, and compare their results."""
     wrong = []
     for name, (make, bound) in tutorial_kernels.CASES.items():
-        launches, pairs = make()
-        for launch in launches:
-            emulated.kernel_of(launch, FAMILY).run(launch.grid, emulated.arguments_of(launch, FAMILY))
+        given, pairs = make()
+        with compiled(FAMILY):
+            for x in given:
+                x.kernel[x.grid](**x.arguments, num_warps=x.num_warps, num_stages=x.num_stages)
         errors = [float((out - expected).abs().max()) for out, expected in pairs]
         if not all(error <= bound for error in errors):
             wrong.append(f"{name}: errors {errors}")
@@ -151,37 +154,76 @@ def mutants(text: str, mutation: str, most: int) -> list[tuple[str, str]]:
     ]
 
 
+class Recorded(NamedTuple):
+    """A launch of a kernel. before, after: copies of the tensors among its arguments; the last one is scratch."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    arguments: list[Any]
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+
+    def found(self, kernel: Kernel) -> bool:
+        """Return whether another kernel raises an error for this launch, or leaves another number."""
+        tensors = [x for x in self.arguments if isinstance(x, torch.Tensor)]
+        for x, before in zip(tensors, self.before, strict=True):
+            x.detach().copy_(before)
+        try:
+            kernel.run(self.grid, self.arguments)
+        except PtxError:
+            return True
+        results = len(tensors) - (self.kernel.scratch > 0)
+        pairs = zip(tensors[:results], self.after, strict=False)
+        return not all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
+
+
+@cache
+def recorded(name: str, kernel: str) -> list[Recorded]:
+    """Run a workload, and return its launches of a kernel."""
+    result, run = [], Kernel.run
+
+    def noting(self: Kernel, grid: tuple[int, ...], arguments: list[Any], **more: Any) -> None:
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        before = [x.detach().clone() for x in tensors]
+        run(self, grid, arguments, **more)
+        if self.name == kernel:
+            result.append(Recorded(self, grid, arguments, before, [x.detach().clone() for x in tensors]))
+
+    Kernel.run = noting
+    with emulated.emulated(FAMILY):
+        workload(name)()
+    Kernel.run = run
+    assert len({id(x.kernel) for x in result}) == 1, f"{name} launches more than one {kernel}"
+    return result
+
+
 def planted(name: str, kernel: str, mutation: str, most: int) -> str:
     """Return the mutants of a kernel that neither a check nor a different number finds, and how many there were."""
-    survivors = []
-    with emulated.emulated(FAMILY):
-        expected = [x.clone() for x in workload(name)() if x is not None]
-        ((key, whole),) = [(key, x) for key, x in emulated._kernels.items() if x.name == kernel]
-        changed = mutants(whole.text, mutation, most)
-        for line, text in changed:
-            try:
-                emulated._kernels[key] = Kernel(text, whole.shared, whole.scratch)
-                got = [x for x in workload(name)() if x is not None]
-                if all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(got, expected, strict=True)):
-                    survivors.append(line)
-            except PtxError:
-                pass
-        emulated._kernels[key] = whole
+    launched = recorded(name, kernel)
+    whole, survivors = launched[0].kernel, []
+    changed = mutants(whole.text, mutation, most)
+    for line, text in changed:
+        try:
+            mutant = Kernel(text, whole.shared, whole.scratch)
+        except PtxError:
+            continue
+        if not any(x.found(mutant) for x in launched):
+            survivors.append(line)
     return "\n".join([*survivors, f"{len(changed)} mutants"])
 
 
 def planted_in_protocol(name: str, mutation: str) -> str:
     """Return the mutants of a program's kernels that the exploration does not find, and how many there were."""
     survivors, count = [], 0
-    emulated._kernels.clear()
+    launches._kernels.clear()
     assert program(name, 2, "float32", 1) == ""
-    for key, whole in list(emulated._kernels.items()):
+    for key, whole in list(launches._kernels.items()):
         for line, text in mutants(whole.text, mutation, 99):
             count += 1
-            emulated._kernels[key] = Kernel(text, whole.shared, whole.scratch)
+            launches._kernels[key] = Kernel(text, whole.shared, whole.scratch)
             if not program(name, 2, "float32", 1):
                 survivors.append(f"{whole.name} {line}")
-        emulated._kernels[key] = whole
+        launches._kernels[key] = whole
     return "\n".join([*survivors, f"{count} mutants"])
 
 
@@ -189,4 +231,5 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    gc.freeze()  # the collector does not look at modules again and again while kernels are compiled
     print(json.dumps([globals()[name](*arguments) for name, *arguments in json.loads(sys.argv[1])]))

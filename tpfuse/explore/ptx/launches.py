@@ -1,78 +1,113 @@
 """Launches of Triton's kernels that run as they are compiled, on the CPU."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tpfuse.explore.ptx import ranks
+from tpfuse.explore.ptx.global_memory import Buffer, GlobalMemory
 from tpfuse.explore.ptx.kernel import Kernel
 from tpfuse.explore.run import ExploredRun
 
+_ALIGNMENT = 128  # bytes, of a tensor map
+_MOST_RANKS = 64  # elements of a table of addresses
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
+def unchanged(text: str) -> str:
+    """Return a PTX text as the compiler wrote it."""
+    return text
+
+
 @contextmanager
-def compiled() -> Iterator[Callable[[ExploredRun], None]]:
+def compiled(family: str = "sm_80", edit: Callable[[str], str] = unchanged) -> Iterator[Callable[[ExploredRun], None]]:
     """Within the block, launches of Triton's kernels (`kernel[grid](...)`) run compiled, on CPU tensors.
 
-    Triton compiles each of them for a GPU of compute capability 8.0, without a GPU. `explore(..., launches=compiled)`
-    explores a protocol in this way, with the barriers that the compiler has written. Raise ValueError if Triton
-    interprets kernels in this process.
+    Triton compiles each of them up to PTX for GPUs of `family`, "sm_80" or "sm_90", without a GPU. `edit` changes the
+    PTX of each kernel. `explore(..., launches=compiled)` explores a protocol in this way, with the barriers that the
+    compiler has written. A kernel may access its arguments, and tensors whose addresses were taken within the block if
+    a table among the arguments has these. Raise ValueError if Triton interprets kernels in this process.
     """
     if triton.knobs.runtime.interpret:
         raise ValueError("compiled runs compiled kernels: unset TRITON_INTERPRET before they are imported")
     current: list[ExploredRun] = []
+    addressed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def enter(run: ExploredRun) -> None:
         current[:] = [run]
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        given = function.signature.bind(*args, **{k: v for k, v in options.items() if k in function.arg_names})
-        given.apply_defaults()
-        named = given.arguments
-        kernel = _kernel(function, named, {k: v for k, v in options.items() if k not in function.arg_names})
-        programs = grid(named) if callable(grid) else grid
-        arguments = [value for name, value in named.items() if name not in _constants(function, named)]
-        arguments += [None] * (len(kernel.parsed.parameters) - len(arguments))  # Triton's own
+        backend, bind = _binder(function, family)
+        named, specialization, rest = bind(*args, **options)
+        key = function, family, edit, repr(specialization), repr(sorted(rest.items()))
+        if key not in _kernels:
+            parsed, *parts = function._pack_args(backend, rest, named, specialization, rest)
+            _kernels[key] = _compile(ASTSource(function, *parts), backend, parsed, edit)
+        kernel, programs = _kernels[key], grid(named) if callable(grid) else grid
+        arguments = [x for x, (kind, *_) in zip(named.values(), specialization, strict=True) if kind != "constexpr"]
+        # Triton's own: in the first scratch memory each program makes its tensor maps; the second one is not used.
+        arguments += [_scratch(kernel.scratch * math.prod(programs)), None]
         if current:
             ranks.launch(current[0], kernel, programs, arguments)
         else:
-            kernel.run(programs, arguments)
+            buffers = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
+            tables = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int64]
+            places = {place for x in tables if x.numel() <= _MOST_RANKS for place in x.flatten().tolist()}
+            behind = [Buffer.of("memory of a table", addressed[x]) for x in places if x in addressed]
+            kernel.run(programs, arguments, memory=GlobalMemory([*buffers, *behind]))
+
+    def address(x: Tensor) -> int:
+        place = take_address(x)
+        known = addressed.get(place)
+        if x.device.type == "cpu" and (known is None or known.numel() < x.numel()):
+            addressed[place] = x
+        return place
 
     before, JITFunction.run = JITFunction.run, run
+    take_address = Tensor.data_ptr
+    Tensor.data_ptr = address  # type: ignore[method-assign]
     try:
         yield enter
     finally:
         JITFunction.run = before
+        Tensor.data_ptr = take_address  # type: ignore[method-assign]
 
 
-def _constants(function: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are part of the compiled kernel."""
-    always = {parameter.name for parameter in function.params if parameter.is_constexpr}
-    return {name: value for name, value in named.items() if name in always or value is None}
+@cache
+def _binder(function: Any, family: str) -> tuple[Any, Callable[..., Any]]:
+    """Return the compiler's backend, and Triton's function from arguments to named ones with their types."""
+    backend = make_backend(GPUTarget("cuda", int(family.removeprefix("sm_")), 32))
+    return backend, create_function_from_signature(function.signature, function.params, backend)
 
 
-def _kernel(function: Any, named: dict[str, Any], options: dict[str, Any]) -> Kernel:
-    """Return the compiled kernel of a launch, which is compiled once in a process."""
-    constants = _constants(function, named)
-    if unknown := [x for x, v in named.items() if x not in constants and not isinstance(v, Tensor | int | float)]:
-        kind = type(named[unknown[0]]).__name__
-        raise ValueError(f"{function.__name__}: argument {unknown[0]} is a {kind}: expected a tensor or a number")
-    types = {name: "constexpr" if name in constants else mangle_type(value) for name, value in named.items()}
-    key = function, tuple(types.items()), repr(sorted(constants.items())), repr(sorted(options.items()))
-    if key not in _kernels:
-        source = ASTSource(function, types, constants)
-        with triton.knobs.compilation.scope():
-            # What Triton has kept may be of another folder, whose lines the PTX names.
-            triton.knobs.compilation.always_compile = True
-            compilation: Any = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
-        if compilation.metadata.global_scratch_size:
-            raise ValueError(f"{function.__name__} needs scratch memory: compiled gives kernels none")
-        _kernels[key] = Kernel(compilation.asm["ptx"], compilation.metadata.shared)
-    return _kernels[key]
+def _compile(source: Any, backend: Any, options: Any, edit: Callable[[str], str]) -> Kernel:
+    """Return a kernel compiled up to PTX: ptxas is not run."""
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    implementation, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    code = source.make_ir(backend.target, options, implementation, modules, context)
+    metadata = {**vars(options), "target": backend.target}
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        code = stages[stage](code, metadata)
+    if metadata["profile_scratch_size"]:
+        raise ValueError(f"{source.name} needs memory for a profile, which is not emulated")
+    return Kernel(edit(code), metadata["shared"], metadata["global_scratch_size"])
+
+
+def _scratch(size: int) -> Tensor | None:
+    memory = torch.full((size + _ALIGNMENT,), 0xFF, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % _ALIGNMENT :][:size] if size else None
