@@ -1,7 +1,7 @@
 """The compilation of a kernel to blocks of steps: functions that execute one instruction for all active threads."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from tpfuse.explore.ptx import asynchronous_steps, memory_steps, register_steps
 from tpfuse.explore.ptx.control_flow import weak_topological_order
@@ -11,7 +11,7 @@ from tpfuse.explore.ptx.program import Step, StepBlock
 from tpfuse.explore.ptx.slots import Slots
 
 _ENDS = {"bra": "branch", "ret": "exit", "exit": "exit", "bar": "barrier", "barrier": "barrier"}
-_MAKERS: dict[str, Callable[[Slots, PtxInstruction], Step]] = {
+_MAKERS: dict[str, Callable[..., Step]] = {
     "ld": memory_steps.load,
     "st": memory_steps.store,
     "atom": memory_steps.atomic,
@@ -19,7 +19,7 @@ _MAKERS: dict[str, Callable[[Slots, PtxInstruction], Step]] = {
     "cp": memory_steps.asynchronous,
     "ldmatrix": memory_steps.matrix,
     "stmatrix": memory_steps.store_matrix,
-    "mma": register_steps.product,
+    "mma": register_steps.products,
     "shfl": register_steps.shuffle,
     "redux": register_steps.reduction,
     "bar": register_steps.warp_barrier,
@@ -62,7 +62,7 @@ def compile_kernel(kernel: Parsed) -> Compiled:
     order = weak_topological_order(following)
     for span, (end, last), goal, position in zip(spans, lasts, goals, order, strict=True):
         inside = span if end == "next" else span[:-1]
-        steps = tuple((index, _step(slots, code[index])) for index in inside)
+        steps = tuple((group[0], _step(slots, *[code[index] for index in group])) for group in _groups(code, inside))
         guard = slots.guard(last) if end in ("branch", "exit") else None
         blocks.append(
             StepBlock(steps, end, span[-1], goal, position, guard, _barrier(last) if end == "barrier" else None)
@@ -72,13 +72,30 @@ def compile_kernel(kernel: Parsed) -> Compiled:
     return Compiled(tuple(blocks), slots, touched)
 
 
-def _step(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return the step of an instruction that does not end a block."""
+def _groups(code: Sequence[PtxInstruction], indices: Iterable[int]) -> list[list[int]]:
+    """Return the instructions of each step: those of mma.sync that follow one another, unless one needs another."""
+    groups: list[list[int]] = []
+    targets: set[Any] = set()
+    for index in indices:
+        x = code[index]
+        registers = {y for operand in x.operands for y in getattr(operand, "elements", ())}
+        if x.parts[0] == "mma" and groups and code[groups[-1][0]].opcode == x.opcode and targets.isdisjoint(registers):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            targets = set()
+        if x.parts[0] == "mma":
+            targets.update(x.operands[0].elements)
+    return groups
+
+
+def _step(slots: Slots, instruction: PtxInstruction, *others: PtxInstruction) -> Step:
+    """Return the step of an instruction that does not end a block, and of others like it."""
     name = instruction.parts[0]
     try:
         if name in _NEVER_GUARDED and instruction.guard is not None:
             raise Unsupported(f"{instruction.opcode} under a predicate is not supported")
-        return _MAKERS.get(name, register_steps.arithmetic)(slots, instruction)
+        return _MAKERS.get(name, register_steps.arithmetic)(slots, instruction, *others)
     except Unsupported as error:
         raise Unsupported(f"{error}\n  {instruction}") from None
     except (KeyError, IndexError, ValueError, TypeError, AttributeError):

@@ -169,7 +169,8 @@ class Program:
 
     def warps_of(self, mask: NDArray[np.bool_] | None) -> list[int]:
         """Return the numbers of the warps with a thread in a mask."""
-        warps: list[int] = np.unique(self.warp_of[self.threads_of(mask)]).tolist()
+        active = self._everyone if mask is None else mask
+        warps: list[int] = np.flatnonzero(active.reshape(-1, LANES).any(1)).tolist()
         return warps
 
     def wait_again(self, threads: Array, why: str) -> None:
@@ -227,7 +228,7 @@ class Program:
             if left is not None:
                 due = due & (copy.group < self.committed[copy.threads] - left)
             if due.any():
-                self._perform(copy.some(due))
+                self._perform(copy if due.all() else copy.some(due))
             if not due.all():
                 remaining.append(copy.some(~due))
         self.copies = remaining
@@ -243,13 +244,12 @@ class Program:
     def _copied(self, threads: Array, source: Array, kept: Array, size: int) -> Array:
         """Return the bytes that a copy finds now; those that are not read are 0."""
         values = np.zeros((len(threads), size), np.uint8)
-        for length in np.unique(kept):
-            if length:
-                these = np.flatnonzero(kept == length)
-                unit = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}.get(int(length), np.uint8)
-                loaded = self.memory.load(source[these], unit, int(length) // np.dtype(unit).itemsize)
-                values[these, :length] = loaded.view(np.uint8)
-                self.global_order.add(source[these], self.warp_of[threads[these]], int(length), self.at, writes=False)
+        for length in {*kept.tolist()} - {0}:
+            these = np.flatnonzero(kept == length)
+            unit = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}.get(length, np.uint8)
+            loaded = self.memory.load(source[these], unit, length // np.dtype(unit).itemsize)
+            values[these, :length] = loaded.view(np.uint8)
+            self.global_order.add(source[these], self.warp_of[threads[these]], length, self.at, writes=False)
         return values
 
     def _next(self) -> ThreadGroup | None:
@@ -286,10 +286,9 @@ class Program:
         elif block.end == "branch":
             mask = self.guarded(block.guard)
             taken = group.mask if mask is None else mask & group.mask
-            if taken.any():
-                self._groups.append(ThreadGroup(block.target, group.mask if taken.all() else taken))
-            if not taken[group.mask].all():
-                self._groups.append(ThreadGroup(after, group.mask & ~taken))
+            for place, threads in ((block.target, taken), (after, group.mask & ~taken)):
+                if threads.any():
+                    self._groups.append(ThreadGroup(place, threads))
         elif block.end == "exit":
             mask = self.guarded(block.guard)
             ended = group.mask if mask is None else mask & group.mask
@@ -315,7 +314,7 @@ class Program:
         """Let the threads at a barrier continue if all have come that have not ended."""
         arrived = np.logical_or.reduce([group.mask for group in self._waiting[number]])
         if (arrived == self._alive).all():
-            self.shared.barrier(np.unique(self.warp_of[arrived]).tolist())
+            self.shared.barrier(self.warps_of(arrived))
             self.global_order.barrier()
             self.memory.barrier()
             self._groups += self._waiting.pop(number)

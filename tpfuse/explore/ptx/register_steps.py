@@ -107,21 +107,34 @@ def _compare_halves(slots: Slots, instruction: PtxInstruction) -> Step:
     return step
 
 
-def product(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return mma.sync, with sums in float32."""
-    _, *modifiers = instruction.parts
-    kind = modifiers[6]
-    if modifiers[:2] + modifiers[3:] != ["sync", "aligned", "row", "col", "f32", kind, kind, "f32"]:
-        raise Unsupported(f"{instruction.opcode} is not supported")
-    products = warps.WarpProducts(modifiers[2], kind)
-    target, left, right, sums = (slots.elements(x, 32) for x in instruction.operands)
-    if [len(x) for x in (target, left, right, sums)] != [4, 4, 2, 4]:
+_PRODUCTS = {("m16n8k16", "bf16"), ("m16n8k16", "f16"), ("m16n8k8", "tf32")}
+
+
+def products(slots: Slots, *instructions: PtxInstruction) -> Step:
+    """Return the step of instructions mma.sync of one form, none of which takes a result of another.
+
+    Sums are in float32. A fragment that several of the products have is unpacked once.
+    """
+    _, *modifiers = instructions[0].parts
+    shape, kind = modifiers[2], modifiers[6]
+    known = ["sync", "aligned", shape, "row", "col", "f32", kind, kind, "f32"]
+    if modifiers != known or (shape, kind) not in _PRODUCTS:
+        raise Unsupported(f"{instructions[0].opcode} is not supported")
+    given = [np.array([slots.elements(x.operands[n], 32) for x in instructions], np.int64) for n in range(4)]
+    if [x.shape[1] for x in given] != [4, 4, 2, 4]:
         raise ValueError
+    targets, sums = given[0].ravel().tolist(), given[3]
+    (lefts, left), (rights, right) = (np.unique(x, axis=0, return_inverse=True) for x in given[1:3])
+
+    def fragments(p: Program, places: Any) -> Any:
+        return np.stack([p.array(slot) for slot in places.ravel().tolist()]).reshape(*places.shape, p.threads)
 
     def step(p: Program) -> None:
         p.whole_warps(p.mask)
-        fragments = [[p.array(slot) for slot in places] for places in (left, right, sums)]
-        for slot, column in zip(target, products.multiply(*fragments), strict=True):
+        a = warps.left_matrices(kind, fragments(p, lefts))[left.ravel()]
+        b = warps.right_matrices(kind, fragments(p, rights))[right.ravel()]
+        results = warps.sum_registers(a @ b + warps.sum_matrices(fragments(p, sums)))
+        for slot, column in zip(targets, results.reshape(len(targets), -1), strict=True):
             p.write(slot, column, p.mask)
 
     return step

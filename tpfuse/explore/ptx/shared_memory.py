@@ -152,12 +152,12 @@ class CheckedSharedMemory:
 
     def _index(self, addresses: Array, size: int) -> Array:
         index = addresses.astype(np.int64) - SHARED_BASE
-        if ((index < 0) | (index > self.size - size)).any():
-            bad = int(index[(index < 0) | (index > self.size - size)][0])
-            raise MemoryFault(f"{size} bytes at byte {bad} of shared memory, which has {self.size} bytes")
-        if (index % size).any():
-            bad = int(index[index % size != 0][0])
-            raise MemoryFault(f"{size} bytes at byte {bad} of shared memory: the address is not aligned")
+        bits = int(np.bitwise_or.reduce(index))  # negative if one of them is
+        if bits < 0 or bits & size - 1 or index.max(initial=0) > self.size - size:
+            outside = (index < 0) | (index > self.size - size)
+            bad = int(index[outside if outside.any() else index % size != 0][0])
+            why = f", which has {self.size} bytes" if outside.any() else ": the address is not aligned"
+            raise MemoryFault(f"{size} bytes at byte {bad} of shared memory{why}")
         return index
 
     def _granules(self, index: Array, size: int) -> Array:

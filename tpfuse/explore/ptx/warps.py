@@ -8,13 +8,10 @@ of a product of matrices differently, as its documentation allows.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from tpfuse.explore.ptx.faults import Unsupported
 
 Array = NDArray[Any]
 LANES = 32
@@ -69,78 +66,38 @@ def matrix_rows(registers: Array, transposed: bool) -> Array:
     return np.ascontiguousarray(matrices.swapaxes(2, 3) if transposed else matrices).reshape(-1, 8)
 
 
-def _halves(registers: Array, kind: str) -> Array:
-    """Return float32 numbers [registers, threads, 2] of registers with two 16-bit numbers each."""
+def unpacked(kind: str, bits: Array) -> Array:
+    """Return the float32 numbers in 32-bit words: one of tf32 in each, or two of 16 bits, along the last axis."""
+    bits = np.ascontiguousarray(bits)
+    if kind == "tf32":
+        return (bits & np.uint32(0xFFFFE000)).view(np.float32)
     if kind == "bf16":
-        return np.stack([registers << np.uint32(16), registers & np.uint32(0xFFFF0000)], -1).view(np.float32)
-    return registers.view(np.float16).reshape(*registers.shape, 2).astype(np.float32)
+        return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(np.float16).astype(np.float32)
 
 
-def left_16(kind: str, registers: Array) -> Array:
-    """Return A [warps, 16, 16]: register i has row g + 8 (i & 1) and columns 2 t + 8 (i >> 1) and the next."""
-    parts = _halves(registers, kind).reshape(2, 2, -1, 8, 4, 2)  # column half, row half, warp, g, t, pair
-    return parts.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
+# Register i of a fragment has n numbers: 2 of 16 bits, or 1 of tf32.
 
 
-def _right_16(kind: str, registers: Array) -> Array:
-    """Return B [warps, 16, 8]: register i has rows 2 t + 8 i and the next, and column g."""
-    parts = _halves(registers, kind).reshape(2, -1, 8, 4, 2)  # row half, warp, g, t, pair
-    return parts.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
+def left_matrices(kind: str, registers: Array) -> Array:
+    """Return A [products, warps, 16, 8 n] of [products, 4, threads]: row g + 8 (i & 1), columns 4 n (i >> 1) + n t …"""
+    parts = unpacked(kind, registers).reshape(len(registers), 2, 2, registers.shape[-1] // LANES, 8, 4, -1)
+    return parts.transpose(0, 3, 2, 4, 1, 5, 6).reshape(len(registers), parts.shape[3], 16, -1)
 
 
-def left_8(registers: Array) -> Array:
-    """Return A [warps, 16, 8]: register i has row g + 8 (i & 1) and column t + 4 (i >> 1), a tf32 number."""
-    parts = (registers & np.uint32(0xFFFFE000)).view(np.float32).reshape(2, 2, -1, 8, 4)
-    return parts.transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
+def right_matrices(kind: str, registers: Array) -> Array:
+    """Return B [products, warps, 8 n, 8] of [products, 2, threads]: rows 4 n i + n t and the next, column g."""
+    parts = unpacked(kind, registers).reshape(len(registers), 2, registers.shape[-1] // LANES, 8, 4, -1)
+    return parts.transpose(0, 2, 1, 4, 5, 3).reshape(len(registers), parts.shape[2], -1, 8)
 
 
-def _right_8(registers: Array) -> Array:
-    """Return B [warps, 8, 8]: register i has row t + 4 i and column g."""
-    parts = (registers & np.uint32(0xFFFFE000)).view(np.float32).reshape(2, -1, 8, 4)
-    return parts.transpose(1, 0, 3, 2).reshape(-1, 8, 8)
+def sum_matrices(registers: Array) -> Array:
+    """Return C [products, warps, 16, 8] of [products, 4, threads]: row g + 8 (i >> 1), column 2 t + (i & 1)."""
+    parts = registers.view(np.float32).reshape(len(registers), 2, 2, -1, 8, 4)
+    return parts.transpose(0, 3, 1, 4, 5, 2).reshape(len(registers), -1, 16, 8)
 
 
-def _sums(registers: Array) -> Array:
-    """Return C [warps, 16, 8]: register i has row g + 8 (i >> 1) and column 2 t + (i & 1)."""
-    parts = registers.view(np.float32).reshape(2, 2, -1, 8, 4)  # row half, pair, warp, g, t
-    return parts.transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
-
-
-def _registers(sums: Array) -> Array:
-    """Return the registers [4, threads] of D [warps, 16, 8]."""
-    parts = sums.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)
-    return np.ascontiguousarray(parts).view(np.uint32).reshape(4, -1)
-
-
-class WarpProducts:
-    """mma.sync of one shape and type. A fragment that several products share is unpacked once.
-
-    Registers are never changed in place, so that a fragment is known by the identity of its registers.
-    """
-
-    _MOST_KEPT = 64
-
-    def __init__(self, shape: str, kind: str) -> None:
-        self._left: Callable[[Array], Array]
-        self._right: Callable[[Array], Array]
-        if shape == "m16n8k16" and kind in ("bf16", "f16"):
-            self._left, self._right = partial(left_16, kind), partial(_right_16, kind)
-        elif shape == "m16n8k8" and kind == "tf32":
-            self._left, self._right = left_8, _right_8
-        else:
-            raise Unsupported(f"mma.sync {shape} of {kind} is not supported")
-        self._known: dict[tuple[int, ...], tuple[list[Array], Array]] = {}
-
-    def multiply(self, left: list[Array], right: list[Array], sums: list[Array]) -> Array:
-        """Return the four registers [4, threads] of A B + C."""
-        a, b = self._unpacked(left, self._left), self._unpacked(right, self._right)
-        return _registers(a @ b + _sums(np.stack(sums)))
-
-    def _unpacked(self, registers: list[Array], unpack: Callable[[Array], Array]) -> Array:
-        key = tuple(map(id, registers))
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= self._MOST_KEPT:
-                self._known.clear()
-            found = self._known[key] = registers, np.ascontiguousarray(unpack(np.stack(registers)))
-        return found[1]
+def sum_registers(sums: Array) -> Array:
+    """Return the registers [products, 4, threads] of D: the inverse of `sum_matrices`."""
+    parts = sums.reshape(*sums.shape[:2], 2, 8, 4, 2).transpose(0, 2, 5, 1, 3, 4)
+    return np.ascontiguousarray(parts).view(np.uint32).reshape(len(sums), 4, -1)

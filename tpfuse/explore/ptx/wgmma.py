@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tpfuse.explore.ptx.faults import Unsupported, WgmmaHazard
 from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
-from tpfuse.explore.ptx.warps import left_8, left_16
+from tpfuse.explore.ptx.warps import left_matrices, sum_matrices, sum_registers, unpacked
 
 Array = NDArray[Any]
 WARPGROUP = 128  # threads
@@ -62,29 +62,20 @@ def chunk_addresses(descriptor: int, rows: int, transposed: bool) -> Array:
 
 def numbers(chunks: Array, kind: str, transposed: bool) -> Array:
     """Return a matrix [warpgroups, rows, depth] in float32 of its chunks [warpgroups, …, 16], which are bytes."""
-    flat = np.ascontiguousarray(chunks).reshape(*chunks.shape[:2], -1)
-    if kind == "tf32":
-        return (flat.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    if kind == "bf16":
-        matrix: Array = (flat.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        matrix = flat.view(np.float16).astype(np.float32)
+    matrix = unpacked(kind, np.ascontiguousarray(chunks).reshape(*chunks.shape[:2], -1).view(np.uint32))
     return matrix.swapaxes(1, 2) if transposed else matrix
 
 
 def sums_of(registers: Array) -> Array:
-    """Return D [warpgroups, 64, columns] of its registers [columns / 2, threads].
-
-    Register i of a lane has row g + 8 (i >> 1 & 1) of the warp's 16 rows, and column 8 (i >> 2) + 2 t + (i & 1).
-    """
-    parts = registers.view(np.float32).reshape(-1, 2, 2, registers.shape[1] // WARPGROUP, 4, 8, 4)
-    return parts.transpose(3, 4, 1, 5, 0, 6, 2).reshape(parts.shape[3], 64, -1)
+    """Return D [warpgroups, 64, columns] of its registers [columns / 2, threads], four for each 8 columns."""
+    tiles = sum_matrices(registers.reshape(-1, 4, registers.shape[1]))
+    return tiles.transpose(1, 2, 0, 3).reshape(registers.shape[1] // WARPGROUP, 64, -1)
 
 
 def registers_of(sums: Array) -> Array:
     """Return the registers [columns / 2, threads] of D: the inverse of `sums_of`."""
-    parts = sums.reshape(len(sums), 4, 2, 8, -1, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5)
-    return np.ascontiguousarray(parts).view(np.uint32).reshape(sums.shape[2] // 2, -1)
+    tiles = sums.reshape(4 * len(sums), 16, -1, 8).transpose(2, 0, 1, 3)
+    return sum_registers(tiles).reshape(sums.shape[2] // 2, -1)
 
 
 class Multiplicand(NamedTuple):
@@ -229,8 +220,7 @@ class Products:
         if matrix.chunks is None:
             assert matrix.registers is not None
             fragments = np.stack([np.broadcast_to(x, total)[threads] for x in matrix.registers])
-            parts = left_8(fragments) if kind == "tf32" else left_16(kind, fragments)
-            result = parts.reshape(len(product.warpgroups), 64, -1)
+            result = left_matrices(kind, fragments[None]).reshape(len(product.warpgroups), 64, -1)
         else:
             result = numbers(shared.chunks(matrix.chunks), kind, matrix.transposed)
             for warpgroup, chunks in zip(product.warpgroups, matrix.chunks, strict=True):
