@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from tests.explore.test_ptx import kernel, random_numbers
-from tpfuse.explore.ptx import Divergence, MbarrierFault, MemoryFault, PtxError, SharedRace, Stuck, WgmmaHazard
+from tpfuse.explore.ptx import (
+    Divergence,
+    GlobalRace,
+    MbarrierFault,
+    MemoryFault,
+    PtxError,
+    SharedRace,
+    Stuck,
+    WgmmaHazard,
+)
 from tpfuse.explore.ptx.parser import SHARED_BASE
 
 WIDTHS = {0: 1, 1: 8, 2: 4, 3: 2}  # of a row of the swizzling pattern in 16 bytes, by the mode of a matrix descriptor
@@ -375,6 +384,46 @@ def test_the_program_must_wait_for_its_copies() -> None:
     given, _ = aligned_matrix(21, 48, np.uint16)
     with pytest.raises(MbarrierFault, match="the program ends before a bulk copy has ended"):
         run_tile(changed(TILE, (TILE_WAIT, "")), given, 2048)
+
+
+ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r1];\n"
+MBARRIER_WAIT = """{
+      .reg .pred complete;
+      wait:
+      mbarrier.try_wait.parity.shared::cta.b64 complete, [%r1], 0;
+      @!complete bra.uni wait;
+      }
+"""
+
+
+def test_an_mbarrier_orders_warps_in_global_memory() -> None:
+    body = f"""
+      mov.b32 %r1, memory;
+      setp.eq.s32 %p1, %r0, 0;
+      @%p1 mbarrier.init.shared::cta.b64 [%r1], 64;
+      bar.sync 0;
+      mad.wide.u32 %d2, %r0, 4, %d0;
+      st.global.b32 [%d2], %r0;
+      {ARRIVE}{MBARRIER_WAIT}
+      xor.b32 %r2, %r0, 32;
+      mad.wide.u32 %d2, %r2, 4, %d0;
+      ld.global.b32 %r3, [%d2];
+      mad.wide.u32 %d2, %r0, 4, %d1;
+      st.global.b32 [%d2], %r3;
+    """
+
+    def exchanged(body: str) -> list[int]:
+        given, out = torch.zeros(2, 64, dtype=torch.int32)
+        kernel(body, inputs=2, threads=64, shared=16).run((1,), [given, out])
+        return list(out.tolist())
+
+    assert exchanged(body) == [thread ^ 32 for thread in range(64)]
+    for wrong in (
+        changed(body, (MBARRIER_WAIT, "")),
+        changed(body, (ARRIVE, "")).replace("st.global", ARRIVE + "st.global", 1),
+    ):
+        with pytest.raises(GlobalRace, match="warp 0 wrote it, warp 1 read it, and no barrier orders the two"):
+            exchanged(wrong)
 
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])

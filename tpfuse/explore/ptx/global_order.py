@@ -1,18 +1,20 @@
-"""The order of what the warps of a program do in global memory: only a barrier orders two warps.
+"""The order of what the warps of a program do in global memory: only barriers and mbarriers order two warps.
 
 A compiler puts barriers between accesses to shared memory, but not between a store to global memory and a load of it:
-these belong to the kernel (`tl.debug_barrier`). The accesses between two barriers are kept, and compared when the
-second one is passed, or at the program's end. Atomic operations are left out, and the lanes of one warp count as
-ordered.
+these belong to the kernel (`tl.debug_barrier`). The accesses between two barriers are kept with the clocks that their
+warps have in `shared_memory`, and compared when the second one is passed, or at the program's end. Atomic operations
+are left out, and the lanes of one warp count as ordered.
 """
 
 from collections import deque
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpfuse.explore.ptx.faults import GlobalRace
+from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
 
 Array = NDArray[Any]
 _MOST_KEPT = 4096  # accesses, each of one instruction; a longer run without a barrier forgets the first ones
@@ -24,22 +26,24 @@ class _Access(NamedTuple):
     size: int
     at: int  # the index of the instruction
     writes: bool
+    clocks: Array
 
 
 class GlobalOrder:
-    """The accesses of one program since its last barrier."""
+    """The accesses of one program since its last barrier. shared: has the clocks of its warps."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: CheckedSharedMemory) -> None:
+        self._shared = shared
         self._kept: deque[_Access] = deque(maxlen=_MOST_KEPT)
         self._writes = False
 
     def add(self, addresses: Any, warps: Array, size: int, at: int, *, writes: bool) -> None:
         """Take note of accesses of `size` bytes each by instruction `at`. addresses, warps: of each thread."""
-        self._kept.append(_Access(addresses, warps, size, at, writes))
+        self._kept.append(_Access(addresses, warps, size, at, writes, self._shared.clocks()))
         self._writes |= writes
 
     def barrier(self) -> None:
-        """Begin anew. Raise GlobalRace if a warp has written where another one has read or written."""
+        """Begin anew. Raise GlobalRace if nothing orders a write by a warp and an access there by another one."""
         if self._writes:
             self._check()
         self._kept.clear()
@@ -60,21 +64,20 @@ class GlobalOrder:
         if several.any():
             number = np.repeat(np.arange(len(near)), counts)[order]
             written = np.logical_or.reduceat(np.array([x.writes for x in near])[number], starts)
-            if (bad := several & written).any():
-                these = place == place[starts[bad][0]]
-                accesses = [near[x] for x in number[these]]
-                self._report(int(place[these][0] * unit), warp[these].tolist(), accesses)
+            for start in starts[several & written]:
+                these = place == place[start]
+                pairs = dict.fromkeys(zip(number[these].tolist(), warp[these].tolist(), strict=True))
+                self._check_place(int(place[start] * unit), [(near[x], of) for x, of in pairs])
 
     @staticmethod
-    def _report(address: int, warps: list[int], accesses: list[_Access]) -> None:
-        """Raise the error for one place, whose accesses are in their order."""
-        first = next(i for i, x in enumerate(accesses) if x.writes)
-        other = next(i for i, warp in enumerate(warps) if warp != warps[first])
-        one, two = sorted((first, other))
-        did = [f"warp {warp} {'wrote' if x.writes else 'read'} it" for warp, x in zip(warps, accesses, strict=True)]
-        error = GlobalRace(f"address {address:#x}: {did[one]}, {did[two]}, and no barrier orders the two")
-        error.at, error.site = accesses[two].at, accesses[one].at
-        raise error
+    def _check_place(address: int, accesses: list[tuple[_Access, int]]) -> None:
+        """Raise GlobalRace if two of the accesses to a place, each with its warp, are not ordered."""
+        for (one, first), (two, second) in combinations(accesses, 2):
+            if first != second and (one.writes or two.writes) and two.clocks[second, first] < one.clocks[first, first]:
+                did = [f"warp {x} {'wrote' if y.writes else 'read'} it" for y, x in ((one, first), (two, second))]
+                error = GlobalRace(f"address {address:#x}: {did[0]}, {did[1]}, and no barrier orders the two")
+                error.at, error.site = two.at, one.at
+                raise error
 
 
 def _units(access: _Access, unit: np.uint64) -> Array:

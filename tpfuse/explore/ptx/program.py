@@ -96,7 +96,7 @@ class Program:
         self.memory.source = lambda: self.instructions[self.at].source
         self.warp_of = self.thread_numbers // LANES
         self.committed = np.zeros(self.threads, np.int64)  # commit groups of each thread
-        self.global_order = GlobalOrder()
+        self.global_order = GlobalOrder(self.shared)
         self._alive = np.ones(self.threads, bool)
         self._everyone = self._alive.copy()
         self._groups = [ThreadGroup(0, self._everyone)]

@@ -135,6 +135,10 @@ class CheckedSharedMemory:
         """Let a warp see what others have released."""
         self._clocks[:, warp] = np.maximum(self._clocks[:, warp], clocks)
 
+    def clocks(self) -> Array:
+        """Return for each warp what it has seen of each warp now."""
+        return self._knows[:-1, :-1].copy()
+
     def has_seen(self, warp: int, clocks: Array) -> bool:
         """Return whether a warp has seen what others have released."""
         return bool((self._clocks[0, warp] >= clocks[0]).all())
