@@ -27,8 +27,7 @@ help:
 	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
 	@echo "make long    install, then train a GPT at a context of 32768 tokens on one process and on four that share it"
 	@echo "make offload install, then take a training step of GPT-2 1558M with its optimizer state on disk (19 GB)"
-	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels;"
-	@echo "                      and waves.md beside it: how many multiprocessors the tiles of known models keep busy"
+	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels"
 	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
 	@echo "make docs    write build/docs: the pages of docs/ and the reference of the public modules, as HTML"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
@@ -76,8 +75,6 @@ compiled: install
 	mkdir -p build
 	$(BIN)/python -m tpfuse.tools.compilation --markdown > build/compiled.md
 	mv build/compiled.md benchmarks/results/compiled.md
-	$(BIN)/python -m benchmarks.waves > build/waves.md
-	mv build/waves.md benchmarks/results/waves.md
 
 build/triton-%: | install
 	rm -rf $@.part
