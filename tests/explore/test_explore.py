@@ -23,7 +23,6 @@ from tpfuse.explore import (
     ExploreError,
     ProtocolError,
     RaceError,
-    RandomWalk,
     RoundRobin,
     Sequential,
     explore,
@@ -337,9 +336,7 @@ def test_a_run_without_an_end_is_stopped() -> None:
 # Schedules
 
 
-@pytest.mark.parametrize(
-    "schedule", [Sequential(), RoundRobin(), RandomWalk(3), PCT(3, length=50), Choices((0, 1, 0, 1))]
-)
+@pytest.mark.parametrize("schedule", [Sequential(), RoundRobin(), PCT(3, length=50), Choices((0, 1, 0, 1))])
 def test_a_schedule_makes_the_same_run_each_time(schedule) -> None:
     def program(memory):
         torch.rand(2)
@@ -410,8 +407,8 @@ def test_without_preemptions_ranks_run_in_every_order() -> None:
 
 def test_a_failure_replays_from_its_expression() -> None:
     with pytest.raises(ExploreError) as caught:
-        explore(wrong, 3, schedules=[RandomWalk(5)], resident=2)
-    assert caught.value.replay == "explore(wrong, 3, schedules=[RandomWalk(seed=5)], resident=2)"
+        explore(wrong, 3, schedules=[PCT(5)], resident=2)
+    assert caught.value.replay == "explore(wrong, 3, schedules=[PCT(seed=5, length=200, depth=3)], resident=2)"
     with pytest.raises(ExploreError) as again:
         eval(caught.value.replay, globals())
     assert str(again.value) == str(caught.value)

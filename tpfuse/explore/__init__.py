@@ -16,7 +16,7 @@ either order.
 
 from tpfuse.explore.errors import DeadlockError, ExploreError, ProtocolError, RaceError
 from tpfuse.explore.explorer import Report, explore, explore_bounded
-from tpfuse.explore.schedules import PCT, Choices, RandomWalk, RoundRobin, Schedule, Sequential
+from tpfuse.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential
 from tpfuse.explore.simulated_memory import SimulatedMemory
 from tpfuse.explore.torch_handle import TorchHandle
 
@@ -27,7 +27,6 @@ __all__ = [
     "ExploreError",
     "ProtocolError",
     "RaceError",
-    "RandomWalk",
     "Report",
     "RoundRobin",
     "Schedule",

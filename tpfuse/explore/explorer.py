@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +13,7 @@ from tpfuse.explore.clocks import Line
 from tpfuse.explore.errors import ExploreError
 from tpfuse.explore.interpreter_hooks import hooked
 from tpfuse.explore.run import ExploredRun, RunOptions
-from tpfuse.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential, Tracing
+from tpfuse.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential
 from tpfuse.explore.simulated_memory import SharedBuffers, SimulatedMemory
 from tpfuse.explore.torch_operations import LeavingTorch, TorchOperations
 
@@ -98,43 +99,24 @@ def _standard(seeds: Iterable[int], report: Report) -> Iterator[Schedule]:
 
 
 def explore_bounded(
-    program: Program,
-    world: int,
-    *,
-    preemptions: int = 1,
-    limit: int = 10_000,
-    resident: int = 1,
-    timeouts: bool = False,
-    patience: int = 20,
-    barrier_rule: bool = True,
-    max_steps: int = 200_000,
+    program: Program, world: int, *, preemptions: int = 1, limit: int = 10_000, **options: Any
 ) -> Report:
     """Run `explore` under every schedule with at most `preemptions` switches away from a rank that could continue.
 
     There are at most `limit` runs; `exhausted` of the report says whether these were all. This is feasible for two
-    ranks and one iteration.
+    ranks and one iteration. options: those of `explore`.
     """
-    options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
-    report, stack = Report(), list[tuple[int, ...]]([()])
-    with _exploring(interpreted) as enter:
-        while stack and len(report.schedules) < limit:
-            schedule = _Bounded(stack.pop())
-            run = _execute(program, world, schedule, options, enter)
-            report.add(Choices(schedule.choices), run)
-            stack += schedule.tracing.alternatives(preemptions)
+    stack = [Choices()]
+
+    def schedules() -> Iterator[Schedule]:
+        for _ in range(limit):
+            if stack:
+                yield (schedule := stack.pop())
+                stack.extend(map(Choices, schedule.tracing.alternatives(preemptions)))
+
+    report = explore(program, world, schedules=schedules(), **options)
     report.exhausted = not stack
     return report
-
-
-class _Bounded(Choices):
-    """Choices that keep the trace of their run, from which further choices follow."""
-
-    def start(self) -> Tracing:
-        tracing = Tracing(self.choices)
-        object.__setattr__(self, "tracing", tracing)
-        return tracing
-
-    tracing: Tracing
 
 
 def _execute(
@@ -162,8 +144,6 @@ def _execute(
 
 
 def _replay(program: Program, world: int, schedule: Schedule, options: RunOptions) -> str:
-    if isinstance(schedule, _Bounded):
-        schedule = Choices(schedule.choices)
     changed = [
         f", {option.name}={value!r}"
         for option in fields(options)

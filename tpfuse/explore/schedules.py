@@ -7,7 +7,7 @@ pick(ready, current, step) -> one of `ready`, where threads are numbered in the 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Pick = Callable[[Sequence[int], int, int], int]
 
@@ -34,17 +34,6 @@ class RoundRobin(Schedule):
 
     def start(self) -> Pick:
         return lambda ready, current, step: next((number for number in ready if number > current), ready[0])
-
-
-@dataclass(frozen=True)
-class RandomWalk(Schedule):
-    """Chooses a random thread at every operation."""
-
-    seed: int
-
-    def start(self) -> Pick:
-        choose = random.Random(self.seed).choice
-        return lambda ready, current, step: choose(ready)
 
 
 @dataclass(frozen=True)
@@ -79,12 +68,17 @@ class PCT(Schedule):
 @dataclass(frozen=True)
 class Choices(Schedule):
     """Makes the given choices first (0: the running thread continues; n: the n-th of the others); then never switches
-    away from a thread that can continue."""
+    away from a thread that can continue.
+
+    tracing: of the last run, from which further choices follow.
+    """
 
     choices: tuple[int, ...] = ()
+    tracing: "Tracing" = field(init=False, repr=False, compare=False)
 
     def start(self) -> Pick:
-        return Tracing(self.choices)
+        object.__setattr__(self, "tracing", Tracing(self.choices))
+        return self.tracing
 
 
 class Tracing:
