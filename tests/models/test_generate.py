@@ -30,52 +30,21 @@ def _naive(model: GPT, ids: Tensor, tokens: int) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize(
-    ("length", "use_cache"),
-    [(5, True), (15, True), (17, True), (16, False), *exhaustive((1, True), (16, True), (20, True), (5, False))],
-)
-def test_greedy_text_of_every_length_is_that_of_plain_recomputation(length: int, use_cache: bool) -> None:
+@pytest.mark.parametrize("length", [5, 15, 17, *exhaustive(1, 16, 20)])
+def test_greedy_text_of_every_length_is_that_of_plain_recomputation(length: int) -> None:
     model = _model()
     prompts = integers(2, 2, length, low=0, high=100, dtype=torch.int64)
     expected = _naive(model, prompts, 20)
     assert len(set(expected[0, length:].tolist())) > 3
-    assert torch.equal(generate(model, prompts, 20, temperature=0.0, use_cache=use_cache), expected)
-
-
-def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (ids, attention mask) as a tokenizer that pads on the left makes them."""
-    longest = max(map(len, prompts))
-    ids = [torch.cat([torch.full((longest - len(prompt),), 5000), prompt]) for prompt in prompts]
-    mask = [torch.cat([torch.zeros(longest - len(prompt)), torch.ones(len(prompt))]) for prompt in prompts]
-    return torch.stack(ids), torch.stack(mask).long()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "temperature", "use_cache"),
-    [((3, 7, 5), 0.0, True), ((7, 15, 17), 0.9, True), *exhaustive(((2, 9), 0.9, False), ((16, 20), 0.0, True))],
-)
-def test_padded_prompts_are_continued_as_each_of_them_alone(
-    lengths: tuple[int, ...], temperature: float, use_cache: bool
-) -> None:
-    model = _model()
-    prompts = [integers(seed, length, low=0, high=99, dtype=torch.int64) for seed, length in enumerate(lengths)]
-    ids, mask = _padded(prompts)
-    options = {"temperature": temperature, "use_cache": use_cache}
-    together = generate(model, ids, 12, attention_mask=mask, seed=3, **options)
-    assert together.shape == (len(lengths), max(lengths) + 12) and torch.equal(together[:, : max(lengths)], ids)
-    for row, prompt in enumerate(prompts):
-        alone = generate(model, prompt.unsqueeze(0), 12, seed=3 + row, **options)[0]
-        assert torch.equal(together[row, -12:], alone[-12:])
+    assert torch.equal(generate(model, prompts, 20, temperature=0.0), expected)
 
 
 def test_a_sequence_ends_with_its_eos_and_the_batch_with_the_last_one() -> None:
     model = _model()
-    ids, mask = _padded([PROMPTS[0], PROMPTS[1, :3]])
-    free = generate(model, ids, 20, attention_mask=mask, temperature=0.0)[:, 5:]
-    eos = int(free[1, 4])
-    made = [row.tolist().index(eos) + 1 if eos in row else 20 for row in free]
-    assert made[1] <= 5 and made[0] != made[1], "one ends early, and not both at once"
-    ended = generate(model, ids, 20, attention_mask=mask, temperature=0.0, eos=eos)
+    free = generate(model, PROMPTS, 20, temperature=0.0)[:, 5:]
+    lengths = {eos: [row.index(eos) + 1 if eos in row else 20 for row in free.tolist()] for eos in free[1].tolist()}
+    eos, made = next((eos, made) for eos, made in lengths.items() if made[0] != made[1] < 20)
+    ended = generate(model, PROMPTS, 20, temperature=0.0, eos=eos)
     assert ended.shape == (2, 5 + max(made))
     for row, count in enumerate(made):
         assert torch.equal(ended[row, 5 : 5 + count], free[row, :count])
@@ -84,22 +53,21 @@ def test_a_sequence_ends_with_its_eos_and_the_batch_with_the_last_one() -> None:
     assert generate(model, prompt, 3, temperature=0.0, eos=eos).shape[1] > 6, "that of a prompt ends nothing"
 
 
-def _text(model: GPT, temperature: float, top_k: int | None, use_cache: bool = True) -> Tensor:
-    ids, mask = _padded([PROMPTS[0], PROMPTS[1, :3]])
-    options = {"temperature": temperature, "top_k": top_k, "top_p": 0.95, "eos": 7, "seed": 3, "use_cache": use_cache}
-    return generate(model, ids, 20, attention_mask=mask, **options)
+def _text(model: GPT, temperature: float, top_k: int | None, ids: Tensor = PROMPTS, seed: int = 3) -> Tensor:
+    return generate(model, ids, 20, temperature=temperature, top_k=top_k, top_p=0.95, eos=7, seed=seed)
 
 
-def _on_ranks(temperature: float, top_k: int | None, use_cache: bool) -> Tensor:
-    return _text(_model(sharded=True), temperature, top_k, use_cache)
+def _on_ranks(temperature: float, top_k: int | None) -> Tensor:
+    return _text(_model(sharded=True), temperature, top_k)
 
 
-@pytest.mark.parametrize(*pairwise(world=[2, 4, 1], temperature=[0.7, 0.0], top_k=[5, None], use_cache=[True, False]))
-def test_the_text_is_the_same_on_any_number_of_ranks(
-    world: int, temperature: float, top_k: int | None, use_cache: bool
-) -> None:
+@pytest.mark.parametrize(*pairwise(world=[2, 4, 1], temperature=[0.7, 0.0], top_k=[5, None]))
+def test_the_text_is_the_same_on_any_number_of_ranks(world: int, temperature: float, top_k: int | None) -> None:
     expected = _text(_model(), temperature, top_k)
-    for text in pool(world).run(_on_ranks, temperature, top_k, use_cache):
+    for row in range(2):
+        alone = _text(_model(), temperature, top_k, PROMPTS[row : row + 1], 3 + row)[0]
+        assert torch.equal(alone, expected[row, : len(alone)]), "each sequence draws what it would alone"
+    for text in pool(world).run(_on_ranks, temperature, top_k):
         assert torch.equal(text, expected)
 
 
@@ -141,8 +109,6 @@ def test_tokens_are_drawn_from_the_distribution(top_k: int | None, top_p: float 
 
 def test_generating_no_tokens_returns_the_prompt() -> None:
     assert torch.equal(generate(_model(), PROMPTS, 0), PROMPTS)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-    assert torch.equal(generate(_model(), PROMPTS, 0, attention_mask=mask), PROMPTS)
 
 
 def test_bad_input_is_refused() -> None:
@@ -163,14 +129,5 @@ def test_bad_input_is_refused() -> None:
             generate(model, PROMPTS, 5, top_p=top_p)
     with pytest.raises(ValueError, match="eos 101: expected a token of the vocabulary, 0 to 100"):
         generate(model, PROMPTS, 5, eos=101)
-    mask = torch.ones_like(PROMPTS)
-    for wrong, message in (
-        (mask[:, 1:], r"attention_mask of shape \(2, 4\): expected that of the prompts, \(2, 5\)"),
-        (mask * torch.tensor([1, 1, 1, 1, 0]), "pad prompts on the left"),
-        (mask * torch.tensor([1, 0, 1, 1, 1]), "pad prompts on the left"),
-        (mask * torch.tensor([[1], [0]]), "at least one token in every prompt"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            generate(model, PROMPTS, 5, attention_mask=wrong)
     with pytest.raises(ValueError, match="do not fit a table of 101 rows"):
         generate(model, PROMPTS + 100, 5)
