@@ -77,6 +77,7 @@ _LATE, _LONGEST = 0.2, 1_000_000
 # waits, and launches of other threads wait for it: by copy engines, 2 ranks that were 16 rounds ahead and 4 ranks that
 # were 2 rounds ahead waited for ever on an H100.
 _AHEAD = {2: 2, 4: 1}
+_TOO_MANY = ("gemm_reduce_scatter, copy engines", 4)  # ranks for the queues: they wait for ever 1 round ahead too
 _LOADING, _RUNNING = 240.0, 60.0  # seconds
 TINY_GPT = GPTConfig(64, 16, 32, 2, 2)  # of a rehearsal
 _COMPARED = "compared: "  # begins the lines that `main` prints
@@ -313,6 +314,8 @@ def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
 
 
 def _run_ranks(plan: Plan, name: str, world: int) -> Row:
+    if (name, world) == _TOO_MANY and not plan.rehearse:
+        return {"note": "one GPU has too few queues for so many ranks with copy engines"}
     rounds = 2 if plan.rehearse else ROUNDS
     different = explored(name, world, rounds) if plan.rehearse else at_once(name, world, plan.device, plan.seed, rounds)
     wrong = {rank: turns[:10] for rank, turns in enumerate(different) if turns}
@@ -405,7 +408,7 @@ def time_case(case: BenchCase, bench: Bench) -> Row:
     """Return the rows of a case's candidates as "measurements", and an error where one of tpfuse's has none."""
     measured = list(measure(case, bench))
     failed = [row["error"] for row in measured if row["candidate"] == OURS and "median_us" not in row]
-    row: Row = {"passed": not failed, "measurements": measured}
+    row: Row = {"passed": not failed, "ceilings": asdict(bench.ceilings), "measurements": measured}
     return row | ({"error": "; ".join(failed)} if failed else {})
 
 

@@ -16,7 +16,17 @@ import torch
 
 from benchmarks import apart, contact_steps, first_contact
 from benchmarks.apart import Row, Rows, Step, read
-from benchmarks.contact_steps import COMPILED, DTYPES, TIMED, Plan, compare_operator, run_ranks, steps, time_operator
+from benchmarks.contact_steps import (
+    COMPILED,
+    DTYPES,
+    TIMED,
+    Plan,
+    compare_operator,
+    kept_ceilings,
+    run_ranks,
+    steps,
+    time_operator,
+)
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import measurements
 from benchmarks.harness import OURS
@@ -44,6 +54,7 @@ def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) 
     for group in ("timings", "torch.compile"):
         time_operator(plan(tmp_path, operator), operator, group, Rows(tmp_path, f"{group}: {operator}", FAR))
     assert [row for row in read(tmp_path) if not row["passed"]] == []
+    assert kept_ceilings(read(tmp_path))
     first = [x for row in read(tmp_path) if row["step"].startswith("timings") for x in row["measurements"]]
     assert first and not any("torch.compile" in x["candidate"] for x in first)
     assert any(row["step"].startswith("torch.compile") for row in read(tmp_path)) == (operator in COMPILED)

@@ -68,8 +68,12 @@ def test_a_missing_rank_causes_a_time_out() -> None:
         if memory.rank == 0:
             memory.wait_signal(memory.signals("flags", 1), 0, 0, 1, peer=1, op="operation")
 
-    with pytest.raises(PeerTimeout, match="operation: rank 0 waited"):
-        OneProcess(2, CPU, timeout=0.2).at_once(program)
+    ranks = OneProcess(2, CPU)
+    ranks.timeout = 0.2
+    with pytest.raises(PeerTimeout, match=r"operation: rank 0 waited 0\.2 s"):
+        ranks.at_once(program)
+    with pytest.raises(PeerTimeout, match=r"after: rank 0 waited 0\.2 s"), ranks.memories[0].guard("after"):
+        pass
 
 
 def test_signal_ahead_satisfies_every_wait_and_other_waits_time_out() -> None:

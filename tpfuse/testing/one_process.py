@@ -293,7 +293,8 @@ class OneProcessMemory(SymmetricMemory):
 
     def _check(self, op: str) -> None:
         if self._ranks.late:
-            raise PeerTimeout(op, step=self.step, rank=self.rank, peer=None, waited=self.timeout, detail="ended")
+            waited = self._ranks.timeout
+            raise PeerTimeout(op, step=self.step, rank=self.rank, peer=None, waited=waited, detail="ended")
 
     def clear(self) -> None:
         """Set this rank's signals to 0 again."""
