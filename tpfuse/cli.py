@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from tpfuse._version import __version__
 from tpfuse.nearest import nearest
-from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
+from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
 from tpfuse.train.messages import fail, is_first_rank, say, show_cursor, warn
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
     from tpfuse.train.options import PlanCommand, TrainCommand
-    from tpfuse.train.setup import PreparedRun
 
 _PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
 
@@ -73,6 +72,7 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
     import torch.distributed as dist
 
     from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
+    from tpfuse.train.agreement import from_first
     from tpfuse.train.launch import device_of, join
     from tpfuse.train.loop import train_rank
     from tpfuse.train.setup import check_options, prepare_run, with_layout
@@ -81,27 +81,21 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
         raise UserError(f"--restarts {options.restarts}: torchrun starts these ranks: give it --max-restarts instead")
     options = with_layout(options, info.world)
     check_options(options)
-    outcome: list[PreparedRun | tuple[str, int]] = [("", 1)]
     join(info, device_of(info), options.comm.timeout)
     world = dist.group.WORLD
     assert world is not None
     set_timeout(world, _PREPARATION)
-    if info.rank == 0:
-        try:
-            outcome = [prepare_run(options, info.local_world)]
-        except (UserError, CheckpointMismatch, CheckpointError) as error:
-            outcome = [(str(error), error.status)]
     try:
-        dist.broadcast_object_list(outcome, src=0)
+        run = from_first(world, lambda: prepare_run(options, info.local_world))
+    except RunError:
+        dist.destroy_process_group()
+        raise
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
         raise PeerLost(f"rank {info.rank} lost another rank while rank 0 prepared the run") from error
-    if isinstance(outcome[0], tuple):
-        dist.destroy_process_group()
-        raise RunError(*outcome[0])
     set_timeout(world, options.comm.timeout)
-    return train_rank(info, outcome[0])
+    return train_rank(info, run)
 
 
 def _plan(options: "PlanCommand") -> str:
@@ -264,7 +258,7 @@ def run(arguments: Sequence[str]) -> int:
         if name not in COMMANDS:
             raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
         return _run(name, arguments[1:])
-    except (UserError, CheckpointMismatch, CheckpointError, RunError) as error:
+    except (UserError, CheckpointError, RunError) as error:
         fail(name, str(error), error.missing if isinstance(error, PeerLost) else ())
         return error.status
     except BrokenPipeError:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from tpfuse.comm.collectives.collective import gather_objects
-from tpfuse.train.errors import CheckpointError, CheckpointMismatch, RunError, UserError
+from tpfuse.train.errors import CheckpointError, RunError, UserError, of_disk
 
 _T = TypeVar("_T")
 
@@ -43,16 +43,36 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
     return [value for value, _, _ in outcomes]
 
 
-def outcome(work: Callable[[], _T]) -> tuple[_T | None, tuple[str, int] | None]:
+def _outcome(work: Callable[[], _T]) -> tuple[_T | None, tuple[str, int] | None]:
     """Return what `work` returns, or the arguments of a RunError if it finds bad input or a damaged checkpoint."""
     try:
         return work(), None
-    except (UserError, CheckpointMismatch, CheckpointError) as error:
+    except (UserError, CheckpointError) as error:
         return None, (str(error), error.status)
+
+
+def from_first(group: dist.ProcessGroup, work: Callable[[], _T]) -> _T:
+    """Return the result of `work`, which the first rank of the world alone calls.
+
+    Raise RunError on all ranks for bad input, a damaged checkpoint and a disk that fails, and RuntimeError on the
+    others if the first rank is lost.
+    """
+    found: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            found = [_outcome(work)]
+        except OSError as error:
+            found = [(None, (of_disk(error), 1))]
+    dist.broadcast_object_list(found, src=0)
+    value, failure = found[0]
+    if failure is not None:
+        raise RunError(*failure)
+    result: _T = value
+    return result
 
 
 def agree_to_load(group: dist.ProcessGroup | None, load: Callable[[], object]) -> None:
     """Call `load` on every rank. Raise RunError on all ranks if one finds bad input or a damaged checkpoint."""
-    for failure in agree(group, lambda: outcome(load)[1]):
+    for failure in agree(group, lambda: _outcome(load)[1]):
         if failure is not None:
             raise RunError(*failure)

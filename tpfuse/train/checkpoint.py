@@ -28,7 +28,7 @@ from tpfuse.comm.layout import Slices
 from tpfuse.train.agreement import DiskFailed, agree
 from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
 from tpfuse.train.errors import CheckpointError as CheckpointError
-from tpfuse.train.errors import CheckpointMismatch as CheckpointMismatch
+from tpfuse.train.errors import UserError
 from tpfuse.train.manifest import (
     FORMAT,
     MANIFEST,
@@ -95,7 +95,7 @@ class Checkpoint:
     def load(self, shards: Shards) -> None:
         """Fill every shard from the files. Other tensors of the checkpoint are not read.
 
-        Raise CheckpointMismatch, before any shard is written, for a tensor that the checkpoint does not have or has in
+        Raise UserError, before any shard is written, for a tensor that the checkpoint does not have or has in
         another shape or dtype. Raise CheckpointError for a file that cannot be read, or that is not what the manifest
         says, even if another rank has verified it before.
         """
@@ -138,10 +138,10 @@ class Checkpoint:
         if entry is None and 0 in shard.shape:  # ranks need not hold any shard of a tensor without elements
             return {"slices": []}
         if entry is None:
-            raise CheckpointMismatch(f"{self.folder} has no tensor {name}: it is of another model or optimizer")
+            raise UserError(f"{self.folder} has no tensor {name}: it is of another model or optimizer")
         there, here = (tuple(entry["shape"]), entry["dtype"]), (shard.shape, DTYPES.get(shard.tensor.dtype))
         if there != here:
-            raise CheckpointMismatch(
+            raise UserError(
                 f"{self.folder} has {name} as {there[1]} {there[0]}, but it is to be loaded into {here[1]} {here[0]}: "
                 "resume with the model and the dtype that were saved"
             )

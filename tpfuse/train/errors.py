@@ -41,12 +41,6 @@ def optional_package(name: str, needed: str) -> Any:
         raise UserError(f"{needed} needs the package {name}: pip install 'tpfuse[data]'") from None
 
 
-class CheckpointMismatch(ValueError):
-    """A sound checkpoint does not fit the tensors to be loaded; exit status 2."""
-
-    status = 2
-
-
 class CheckpointError(Exception):
     """A damaged checkpoint, exit status 3. The message names the file, what was expected and what was found."""
 

@@ -131,16 +131,11 @@ def pipeline_logits(model: LanguageModel, runner: Runner, batch: MicroBatch) -> 
     return collectives.all_reduce(logits, runner.group)
 
 
-def outlined(
-    config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype, stages: Sequence[Stage] | None = None
-) -> nn.Module:
-    """Return this rank's model on the meta device, without communication.
-
-    mesh: tensor-parallel, None for one rank. stages: the pipeline stages of a rank, None for the whole model.
-    """
+def outlined(config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
+    """Return this rank's whole model on the meta device, without communication. mesh: tensor-parallel, or None."""
     if isinstance(config, DecoderConfig):
-        return config.outlined(mesh, dtype, stages)
-    return GPT(config, device_mesh=mesh, stages=stages, device="meta", dtype=dtype)
+        return config.outlined(mesh, dtype)
+    return GPT(config, device_mesh=mesh, device="meta", dtype=dtype)
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:

@@ -22,7 +22,7 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import build_mesh, flat_group, rank_and_size
 from tpfuse.comm.settings import set_settings
 from tpfuse.parallel.pipeline.runner import Runner
-from tpfuse.train.agreement import agree_to_load, outcome
+from tpfuse.train.agreement import agree_to_load, from_first
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.checkpoint import Checkpoint, Shard, Shards
 from tpfuse.train.config import parse_train
@@ -120,18 +120,7 @@ class ModelRanks:
         if self.group is None:
             return work()
         set_timeout(self.group, _PREPARATION)
-        found: list[Any] = [None]
-        if self.first:
-            try:
-                found = [outcome(work)]
-            except OSError as error:
-                found = [(None, (of_disk(error), 1))]
-        dist.broadcast_object_list(found, src=0)
-        value, failure = found[0]
-        if failure is not None:
-            raise RunError(*failure)
-        result: T = value
-        return result
+        return from_first(self.group, work)
 
     def find(self, folder: Path) -> SavedModel:
         """Return `saved_model` if these ranks can share it, else raise UserError. For the first rank alone."""
