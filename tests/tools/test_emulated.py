@@ -87,7 +87,11 @@ DRAINED = "after its last loop the kernel does not use these places again"
 OWN = "what is used next was used by nobody, by the same thread, or before another barrier"
 JOINED = "the copies join the next group, for which the same wait waits"
 FETCHED = "the loop has two rounds, and copies for them begin before it"
-FIRST_WARP = "the first warp alone uses what they order, or another one comes before others use it"
+# Read in the PTX of Triton 3.7.1. 3 barriers follow the making of a tensor map: it is made, copied, fenced and used by
+# warp 0. 8 stand between mbarrier.arrive.expect_tx and the bulk copies, or between two of these: warp 0 executes them
+# all, and another barrier orders mbarrier.init before the waits, and products before the copies that replace operands.
+# 1 follows the wait at an mbarrier, where each warp has waited itself before its products read the tile.
+FIRST_WARP = "warp 0 alone does what comes before and after 11 of them, and each warp itself what comes before 1"
 REPLACED = "a tensor map begins as the one before, each of whose fields is replaced"
 # (family, what runs, kernel, at most so many mutants) -> mutation -> how many of them nothing finds, and why
 PLANTED = {

@@ -23,8 +23,8 @@ from tpfuse.explore.ptx.numbers import (
     bits_of,
     decoder,
     encoder,
-    float_function,
     joined,
+    on_bits,
     to_tf32,
 )
 
@@ -60,27 +60,31 @@ def _opcode(*names: str) -> Callable[[_Maker], _Maker]:
     return register
 
 
-def _only(modifiers: list[str], *known: str) -> set[str]:
-    """Return the modifiers before the type as a set. Raise ValueError for one that is not known."""
-    given = set(modifiers[:-1])
-    if given - set(known):
-        raise ValueError
-    return given
-
-
 def _is_float(name: str) -> bool:
     return name.startswith(("f", "bf"))
 
 
-_FLOAT_BINARY: dict[str, Callable[[Float, Float], Float]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "min": np.fmin,
-    "max": np.fmax,
+def _fused(a: Float, b: Float, c: Float) -> Float:
+    return a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
+
+
+# name -> (its modifiers, what it computes)
+_FLOATS: dict[str, tuple[str, Callable[..., Float]]] = {
+    "add": ("rn ftz", operator.add),
+    "sub": ("rn ftz", operator.sub),
+    "mul": ("rn ftz", operator.mul),
+    "div": ("rn ftz full approx", operator.truediv),
+    "min": ("ftz NaN", np.fmin),
+    "max": ("ftz NaN", np.fmax),
+    "fma": ("rn ftz", _fused),
+    "abs": ("ftz", np.abs),
+    "neg": ("ftz", operator.neg),
+    "sqrt": ("rn ftz approx", np.sqrt),
+    "rsqrt": ("ftz approx", lambda x: 1 / np.sqrt(x.astype(np.float64))),
+    "ex2": ("ftz approx", lambda x: np.exp2(x.astype(np.float64))),
+    "lg2": ("ftz approx", lambda x: np.log2(x.astype(np.float64))),
 }
-_INTEGER_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+_INTEGERS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "min": np.minimum,
@@ -90,34 +94,39 @@ _INTEGER_BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "xor": operator.xor,
     "rem": np.fmod,
     "div": lambda a, b: (a - np.fmod(a, b)) // b,
+    "abs": np.abs,
+    "neg": operator.neg,
+    "not": np.invert,
 }
+_ARITY = dict.fromkeys(("abs", "neg", "not", "sqrt", "rsqrt", "ex2", "lg2"), 1) | {"fma": 3}
 
 
-def _binary_maker(name: str) -> _Maker:
+def _elementwise(name: str) -> _Maker:
     def make(modifiers: list[str]) -> Operation:
-        kind = modifiers[-1]
-        if kind != "pred" and _is_float(kind):
-            given = _only(modifiers, "rn", "ftz", "full", "approx", "NaN")
-            function = _FLOAT_BINARY[name]
-            if "NaN" in given:
-                function = {"min": np.minimum, "max": np.maximum}[name]
-            return Operation(float_function(function, kind, "ftz" in given, 2), (bits_of(kind),) * 2)
-        if name == "mul":
+        *given, kind = modifiers
+        if name == "mul" and not _is_float(kind):
             return _integer_product(modifiers, 2)
-        relu = "relu" in _only(modifiers, *(("relu",) if name in ("min", "max") and kind == "s32" else ()))
-        function, bits = _INTEGER_BINARY[name], bits_of(kind)
-        if kind[0] != "s":
-            return Operation(function, (bits, bits))
-        signed, unsigned = TYPES[kind], UNSIGNED[bits]
-        if relu:
+        if (name, kind) == ("fma", "f64") or (name in ("abs", "neg") and kind.startswith("u")):
+            raise ValueError  # float64 has no wider type in which to compute a fused product
+        known = "relu" if name in ("min", "max") and kind == "s32" else ""
+        if _is_float(kind):
+            known, function = _FLOATS[name]
+        else:
+            function = _INTEGERS[name]
+        if set(given) - set(known.split()):
+            raise ValueError
+        if "NaN" in given:
+            function = _INTEGERS[name]
+        if "relu" in given:
             plain = function
-            function = lambda a, b: np.maximum(plain(a, b), signed(0))  # noqa: E731
-        return Operation(lambda a, b: function(a.view(signed), b.view(signed)).view(unsigned), (bits, bits))
+            function = lambda a, b: np.maximum(plain(a, b), np.int32(0))  # noqa: E731
+        arity = _ARITY.get(name, 2)
+        return Operation(on_bits(function, kind, "ftz" in given, arity), (bits_of(kind),) * arity)
 
     return make
 
 
-_MAKERS.update({name: _binary_maker(name) for name in _FLOAT_BINARY.keys() | _INTEGER_BINARY.keys()})
+_MAKERS.update({name: _elementwise(name) for name in _FLOATS.keys() | _INTEGERS.keys()})
 
 
 def _integer_product(modifiers: list[str], arity: int) -> Operation:
@@ -154,54 +163,6 @@ def _mad(modifiers: list[str]) -> Operation:
     return _integer_product(modifiers, 3)
 
 
-@_opcode("fma")
-def _fma(modifiers: list[str]) -> Operation:
-    kind, given = modifiers[-1], _only(modifiers, "rn", "ftz")
-
-    def exact(a: Float, b: Float, c: Float) -> Float:
-        return a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
-
-    if kind == "f64":
-        raise ValueError  # float64 has no wider type in which to compute it
-    return Operation(float_function(exact, kind, "ftz" in given, 3), (bits_of(kind),) * 3)
-
-
-_FLOAT_UNARY: dict[str, Callable[[Float], Float]] = {
-    "abs": np.abs,
-    "neg": operator.neg,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x.astype(np.float64)),
-    "ex2": lambda x: np.exp2(x.astype(np.float64)),
-    "lg2": lambda x: np.log2(x.astype(np.float64)),
-}
-
-
-def _unary_maker(name: str) -> _Maker:
-    def make(modifiers: list[str]) -> Operation:
-        kind, given = modifiers[-1], _only(modifiers, "rn", "ftz", "approx")
-        bits = bits_of(kind)
-        if _is_float(kind):
-            return Operation(float_function(_FLOAT_UNARY[name], kind, "ftz" in given, 1), (bits,))
-        if given or kind[0] != "s":
-            raise ValueError
-        signed, unsigned = TYPES[kind], UNSIGNED[bits]
-        if name not in ("abs", "neg"):
-            raise ValueError
-        function = _FLOAT_UNARY[name]
-        return Operation(lambda a: function(a.view(signed)).view(unsigned), (bits,))
-
-    return make
-
-
-_MAKERS.update({name: _unary_maker(name) for name in _FLOAT_UNARY})
-
-
-@_opcode("not")
-def _not(modifiers: list[str]) -> Operation:
-    (kind,) = modifiers
-    return Operation(np.logical_not if kind == "pred" else np.invert, (bits_of(kind),))
-
-
 @_opcode("mov")
 def _mov(modifiers: list[str]) -> Operation:
     (kind,) = modifiers
@@ -217,9 +178,8 @@ def _cvta(modifiers: list[str]) -> Operation:
 
 @_opcode("selp")
 def _selp(modifiers: list[str]) -> Operation:
-    bits = bits_of(modifiers[-1])
-    _only(modifiers)
-    return Operation(lambda a, b, p: np.where(p, a, b), (bits, bits, 1))
+    (kind,) = modifiers
+    return Operation(lambda a, b, p: np.where(p, a, b), (bits_of(kind), bits_of(kind), 1))
 
 
 def _shift_maker(right: bool) -> _Maker:
@@ -275,12 +235,7 @@ def _prmt(modifiers: list[str]) -> Operation:
 
 
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 # Comparisons that hold if a number is NaN are the negations of the opposite ones.
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
@@ -301,15 +256,12 @@ def _float_comparison(name: str) -> Callable[[Float, Float], Any]:
 
 @_opcode("setp")
 def _setp(modifiers: list[str]) -> Operation:
-    name, *_, kind = modifiers
-    given, bits = _only(modifiers, name, "ftz"), bits_of(kind)
-    if _is_float(kind):
-        compare, decode = _float_comparison(name), decoder(kind, "ftz" in given)
-        return Operation(lambda a, b: compare(decode(a), decode(b)), (bits, bits))
-    compare, dtype = _COMPARE[name], TYPES[kind]
-    if kind[0] == "s":
-        return Operation(lambda a, b: compare(a.view(dtype), b.view(dtype)), (bits, bits))
-    return Operation(compare, (bits, bits))
+    name, *given, kind = modifiers
+    if set(given) - {"ftz"}:
+        raise ValueError
+    compare = _float_comparison(name) if _is_float(kind) else _COMPARE[name]
+    decode = decoder(kind, "ftz" in given)
+    return Operation(lambda a, b: compare(decode(a), decode(b)), (bits_of(kind),) * 2)
 
 
 @_opcode("cvt")
@@ -334,32 +286,30 @@ def _cvt(modifiers: list[str]) -> Operation:
             raise ValueError
         decode, encode = decoder(source, ftz and source == "f32"), encoder(to, ftz and to == "f32")
         return Operation(lambda a: encode(decode(a)), (bits,))
-    out = UNSIGNED[bits_of(to)]
+    decode, encode = decoder(source, ftz), encoder(to)
     if _is_float(to):
-        encode, dtype = encoder(to), TYPES[source]
         if given != {"rn"}:
             raise ValueError
         # Integers of up to 53 bits are exact in float64; of longer ones the sum is rounded twice.
-        return Operation(lambda a: encode(a.view(dtype).astype(np.float64)), (bits,))
+        return Operation(lambda a: encode(decode(a).astype(np.float64)), (bits,))
     if _is_float(source):
-        return Operation(_to_integer(given, to, decoder(source, ftz), out), (bits,))
+        return Operation(_to_integer(given, to, decode), (bits,))
     if given:
         raise ValueError
-    dtype, result = TYPES[source], TYPES[to]
-    return Operation(lambda a: a.view(dtype).astype(result).view(out), (bits,))
+    return Operation(lambda a: encode(decode(a)), (bits,))
 
 
-def _to_integer(given: set[str], to: str, decode: Callable[[Bits], Float], out: Any) -> Callable[[Bits], Bits]:
+def _to_integer(given: set[str], to: str, decode: Callable[[Bits], Float]) -> Callable[[Bits], Bits]:
     """Return the conversion of a float to an integer: clamped to the integer's range, and 0 for NaN."""
     (rounding,) = given - {"ftz"}
     function = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding]
-    limits = np.iinfo(TYPES[to])
+    limits, encode = np.iinfo(TYPES[to]), encoder(to)
+    above = 2.0 ** (limits.bits - (limits.min < 0))
 
     def convert(a: Bits) -> Bits:
         x = function(decode(a)).astype(np.float64)
-        inside = np.where(np.isnan(x) | (x >= 2.0 ** (limits.bits - (limits.min < 0))) | (x < limits.min), 0, x)
-        value = inside.astype(TYPES[to])
-        value = np.where(x >= 2.0 ** (limits.bits - (limits.min < 0)), TYPES[to](limits.max), value)
-        return np.where(x < limits.min, TYPES[to](limits.min), value).view(out)
+        inside = np.where(np.isnan(x) | (x >= above) | (x < limits.min), 0, x).astype(TYPES[to])
+        value = np.where(x >= above, TYPES[to](limits.max), inside)
+        return encode(np.where(x < limits.min, TYPES[to](limits.min), value))
 
     return convert

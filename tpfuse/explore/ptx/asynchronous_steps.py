@@ -221,7 +221,9 @@ def _begin_bulk_copy(
     tile, barrier, at = TensorMap.decode(words), p.mbarriers.at(address), p.at
     if len(tile.box) != len(coordinates):
         raise MemoryFault(f"a tensor map of {len(tile.box)} dimensions is given {len(coordinates)} coordinates")
-    # CUTLASS orders an mbarrier's initialization by a fence without a proxy, and Triton by a barrier alone.
+    # Before others use an mbarrier, its initialization needs a barrier and, for bulk copies, a fence: in the CUDA C++
+    # Programming Guide fence.proxy.async, and in CUTLASS fence.mbarrier_init.release.cluster (cutlass/arch/barrier.h,
+    # fence_barrier_init). Only the barrier is checked here.
     p.shared.load(np.array([address]), np.array([warp]), np.uint64, 1)
     chunks = tile.chunks(target)
     p.shared.begin_bulk_copy(chunks, warp, 16)

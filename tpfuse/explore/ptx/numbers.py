@@ -58,34 +58,35 @@ def to_tf32(bits: Bits) -> Bits:
     return np.where(finite, bits + np.uint32(0x1000), bits) & np.uint32(0xFFFFE000)
 
 
-def decoder(name: str, ftz: bool = False) -> Callable[[Bits], Float]:
-    """Return the function that turns bits of a floating-point type into numbers; 16-bit types become float32."""
+def decoder(name: str, ftz: bool = False) -> Callable[[Bits], Any]:
+    """Return the function that turns bits of a type into numbers; 16-bit floating-point types become float32."""
+    if name == "pred":
+        return lambda x: x
     if name == "bf16":
         return lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if name == "f16":
         return lambda x: x.view(np.float16).astype(np.float32)
     if name == "f32" and ftz:
         return lambda x: flushed(x.view(np.float32))
-    dtype = TYPES.get(name)
-    if dtype not in (np.float32, np.float64):
-        raise Unsupported(f"{name} is no floating-point type that is known")
+    dtype = TYPES[name]
     return lambda x: x.view(dtype)
 
 
-def encoder(name: str, ftz: bool = False) -> Callable[[Float], Bits]:
-    """Return the function that rounds numbers to a floating-point type, to the nearest, ties to even.
+def encoder(name: str, ftz: bool = False) -> Callable[[Any], Bits]:
+    """Return the function that turns numbers into bits of a type, rounded to the nearest, ties to even.
 
-    A number of float64 is rounded to float32 before it is rounded to 16 bits.
+    A number of float64 is rounded to float32 before it is rounded to 16 bits. Integers have the type's width.
     """
+    if name == "pred":
+        return lambda x: x
     if name == "bf16":
         return lambda x: to_bfloat16(x.astype(np.float32))
     if name == "f16":
         return lambda x: x.astype(np.float32).astype(np.float16).view(np.uint16)
-    if name == "f32":
-        if ftz:
-            return lambda x: flushed(x.astype(np.float32)).view(np.uint32)
-        return lambda x: x.astype(np.float32, copy=False).view(np.uint32)
-    return lambda x: x.astype(np.float64, copy=False).view(np.uint64)
+    if name == "f32" and ftz:
+        return lambda x: flushed(x.astype(np.float32)).view(np.uint32)
+    dtype, unsigned = TYPES[name], UNSIGNED[bits_of(name)]
+    return lambda x: x.astype(dtype, copy=False).view(unsigned)
 
 
 def halves(x: Bits) -> tuple[Bits, Bits]:
@@ -98,10 +99,10 @@ def joined(low: Bits, high: Bits) -> Bits:
     return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
 
 
-def float_function(f: Callable[..., Float], name: str, ftz: bool, arity: int) -> Callable[..., Bits]:
-    """Return a function of bits of a floating-point type, such as "f32" or "bf16x2", that computes f of the numbers."""
+def on_bits(f: Callable[..., Any], name: str, ftz: bool, arity: int) -> Callable[..., Bits]:
+    """Return a function of bits of a type, such as "s32" or "bf16x2", that computes f of the numbers."""
     if name.endswith("x2"):
-        half = float_function(f, name[:-2], ftz, arity)
+        half = on_bits(f, name[:-2], ftz, arity)
 
         def both(*sources: Bits) -> Bits:
             low, high = zip(*map(halves, sources), strict=True)
