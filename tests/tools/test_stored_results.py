@@ -1,6 +1,7 @@
 """Results of compilations are stored in Triton's cache, read again, and missing if anything has changed."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_a_second_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     _run(monkeypatch, job)
     assert _count(compiled) == 3
+
+
+def test_processes_that_compile_at_the_same_time_share_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    jobs = [replace(_job(tmp_path), num_warps=n) for n in (1, 2, 4, 8)]
+    others: list[list[Compilation]] = []
+
+    def meanwhile(result: Compilation) -> None:
+        if not others:
+            others.append(_run(monkeypatch, *jobs))
+
+    assert _run(monkeypatch, *jobs, on_done=meanwhile) == others[0]
+    assert _count(compiled) == len(jobs)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -198,9 +199,10 @@ def compile_here(
     unique: dict[tuple[object, ...], Job] = {}
     for job in recorded.jobs:
         unique.setdefault(job.key, job)  # some operators launch the same kernels
-    keys, finished = list(unique), dict[tuple[object, ...], Compilation]()
-    for index, result in compile_jobs(unique.values(), keep, examined=examined):
-        finished[keys[index]] = result
+    jobs, finished = list(unique.values()), dict[tuple[object, ...], Compilation]()
+    random.shuffle(jobs)  # processes that compile at the same time seldom take the same job, and share their results
+    for index, result in compile_jobs(jobs, keep, examined=examined):
+        finished[jobs[index].key] = result
         on_done(result)
     results = [replace(finished[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
     return CompilationReport(triton.__version__, results + _refused(recorded), recorded.rows)
