@@ -24,7 +24,7 @@ import torch
 import triton
 
 from benchmarks.apart import ALL, Later, Row, Rows, Step, failed, read
-from benchmarks.harness import OURS, Bench, BenchCase, kernel_provenance, measure, new_bench
+from benchmarks.harness import OURS, Bench, BenchCase, measure, new_bench, provenance
 from benchmarks.timing import Candidate, Ceilings, Timing, alternate
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
@@ -178,7 +178,7 @@ def one_row(name: str, work: Callable[[], Row], rows: Rows) -> None:
 def tell_device(plan: Plan) -> Row:
     """Return the device, versions, commit and command, and the properties of the machine."""
     findings = [asdict(finding) for finding in doctor.examine(doctor.Machine())]
-    return kernel_provenance() | {"seed": plan.seed, "findings": findings}
+    return provenance() | {"seed": plan.seed, "findings": findings}
 
 
 def fill_cache(plan: Plan, rows: Rows) -> None:

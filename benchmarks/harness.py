@@ -68,13 +68,15 @@ def _portable(argument: str) -> str:
 
 
 def provenance() -> Row:
-    """Return the date, machine, driver, versions, commit and command."""
+    """Return the date, machine, driver, versions, commit, fingerprint of the kernels, and command."""
     row: Row = {
         "date": date.today().isoformat(),
         "machine": machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": triton.__version__,
         "commit": _commit(),
+        "sources": _sources(),
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_portable, sys.argv[1:])]),
     }
     if torch.cuda.is_available():
@@ -123,11 +125,6 @@ def write_row(name: str, figures: Row, keep: bool) -> Path:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(provenance() | figures) + "\n")
     return path
-
-
-def kernel_provenance() -> Row:
-    """Return `provenance` with the version of Triton and the fingerprint of the kernels."""
-    return provenance() | {"triton": triton.__version__, "sources": _sources()}
 
 
 @dataclass

@@ -12,7 +12,8 @@ to start, and how long a product takes beside an all-reduce of another group, as
 Every candidate is checked on every rank first: some columns of its result are compared with float64, and twice the
 error of the products by hand is allowed. A wrong candidate of tpfuse is not timed; a less exact peer is timed, and its
 row reports it. A round times some calls one after another, started on all ranks at once while their streams are held;
-the slowest rank counts, and candidates alternate. Rows are kept in benchmarks/results/node.jsonl.
+the slowest rank counts, and candidates alternate. Rows are appended to build/results/node.jsonl, or with --keep to
+benchmarks/results/node.jsonl.
 
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 -m benchmarks.node --scale tiny
 
