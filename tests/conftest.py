@@ -24,7 +24,8 @@ torch.set_num_threads(1)
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ranks inherit it and keep all tests' groups.
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))
 
-ranks.PRELOADED += ["pytest", "tpfuse.train.trainer"]  # Most tests import no more.
+# Most tests import no more. Each rank of a new pool would compute two seconds to import transformers and peft.
+ranks.PRELOADED += ["pytest", "tpfuse.train.trainer", "peft", "transformers.models.llama.modeling_llama"]
 
 
 # What a test of each marker takes, roughly, in seconds; others take a third of a second.
