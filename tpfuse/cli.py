@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpfuse._version import __version__
 from tpfuse.nearest import nearest
+from tpfuse.train.child import quick_imports
 from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
 from tpfuse.train.messages import fail, is_first_rank, say, show_cursor, warn
 
@@ -34,11 +35,12 @@ def _train(arguments: Sequence[str]) -> int:
     options = parse_train(arguments)
     if is_first_rank():
         say(f"reading  {options.out if options.resume == 'yes' else options.data.path or STANDARD_LIBRARY}")
-    from tpfuse.train.checkpoint import checkpoint_folders
-    from tpfuse.train.launch import RankInfo, start_ranks, torchrun_rank
-    from tpfuse.train.loop import train_rank
-    from tpfuse.train.pipeline_options import rank_count
-    from tpfuse.train.setup import prepare_run, with_layout
+    with quick_imports():
+        from tpfuse.train.checkpoint import checkpoint_folders
+        from tpfuse.train.launch import RankInfo, start_ranks, torchrun_rank
+        from tpfuse.train.loop import train_rank
+        from tpfuse.train.pipeline_options import rank_count
+        from tpfuse.train.setup import prepare_run, with_layout
 
     info = torchrun_rank()
     if info is not None:
@@ -207,7 +209,9 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         arguments = arguments[1:]
     parsed = config.parse_prepare(arguments) if name == "prepare" else config.parse_command(kind, arguments, title)
     values += [getattr(parsed, item.name) for item in fields(kind)] if command.unpacked else [parsed]
-    result = getattr(import_module(module), attribute)(*values)
+    with quick_imports():
+        function = getattr(import_module(module), attribute)
+    result = function(*values)
     if isinstance(result, str):
         print(result)
     return result if isinstance(result, int) else 0

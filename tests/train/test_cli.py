@@ -1,7 +1,9 @@
 """The commands in this process: their output, files and status. test_launch.py runs them with several ranks."""
 
+import contextlib
 import errno
 import fcntl
+import gc
 import io
 import json
 import os
@@ -29,6 +31,7 @@ from tpfuse.cli import COMMANDS, run
 from tpfuse.testing.patience import patient
 from tpfuse.train import durable, hardware, loop, metrics, options
 from tpfuse.train.checkpoint import newest_good
+from tpfuse.train.child import quick_imports
 from tpfuse.train.config import _flags, parse_train
 from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
@@ -593,6 +596,16 @@ with contextlib.redirect_stdout(Reader()), contextlib.suppress(SystemExit):
 def test_help_and_mistakes_and_the_first_line_do_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_search_for_garbage_goes_on_after_an_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    with contextlib.suppress(KeyboardInterrupt), quick_imports():
+        assert not gc.isenabled()
+        raise KeyboardInterrupt
+    assert frozen == [False] and gc.isenabled()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,33 @@ This module imports nothing that takes time, so that a rank ends with its parent
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from tpfuse.train.errors import RunError, UserError
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import torch, and what needs it, without Python's search for garbage: a quarter of the time of a start.
+
+    Modules stay, so the search leaves them out afterwards too.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def begin(parent: int, reports: Connection, work: bytes) -> None:
@@ -24,7 +43,8 @@ def begin(parent: int, reports: Connection, work: bytes) -> None:
     _end_with(parent, signal.SIGKILL)  # nothing is lost before training has begun
     status = 1
     try:
-        function, arguments = pickle.loads(work)
+        with quick_imports():
+            function, arguments = pickle.loads(work)
         _end_with(parent, signal.SIGTERM)  # from now on the rank saves before it ends
         status = function(*arguments)
     except (RunError, UserError) as error:
