@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 
 from tpfuse.explore.memory import Semantics
 from tpfuse.explore.ptx.faults import MemoryFault, PtxError
-from tpfuse.explore.ptx.global_memory import Buffer
+from tpfuse.explore.ptx.global_memory import Buffer, Change
 from tpfuse.explore.ptx.kernel import Kernel
 from tpfuse.explore.ptx.program import LANES
 from tpfuse.explore.ptx.ranks import ExploredGlobalMemory
@@ -184,24 +184,16 @@ class _Memory(ExploredGlobalMemory):
     def barrier(self) -> None:
         program_barrier(self._run)
 
-    def ordered_load(self, addresses: Array, dtype: Any, order: frozenset[str]) -> Array:
-        self._check_width(addresses, dtype)
-        return super().ordered_load(addresses, dtype, order)
-
-    def ordered_store(self, addresses: Array, values: Array, order: frozenset[str]) -> None:
-        self._check_width(addresses, values.dtype)
-        super().ordered_store(addresses, values, order)
-
-    def atomic(
-        self, addresses: Array, dtype: Any, order: frozenset[str], change: Callable[[int, Any], Any], name: str
+    def ordered(
+        self, addresses: Array, dtype: Any, order: frozenset[str], name: str, change: Change | None = None
     ) -> Array:
-        if self._repeated:
+        if self._repeated and name.startswith("atom"):
             raise ValueError(
                 f"inline assembly: each of the program's {self._task.threads} threads executes {name}: compare the "
                 "thread's number (%tid) before it"
             )
         self._check_width(addresses, dtype)
-        return super().atomic(addresses, dtype, order, change, name)
+        return super().ordered(addresses, dtype, order, name, change)
 
     def _check_width(self, addresses: Array, dtype: Any) -> None:
         for region, _ in self._checked.touched(addresses):

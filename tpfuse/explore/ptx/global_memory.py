@@ -12,6 +12,7 @@ from torch import Tensor
 from tpfuse.explore.ptx.faults import MemoryFault, Stuck
 
 Array = NDArray[Any]
+Change = Callable[[int, Any], Any]
 _PATIENCE = 2000  # words in a row that a program reads without a change, in a run in which nobody else can change them
 
 
@@ -66,24 +67,15 @@ class GlobalMemory:
         self._unchanged = 0
         self._write(addresses, values)
 
-    def ordered_load(self, addresses: Array, dtype: Any, order: frozenset[str]) -> Array:
-        """Return numbers that are read with an order, such as {"acquire", "sys"}."""
-        self._looked(changed=False)
-        return self._read(addresses, dtype, 1)[:, 0]
-
-    def ordered_store(self, addresses: Array, values: Array, order: frozenset[str]) -> None:
-        """Store one number at each address with an order, such as {"release", "sys"}."""
-        self.store(addresses, values[:, None])
-
-    def atomic(
-        self, addresses: Array, dtype: Any, order: frozenset[str], change: Callable[[int, Any], Any], name: str
+    def ordered(
+        self, addresses: Array, dtype: Any, order: frozenset[str], name: str, change: Change | None = None
     ) -> Array:
-        """Replace each number by change(its position among the accesses, itself), one after another.
+        """Perform an operation with an order, such as {"acq_rel", "sys"}, at one address after another.
 
-        Return the old ones. order: of the operation, such as {"acq_rel", "sys"}.
+        Return the old numbers. name: "ld", "st" or "atom.add" and the like. change: as of `_replace`; None for a load.
         """
         old, new = self._replace(addresses, dtype, change)
-        self._looked(changed=bool((old != new).any()))
+        self._looked(changed=name == "st" or bool((old != new).any()))
         return old
 
     def barrier(self) -> None:
@@ -106,8 +98,11 @@ class GlobalMemory:
             words, index = self._places(buffer, addresses[chosen], values.dtype, values.shape[1])
             words[index] = values[chosen]
 
-    def _replace(self, addresses: Array, dtype: Any, change: Callable[[int, Any], Any]) -> tuple[Array, Array]:
-        """Return the old and the new numbers."""
+    def _replace(self, addresses: Array, dtype: Any, change: Change | None) -> tuple[Array, Array]:
+        """Replace each number by change(its position among the accesses, itself). Return the old and the new ones."""
+        if change is None:
+            old = new = self._read(addresses, dtype, 1)[:, 0]
+            return old, new
         old, new = np.empty((2, len(addresses)), dtype)
         for position in range(len(addresses)):
             place = addresses[position : position + 1]

@@ -61,7 +61,7 @@ def load(slots: Slots, instruction: PtxInstruction) -> Step:
         if shared:
             data = p.shared.load(addresses, of_warp, dtype, count)
         elif order:
-            data = p.memory.ordered_load(addresses, dtype, order)[:, None]
+            data = p.memory.ordered(addresses, dtype, order, "ld")[:, None]
         else:
             data = p.memory.load(addresses, dtype, count)
             from_each = place if uniform else addresses
@@ -121,7 +121,7 @@ def store(slots: Slots, instruction: PtxInstruction) -> Step:
         if shared:
             p.shared.store(addresses, p.warp_of[threads], np.stack(columns, axis=1))
         elif order:
-            p.memory.ordered_store(addresses, columns[0], order)
+            p.memory.ordered(addresses, dtype, order, "st", lambda i, old: columns[0][i])
         else:
             values = np.stack(columns, axis=1)
             p.memory.store(addresses, values)
@@ -150,7 +150,7 @@ def atomic(slots: Slots, instruction: PtxInstruction) -> Step:
         given = [p.values_of(p.registers[x], threads) for x in arguments]
         addresses = p.values_of(address(p.registers), threads)
         replace = lambda i, old: change(old, *[x[i] for x in given])  # noqa: E731
-        old = p.memory.atomic(addresses, dtype, order, replace, f"atom.{name}")
+        old = p.memory.ordered(addresses, dtype, order, f"atom.{name}", replace)
         for slot in targets:
             p.write_some(slot, old, threads)
 

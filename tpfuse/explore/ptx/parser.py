@@ -17,7 +17,7 @@ SHARED_BASE = 1024  # the address of the first byte of shared memory: no access 
 
 @dataclass(frozen=True)
 class Register:
-    """A register. name: unique within the kernel. bits: 1 for a predicate."""
+    """A register, or one that the hardware sets, such as %tid.x. name: unique in the kernel. bits: 1: a predicate."""
 
     name: str
     bits: int
@@ -31,13 +31,6 @@ class Immediate:
 
 
 @dataclass(frozen=True)
-class Special:
-    """A register that the hardware sets, such as %tid.x."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Address:
     """A register, or 0 if it is None, plus an offset in bytes. coordinates: of a tensor map's tile."""
 
@@ -46,7 +39,7 @@ class Address:
     coordinates: tuple["Operand | None", ...] = ()
 
 
-Operand = Register | Immediate | Special | Address
+Operand = Register | Immediate | Address
 
 
 @dataclass(frozen=True)
@@ -248,7 +241,7 @@ class _Body:
         if text in self._symbols:
             return Immediate(self._symbols[text])
         if _SPECIAL.match(text):
-            return Special(text)
+            return Register(text, 32)
         return self._register(text)
 
     def _address(self, text: str) -> Address:

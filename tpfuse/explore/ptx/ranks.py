@@ -5,14 +5,14 @@ be ordered after those of other ranks and programs by releases and acquires, wit
 before a release (`tpfuse.explore.clocks`); here the barriers are those that the compiler has written.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from tpfuse.explore.memory import Semantics
-from tpfuse.explore.ptx.global_memory import Array, Buffer, GlobalMemory
+from tpfuse.explore.ptx.global_memory import Array, Buffer, Change, GlobalMemory
 from tpfuse.explore.ptx.kernel import Kernel
 from tpfuse.explore.run import ExploredRun
 
@@ -61,56 +61,28 @@ class ExploredGlobalMemory(GlobalMemory):
         self._write(addresses, values)
         self._checked.written(parts)
 
-    def ordered_load(self, addresses: Array, dtype: Any, order: frozenset[str]) -> Array:
-        def perform() -> tuple[Array, Array]:
-            values = self._read(addresses, dtype, 1)[:, 0]
-            return values, values
-
-        return self._ordered(addresses, order, "ld", perform, modifies=False, writes=False)
-
-    def ordered_store(self, addresses: Array, values: Array, order: frozenset[str]) -> None:
-        change: Callable[[int, Any], Any] = lambda position, old: values[position]  # noqa: E731
-        perform = lambda: self._replace(addresses, values.dtype, change)  # noqa: E731
-        self._ordered(addresses, order, "st", perform, modifies=False, writes=True)
-
-    def atomic(
-        self, addresses: Array, dtype: Any, order: frozenset[str], change: Callable[[int, Any], Any], name: str
+    def ordered(
+        self, addresses: Array, dtype: Any, order: frozenset[str], name: str, change: Change | None = None
     ) -> Array:
-        perform = lambda: self._replace(addresses, dtype, change)  # noqa: E731
-        return self._ordered(addresses, order, name, perform, modifies=True, writes=True)
-
-    def barrier(self) -> None:
-        self._checked.clocks.debug_barrier(self._task.chain)
-
-    def _ordered(
-        self,
-        addresses: Array,
-        order: frozenset[str],
-        name: str,
-        perform: Callable[[], tuple[Array, Array]],
-        *,
-        modifies: bool,
-        writes: bool,
-    ) -> Array:
-        """Perform an operation on words, all of which are symmetric memory or none of which is; return the old ones.
-
-        perform: returns the old and the new words.
-        """
-        parts = self._checked.touched(addresses)
+        """Do what the base class says, on words all of which are symmetric memory or none of which is."""
+        parts, writes = self._checked.touched(addresses), change is not None
         if not parts:
-            return perform()[0]
+            return self._replace(addresses, dtype, change)[0]
         # The words of `parts` are in the order of the regions.
         order_of_parts = np.concatenate([np.flatnonzero(np.isin(addresses, part)) for _, part in parts])
 
         def watched() -> tuple[Array, Array, Array, Array]:
-            old, new = perform()
+            old, new = self._replace(addresses, dtype, change)
             stored = old != new if name == "atom.cas" else np.full(len(old), writes)
             return old, old[order_of_parts], new[order_of_parts], stored[order_of_parts]
 
         with self._at_source():
-            semantics = self._semantics(order, modifies=modifies, writes=writes)
+            semantics = self._semantics(order, modifies=name.startswith("atom"), writes=writes)
             result: Array = self._checked.atomic(name, parts, semantics, watched)
         return result
+
+    def barrier(self) -> None:
+        self._checked.clocks.debug_barrier(self._task.chain)
 
     def _semantics(self, order: frozenset[str], **more: bool) -> Semantics:
         return Semantics(

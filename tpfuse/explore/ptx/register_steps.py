@@ -29,13 +29,12 @@ def arithmetic(slots: Slots, instruction: PtxInstruction) -> Step:
     slot = slots.slot(target, 0)
     places = [slots.slot(source, width) for source, width in zip(sources, widths, strict=True)]
     guard = slots.guard(instruction)
-    if guard is not None:
-        return lambda p: p.write(slot, function(*[p.registers[x] for x in places]), p.guarded(guard))
-    if len(places) == 1:
-        return _unary(function, slot, *places)
-    if len(places) == 2:
-        return _binary(function, slot, *places)
-    return _ternary(function, slot, *places)
+
+    def step(p: Program) -> None:
+        registers = p.registers
+        p.write(slot, function(*[registers[x] for x in places]), p.guarded(guard))
+
+    return step
 
 
 def _narrowed(instruction: PtxInstruction, function: Callable[..., Any], width: int) -> Callable[..., Any]:
@@ -43,33 +42,6 @@ def _narrowed(instruction: PtxInstruction, function: Callable[..., Any], width: 
     if instruction.parts[0] != "cvt":
         raise Unsupported(f"{instruction.opcode} of a wider register is not supported")
     return lambda a: function(a.astype(UNSIGNED[width]))
-
-
-def _unary(function: Callable[..., Any], slot: int, a: int) -> Step:
-    def step(p: Program) -> None:
-        registers = p.registers
-        value = function(registers[a])
-        registers[slot] = value if p.mask is None else np.where(p.mask, value, registers[slot])
-
-    return step
-
-
-def _binary(function: Callable[..., Any], slot: int, a: int, b: int) -> Step:
-    def step(p: Program) -> None:
-        registers = p.registers
-        value = function(registers[a], registers[b])
-        registers[slot] = value if p.mask is None else np.where(p.mask, value, registers[slot])
-
-    return step
-
-
-def _ternary(function: Callable[..., Any], slot: int, a: int, b: int, c: int) -> Step:
-    def step(p: Program) -> None:
-        registers = p.registers
-        value = function(registers[a], registers[b], registers[c])
-        registers[slot] = value if p.mask is None else np.where(p.mask, value, registers[slot])
-
-    return step
 
 
 def _move_halves(slots: Slots, instruction: PtxInstruction) -> Step:

@@ -37,7 +37,7 @@ class Slots:
                 self._constants[key] = self._new(immediate(operand.value, bits))
             return self._constants[key]
         if operand.name not in self.by_name:
-            self.by_name[operand.name] = self._new(immediate(_POISON, getattr(operand, "bits", 32)))
+            self.by_name[operand.name] = self._new(immediate(_POISON, operand.bits))
         return self.by_name[operand.name]
 
     def elements(self, operand: Any, bits: int) -> list[Any]:
