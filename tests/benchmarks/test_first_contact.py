@@ -235,7 +235,7 @@ def _rehearsed(folder: Path, minutes: float) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.timeout(1800)
 def test_the_whole_program(tmp_path: Path) -> None:
     """Run it as on a GPU, in two calls, of which the first is cut off."""
-    status, document, printed = _rehearsed(tmp_path, 0.3)
+    status, document, printed = _rehearsed(tmp_path, 0.5)
     assert status == 0 and document["left"] and f"left for another call: {', '.join(document['left'])}" in printed
     first: list[Row] = read(tmp_path)
     status, document, printed = _rehearsed(tmp_path, 25.0)
