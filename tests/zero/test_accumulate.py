@@ -97,3 +97,22 @@ def test_a_rank_holds_at_most_the_gradients_that_fully_shard_holds() -> None:
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
     for x, y in zip(sums, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(2)
+def test_gradients_that_come_after_a_reduced_pass_are_in_the_sums() -> None:
+    """Those that a caller hands over, in no backward pass, are reduced by `finish`."""
+    model = made()
+    engine = shard(model, mesh_of(2, 1), stage=2, bucket_bytes=BUCKET)
+    assert isinstance(engine, GradientBuckets)
+    engine.start(last=True)
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    for parameter in (layer.weight for layer in model):  # without its bias a bucket waits for more
+        parameter.grad = torch.full_like(parameter, 1000.0)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
+    engine.finish()
+    for bucket in engine.buckets:
+        for segment, part in bucket.layout.segments_in(bucket.shard):
+            sums = bucket.reduced_shard[part.start - bucket.shard.start :][: len(part)]
+            assert (sums - 2000.0 * segment.name.endswith("weight")).abs().max() < 500.0, segment.name

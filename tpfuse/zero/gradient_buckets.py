@@ -26,6 +26,7 @@ time, because the first stage is the last to compute.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import compress
 
 import torch
@@ -63,6 +64,18 @@ _WITHOUT_GRADIENT = (
     " which needs no torch.amp.GradScaler; without it call start() before each backward pass; after finish() each"
     " bucket.reduced_shard has this rank's sums"
 )
+
+
+class _Passes(Enum):
+    """How far the backward passes of a micro-batch are. A micro-batch begins with LOCAL or WAITING."""
+
+    LOCAL = auto()  # its gradients stay whole on this rank until a later pass is reduced
+    WAITING = auto()  # no gradient has arrived
+    ARRIVED = auto()  # gradients have arrived that the next `start` or `finish` reduces, if no backward pass does
+    BACKWARD = auto()  # gradients of a backward pass have arrived, which autograd's callback reduces at its end
+    REDUCED = auto()  # the gradients of all passes so far are reduced; another pass may follow
+    IN_STAGE = auto()  # within a marked pass of a pipeline, whose end reduces its gradients
+    AFTER_STAGE = auto()  # between two of them, or after the last one
 
 
 class GradientBuckets(MicroBatches):
@@ -113,8 +126,8 @@ class GradientBuckets(MicroBatches):
         self.accumulate = accumulate if stage == 2 and compression is None else "whole"
         self._uses = uses or {}
         self._turns: list[Bucket] = []  # the buckets whose next reductions have not begun, in order
-        self._reduces = self._more = self._in_pass = self._passed = self._ends_with_pass = False
-        self._unreduced = False  # whether a gradient has arrived since the last pass that was reduced ended
+        self._passes = _Passes.WAITING
+        self._more = False  # whether another micro-batch of the step follows
         self._ended: set[Parameter] = set()  # the parameters of which no later pass of a pipeline computes gradients
         partial, tied = take_partial_gradients(model), frozenset(tied)
         trained = _trained(model)
@@ -194,18 +207,21 @@ class GradientBuckets(MicroBatches):
         name = bucket.layout.segments[index].name
         if gradient.layout is not torch.strided:
             raise ValueError(f"{name} has a sparse gradient: expected a dense one (sparse=False)")
-        if not self.accumulating or (self._reduces and not bucket.awaits(index)):
+        reduces = self._passes is not _Passes.LOCAL
+        if not self.accumulating or (reduces and not bucket.awaits(index)):
             raise ValueError(_WITHOUT_GRADIENT.format(name=name))
-        bucket.take(index, gradient, reduces=self._reduces)
-        self._unreduced = True
-        expected = not self._reduces or bucket.awaits(index)  # several backward passes may come before a reduction
+        bucket.take(index, gradient, reduces=reduces)
+        expected = not reduces or bucket.awaits(index)  # several backward passes may come before a reduction
         self.trained[name].grad = None if expected else self._taken_gradients[name]
-        if not self._reduces:
+        if not reduces:
             return
-        if self.accumulate == "sharded" and not self._in_pass and not self._ends_with_pass and in_backward():
-            # What a caller hands over outside of a backward pass (`start`) is reduced by the next `start` or `finish`.
-            Variable._execution_engine.queue_callback(self._end_pass)
-            self._ends_with_pass = True
+        if self._passes not in (_Passes.BACKWARD, _Passes.IN_STAGE):
+            self._passes = _Passes.ARRIVED
+            if self.accumulate == "sharded" and in_backward():
+                # A checkpoint with use_reentrant=True is a pass of its own only if it has the first gradient: otherwise
+                # what arrives in it belongs to the pass around it, whose callback has been queued.
+                Variable._execution_engine.queue_callback(self._end_pass)
+                self._passes = _Passes.BACKWARD
         if self._turns and bucket is self._turns[0]:
             bucket.copy_waiting()  # so that its memory is free for the next gradients
         if bucket.complete:
@@ -221,7 +237,7 @@ class GradientBuckets(MicroBatches):
             if complete and (not bucket.complete or bucket.layout.kind == "tied"):
                 return
             more = self._more
-            if self._in_pass:
+            if self._passes is _Passes.IN_STAGE:
                 more = any(self.trained[segment.name] not in self._ended for segment in bucket.layout.segments)
             bucket.start_reduce(more=more)
             self._turns.pop(0)
@@ -231,7 +247,7 @@ class GradientBuckets(MicroBatches):
         self._ended |= complete
         sharded = self.accumulate == "sharded"
         if sharded:
-            self._in_pass, self._turns = True, []
+            self._passes, self._turns = _Passes.IN_STAGE, []
             for bucket in self._in_passes:
                 of_pass = [self.trained[segment.name] in parameters for segment in bucket.layout.segments]
                 if any(of_pass):
@@ -243,7 +259,8 @@ class GradientBuckets(MicroBatches):
         for bucket in self.buckets:
             bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in complete})
         self._start_reductions(complete=not sharded)
-        self._in_pass, self._passed = False, True
+        if sharded:
+            self._passes = _Passes.AFTER_STAGE
 
     def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
         if first:
@@ -254,7 +271,7 @@ class GradientBuckets(MicroBatches):
             parameter.grad = None
             if isinstance(parameter, DTensor) and _has_hooks(parameter):
                 withdraw_leaf(parameter)
-        self._reduces, self._in_pass, self._passed, self._ends_with_pass = reduces, False, False, False
+        self._passes = _Passes.WAITING if reduces else _Passes.LOCAL
         self._more, self._ended = not last, set()
 
     def _begin_pass(self, *, first: bool = False, backwards: int = 1) -> None:
@@ -262,16 +279,20 @@ class GradientBuckets(MicroBatches):
             arrivals = [backwards * self._uses.get(segment.name, 1) for segment in bucket.layout.segments]
             bucket.begin(arrivals, first=first)
         self._turns = [*self._in_passes]
-        self._unreduced = False
 
     def _end_pass(self) -> None:
         """Reduce the gradients of a backward pass, of which those that are missing are zero. Another one may follow."""
         self._start_reductions(complete=False)
         self._begin_pass()
-        self._passed, self._ends_with_pass = True, False
+        self._passes = _Passes.REDUCED
+
+    @property
+    def _has_unreduced_pass(self) -> bool:
+        """Return whether this micro-batch is to be reduced and no pass has done it, or gradients came after that."""
+        return self._passes in (_Passes.WAITING, _Passes.ARRIVED, _Passes.BACKWARD)
 
     def _end_micro_batch(self) -> None:
-        if self._reduces and self.accumulate == "sharded" and not self._passed:
+        if self.accumulate == "sharded" and self._has_unreduced_pass:
             self._end_pass()
 
     def _complete(self, *, sums: bool) -> None:
@@ -297,15 +318,17 @@ class GradientBuckets(MicroBatches):
         No rank uses the sums.
         """
         if self.state is StepState.ACCUMULATING and self.accumulate == "sharded":
-            self.state, self._reduces = StepState.REDUCING, True  # others may wait for the sums of this micro-batch
-        if self.state is StepState.REDUCING and not self._passed:
+            self.state = StepState.REDUCING  # others may wait for the sums of this micro-batch
+            if self._passes is _Passes.LOCAL:
+                self._passes = _Passes.ARRIVED
+        if self.state is StepState.REDUCING and self._has_unreduced_pass:
             for bucket in self._turns:
                 bucket.fill_missing(torch.nan)
         super().discard()
 
     @property
     def unused(self) -> bool:
-        return not self._unreduced
+        return self._passes in (_Passes.WAITING, _Passes.REDUCED)
 
     def _abandon(self, *, begun: bool) -> None:
         unsent = [*self._turns, *self._at_end] if begun else self.buckets
@@ -324,7 +347,7 @@ class GradientBuckets(MicroBatches):
         """
         for bucket in self.buckets:
             bucket.take_all()
-        self._unreduced = True
+        self._passes = _Passes.ARRIVED
 
     @property
     def traffic(self) -> Traffic:
