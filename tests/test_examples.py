@@ -1,9 +1,13 @@
 """README and docs/ show the files of examples/ unchanged, and each of them runs by its first line."""
 
+import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,8 +44,64 @@ def test_pages_show_the_examples() -> None:
     assert all(f" examples/{example.name}" in _lines(example)[0] for example in EXAMPLES)
 
 
+# It forks the ranks of one example after another, and has imported what would take each of them seconds.
+_SERVER = """
+import json, os, runpy, sys
+import peft, torch.distributed.tensor, transformers.models.llama.modeling_llama, triton.language
+for line in sys.stdin:
+    example, output, ranks = json.loads(line)
+    processes = []
+    for environment in ranks:
+        process = os.fork()
+        if process == 0:
+            written = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            os.dup2(written, 1)
+            os.dup2(written, 2)
+            os.environ |= environment
+            sys.argv = [example]
+            runpy.run_path(example, run_name="__main__")
+            sys.exit()
+        processes.append(process)
+    print(json.dumps([os.waitpid(process, 0)[1] for process in processes]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator["subprocess.Popen[str]"]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER], cwd=ROOT, env=environment, text=True, process_group=0,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+_RANKS = {x: int(n) for x in EXAMPLES for n in re.findall(r"torchrun --standalone --nproc-per-node (\d)", _lines(x)[0])}
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("example", [x for x in EXAMPLES if x.stem != "pipeline"], ids=lambda example: example.stem)
+@pytest.mark.parametrize("example", [x for x in _RANKS if x.stem != "pipeline"], ids=lambda example: example.stem)
+def test_an_example_runs_on_its_ranks(example: Path, server: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    """The ranks have torchrun's variables; torchrun itself starts those of the pipeline below."""
+    start = f"# OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node {_RANKS[example]} examples/{example.name}"
+    assert _lines(example)[0] == start
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(_RANKS[example]))
+    ranks = [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(_RANKS[example])]
+    assert server.stdin is not None and server.stdout is not None
+    print(json.dumps([str(example), str(tmp_path / "printed"), ranks]), file=server.stdin, flush=True)
+    statuses = json.loads(server.stdout.readline())
+    printed = (tmp_path / "printed").read_text()
+    assert statuses == [0] * len(ranks), printed
+    assert printed.strip(), "an example prints what it shows"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("example", [x for x in EXAMPLES if x not in _RANKS], ids=lambda example: example.stem)
 def test_an_example_runs(example: Path) -> None:
     done = _run(example)
     assert done.returncode == 0, done.stdout
