@@ -74,14 +74,14 @@ def compiled(family: str = "sm_80", edit: Callable[[str], str] = unchanged) -> I
             addressed[place] = x
         return place
 
+    tensors: Any = Tensor
     before, JITFunction.run = JITFunction.run, run
-    take_address = Tensor.data_ptr
-    Tensor.data_ptr = address  # type: ignore[method-assign]
+    take_address, tensors.data_ptr = Tensor.data_ptr, address
     try:
         yield enter
     finally:
         JITFunction.run = before
-        Tensor.data_ptr = take_address  # type: ignore[method-assign]
+        tensors.data_ptr = take_address
 
 
 @cache

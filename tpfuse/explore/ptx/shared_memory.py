@@ -137,7 +137,8 @@ class CheckedSharedMemory:
 
     def clocks(self) -> Array:
         """Return for each warp what it has seen of each warp now."""
-        return self._knows[:-1, :-1].copy()
+        result: Array = self._knows[:-1, :-1].copy()
+        return result
 
     def has_seen(self, warp: int, clocks: Array) -> bool:
         """Return whether a warp has seen what others have released."""
