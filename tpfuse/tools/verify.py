@@ -165,7 +165,7 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Return whether every check has passed."""
-        return all(x.passed for x in (*self.comparisons, *self.training))
+        return all([x.passed for x in self.comparisons] + [x.passed for x in self.training])
 
 
 def chosen(operators: Sequence[str]) -> Sequence[str]:
@@ -237,13 +237,15 @@ def show(verification: Verification, console: Console) -> None:
 
 def verdict(verification: Verification) -> str:
     """Return the last line of the report: how many of all checks have passed."""
-    checks = {"cases": verification.comparisons, "training runs": verification.training}
-    results = []
-    for what, found in checks.items():
-        good = sum(x.passed for x in found)
-        if found:
-            count = f"all {good}" if good == len(found) else f"{good} of {len(found)}"
-            results.append(f"{count} {what} are within their bounds")
+    checks = {
+        "cases": [x.passed for x in verification.comparisons],
+        "training runs": [x.passed for x in verification.training],
+    }
+    results = [
+        f"{'all' if all(passed) else f'{sum(passed)} of'} {len(passed)} {what} are within their bounds"
+        for what, passed in checks.items()
+        if passed
+    ]
     return f"{'passed' if verification.passed else 'FAILED'}: {', '.join(results)}"
 
 
