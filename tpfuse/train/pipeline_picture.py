@@ -10,9 +10,8 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from tpfuse.parallel.pipeline.order import Kind, Order
@@ -20,22 +19,15 @@ from tpfuse.parallel.pipeline.timeline import Interval, Timeline
 from tpfuse.train.messages import warn
 
 NAME = "pipeline.png"
-# From the shade of a rank's first stage to that of its last one. The kinds differ in lightness too, in all shades, so
-# that readers can distinguish them in grey. No picture has whole and split backward passes.
-SHADES = {
-    Kind.FORWARD: ("#00375C", "#0F7DC0"),
-    Kind.BACKWARD: ("#D98200", "#F6B64E"),
-    Kind.INPUT: ("#D98200", "#F6B64E"),
-    Kind.WEIGHT: ("#F0E442", "#FBF7C0"),
-}
-_INK = {Kind.FORWARD: "white", Kind.BACKWARD: "black", Kind.INPUT: "black", Kind.WEIGHT: "black"}
+# The kinds differ in lightness too, so that readers can distinguish them in grey; a rank's later stages are paler. No
+# picture has whole and split backward passes.
+COLOURS = {Kind.FORWARD: "#00598F", Kind.BACKWARD: "#D98200", Kind.INPUT: "#D98200", Kind.WEIGHT: "#F0E442"}
 _BY_OPERATIONS = "Predicted: passes take time by their operations alone, and messages take none"
 _WIDTH, _DPI = 14.0, 110  # inches, and dots per inch
 _ROW, _MARGIN = 0.42, 0.95  # inches: a row; the space above and below the rows of a panel
 _BAR = 0.84  # of the height of a row
 _FONT = 8.0  # points, of the numbers in boxes
 _CHARACTER = 7.5 / 1250  # of the width of a panel, roughly: a digit and a part of the space around it
-_EDGE = 6 / 1250  # of the width of a panel: narrower boxes have no edges, which would hide them
 
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on a new machine it reports that it builds its font cache
 
@@ -106,34 +98,19 @@ def _draw_panel(axes: Axes, timeline: Timeline, title: str) -> None:
 def _draw_row(axes: Axes, rank: int, row: Sequence[Interval], stages: Sequence[int], length: float) -> None:
     """Draw the boxes of a rank, whose stages are `stages`, with numbers where there is room."""
     boxes = [(interval.start, interval.end - interval.start) for interval in row]
-    colours = [shade(each.action.kind, stages.index(each.action.stage), len(stages)) for each in row]
-    widths = [0.5 if width > _EDGE * length else 0.0 for _, width in boxes]
-    axes.broken_barh(boxes, (rank - _BAR / 2, _BAR), facecolors=colours, edgecolors="#404040", linewidths=widths)
+    opacity = {stage: 1 - 0.6 * turn / len(stages) for turn, stage in enumerate(stages)}
+    colours = [to_rgba(COLOURS[each.action.kind], opacity[each.action.stage]) for each in row]
+    axes.broken_barh(boxes, (rank - _BAR / 2, _BAR), facecolors=colours, edgecolors="#404040", linewidths=0.3)
     for interval, (start, width) in zip(row, boxes, strict=True):
-        number, kind = str(interval.action.micro_batch), interval.action.kind
+        number = str(interval.action.micro_batch)
         if (len(number) + 0.4) * _CHARACTER * length < width:
-            axes.text(
-                start + width / 2, rank, number, ha="center", va="center_baseline", fontsize=_FONT, color=_INK[kind]
-            )
-
-
-def shade(kind: Kind, turn: int, turns: int) -> tuple[float, float, float]:
-    """Return the colour (red, green, blue) of a kind of computation for stage number `turn` of a rank's `turns`."""
-    dark, light = map(to_rgb, SHADES[kind])
-    part = turn / (turns - 1) if turns > 1 else 0.5
-    red, green, blue = (a + part * (b - a) for a, b in zip(dark, light, strict=True))
-    return red, green, blue
+            ink = "white" if interval.action.kind is Kind.FORWARD else "black"
+            axes.text(start + width / 2, rank, number, ha="center", va="center_baseline", fontsize=_FONT, color=ink)
 
 
 def _draw_legend(figure: Figure, order: Order) -> None:
-    """Draw the colours that occur; where a rank has several stages, the shades of each colour side by side."""
+    """Draw the colours that occur."""
     found = {action.kind for actions in order.actions for action in actions}
-    kinds, turns = [kind for kind in Kind if kind in found], order.stages // order.ranks
-    handles = [tuple(Patch(color=shade(kind, turn, turns)) for turn in range(turns)) for kind in kinds]
-    labels = [kind.value for kind in kinds]
-    if turns > 1:
-        labels[-1] += "      (the later a rank's stage, the lighter)"
-    figure.legend(  # type: ignore[call-overload]
-        handles, labels, ncols=len(kinds), frameon=False, loc="outside lower center",
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, handlelength=1.2 + 0.8 * turns,
-    )  # fmt: skip
+    handles = [Patch(color=COLOURS[kind], label=kind.value) for kind in Kind if kind in found]
+    note = "the later a rank's stage, the paler" if order.stages > order.ranks else None
+    figure.legend(handles=handles, ncols=len(handles), frameon=False, loc="outside lower center", title=note)
