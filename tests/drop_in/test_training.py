@@ -111,10 +111,9 @@ def _plain(kind: str) -> tuple[Trained, Trained]:
     tpfuse.parallelize(model, mesh_of(1, dist.get_world_size()))
     if kind == "checkpointing":
         model.gradient_checkpointing_enable()  # type: ignore[operator]
-    forward = torch.compile(model, backend="aot_eager") if kind == "compile" else model
     with exact(whole):
         expected = _steps(whole, whole, _adamw(whole), IDS)
-        found = _steps(model, forward, _adamw(model), IDS)
+        found = _steps(model, model, _adamw(model), IDS)
     return (expected, _weights(whole, whole)), (found, _weights(model, whole))
 
 
@@ -152,7 +151,7 @@ def _agree(results: list[tuple[Trained, Trained]], tolerance: float) -> None:
             assert error <= tolerance, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "checkpointing"), *exhaustive((4, "loop"), (2, "compile"))])
+@pytest.mark.parametrize(("world", "kind"), [(2, "checkpointing"), *exhaustive((4, "loop"))])
 def test_a_plain_loop_trains_as_on_one_rank(world: int, kind: str) -> None:
     _agree(pool(world).run(_plain, kind), 1e-9)
 
