@@ -37,7 +37,7 @@ from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.launch import cdiv, launch
-from tpfuse.kernels.tiles import dot, rounded
+from tpfuse.kernels.tiles import accurate_dot, rounded
 
 _OPERATOR = "attention_backward"
 # Numbers that change from call to call: Triton compiles no separate kernel for 1 and multiples of 16.
@@ -49,13 +49,13 @@ _CHANGING += ["dropout_threshold"]
 def sliced_product(a_rows, b_rows, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
     """Return a bᵀ, computed in slices of the head size that are loaded when they are needed.
 
-    A float32 product as three tf32 products keeps two parts of each operand in registers; those of wide heads would not
-    fit.
+    A float32 product as six bfloat16 products keeps three parts of each operand in registers; those of wide heads would
+    not fit.
     """
     acc = tl.zeros((a_rows[2].shape[0], b_rows[2].shape[0]), tl.float32)
     for first_d in tl.range(0, HEAD_SIZE, SLICE_D):
         a = load_tile(a_rows, first_d, HEAD_SIZE, SLICE_D)
-        acc = dot(a, tl.trans(load_tile(b_rows, first_d, HEAD_SIZE, SLICE_D)), acc)
+        acc = accurate_dot(a, tl.trans(load_tile(b_rows, first_d, HEAD_SIZE, SLICE_D)), acc)
     return acc
 
 
@@ -167,7 +167,7 @@ def attention_backward_dkdv_kernel(
             scores = sliced_product(keys, queries, HEAD_SIZE, SLICE_D)
         else:
             q = load_tile(queries, 0, HEAD_SIZE, BLOCK_D)
-            scores = dot(k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+            scores = accurate_dot(k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if (first_m < full_start) | (first_m >= full_stop):
             q_pos = q_offset + offs_m
             mask = visible(q_pos[None, :], k_pos[:, None], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
@@ -184,15 +184,15 @@ def attention_backward_dkdv_kernel(
                 dp = sliced_product(values, grads, HEAD_SIZE, SLICE_D)
                 q = load_tile(queries, 0, HEAD_SIZE, BLOCK_D)
             else:
-                dp = dot(v, tl.trans(grad_out), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+                dp = accurate_dot(v, tl.trans(grad_out), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if DV:
             dropped = tl.where(keep, p, 0.0) if DROPOUT else p
-            dv = dot(rounded(dropped, grad_out.dtype), grad_out, dv)
+            dv = accurate_dot(rounded(dropped, grad_out.dtype), grad_out, dv)
         if DK:
             if DROPOUT:
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
             ds = p * (dp - tl.load(delta_ptr + row + offs_m)[None, :])
-            dk = dot(rounded(ds, q.dtype), q, dk)
+            dk = accurate_dot(rounded(ds, q.dtype), q, dk)
     start = ((batch * tk + first_k) * kv_heads + kv_head) * HEAD_SIZE
     stride = kv_heads * HEAD_SIZE
     if DK:
@@ -294,16 +294,16 @@ def attention_backward_dq_kernel(
             k = load_tile(keys, 0, HEAD_SIZE, BLOCK_D)
         else:
             k = load_tile(keys, 0, HEAD_SIZE, BLOCK_D)
-            scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+            scores = accurate_dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
             v = load_tile(values, 0, HEAD_SIZE, BLOCK_D)
-            dp = dot(grad_out, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+            dp = accurate_dot(grad_out, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if (first_n < full_start) | (first_n >= full_stop):
             mask = visible(q_pos[:, None], k_pos[None, :], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
             scores = tl.where(mask, scores, float("-inf"))
         p = tl.exp2(scores * (scale * LOG2_E) - log2_sum[:, None])
         if DROPOUT:
             dp = tl.where(kept(hashed[:, None], k_pos[None, :], dropout_threshold), dp * dropout_scale, 0.0)
-        dq = dot(rounded(p * (dp - delta[:, None]), k.dtype), k, dq)
+        dq = accurate_dot(rounded(p * (dp - delta[:, None]), k.dtype), k, dq)
     dq_ptr += ((batch * tq + first_q) * heads + head) * HEAD_SIZE
     store_tile((dq_ptr, first_m, tile_m, length_q, heads * HEAD_SIZE), dq * scale, HEAD_SIZE)
 

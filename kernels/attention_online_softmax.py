@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tpfuse.kernels.attention_scores import key_range, multiple_of_8, visible
 from tpfuse.kernels.dropout import kept
-from tpfuse.kernels.tiles import dot, rounded
+from tpfuse.kernels.tiles import accurate_dot, rounded
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -52,7 +52,7 @@ def load_rows(
 def scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return q kᵀ, computed from 64 elements of the head size at a time, which are read again for each block of keys.
 
-    It is for large float32 heads: as three tf32 products, whole heads do not fit into the registers.
+    It is for large float32 heads: as six bfloat16 products, whole heads do not fit into the registers.
     """
     q_ptr, q_first, length_q, stride_qt = source
     scores = tl.zeros((BLOCK_M, offs_n.shape[0]), tl.float32)
@@ -60,7 +60,7 @@ def scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE: tl.c
         left = HEAD_SIZE - part
         q = load_rows(q_ptr + part, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, left, 64, True, False)
         k = load_rows(k_ptr + part, first, offs_n, tk, stride_kt, left, 64, True, False)
-        scores = dot(q, tl.trans(k), scores)
+        scores = accurate_dot(q, tl.trans(k), scores)
     return scores
 
 
@@ -96,7 +96,7 @@ def attend_blocks(
             scores = scores_in_parts(source, k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[0])
         else:
             k = load_rows(k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[1], MASKED, TMA)
-            scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+            scores = accurate_dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
         if MASKED:
             mask = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
             scores = tl.where(mask, scores, float("-inf"))
@@ -109,7 +109,7 @@ def attend_blocks(
         if DROPOUT:
             p = tl.where(kept(dropout_row[:, None], k_pos[None, :] * dropout_step, dropout_threshold), p, 0.0)
         v = load_rows(v_rows, first, offs_n, tk, stride_vt, HEAD_SIZE, q.shape[1], MASKED, TMA)
-        acc = dot(rounded(p, v.dtype), v, acc * shrink[:, None])
+        acc = accurate_dot(rounded(p, v.dtype), v, acc * shrink[:, None])
     return acc, row_max, row_sum
 
 

@@ -24,7 +24,7 @@ from tpfuse.kernels.block_exchange import block_in_slot
 from tpfuse.kernels.dropout import hashed_rows, kept
 from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import run_start
-from tpfuse.kernels.tiles import dot, rounded
+from tpfuse.kernels.tiles import accurate_dot, rounded
 
 # Numbers that change from call to call: Triton compiles no separate kernel for 1 and multiples of 16.
 _CHANGING = ["batch", "run_count", "run_size", "run_unit", "run_step", "source_first", "source_step", "steps", "rank"]
@@ -76,7 +76,7 @@ def _add_queries(
             scores = sliced_product(keys, query_rows, HEAD_SIZE, SLICE_D)
         else:
             q = load_tile(query_rows, 0, HEAD_SIZE, BLOCK_D)
-            scores = dot(k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+            scores = accurate_dot(k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if (first_m < full_start) | (first_m >= full_stop):
             scores = tl.where((offs_m[None, :] >= first) & (offs_m[None, :] <= last), scores, float("-inf"))
         padded = row + head * PADDING + offs_m
@@ -91,15 +91,15 @@ def _add_queries(
                 dp = sliced_product(values, grad_rows, HEAD_SIZE, SLICE_D)
                 q = load_tile(query_rows, 0, HEAD_SIZE, BLOCK_D)
             else:
-                dp = dot(v, tl.trans(grad_out), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+                dp = accurate_dot(v, tl.trans(grad_out), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if DV:
             dropped = tl.where(keep, p, 0.0) if DROPOUT else p
-            dv = dot(rounded(dropped, grad_out.dtype), grad_out, dv)
+            dv = accurate_dot(rounded(dropped, grad_out.dtype), grad_out, dv)
         if DK:
             if DROPOUT:
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
             ds = p * (dp - tl.load(delta_ptr + padded)[None, :])
-            dk = dot(rounded(ds, q.dtype), q, dk)
+            dk = accurate_dot(rounded(ds, q.dtype), q, dk)
     return dk, dv
 
 

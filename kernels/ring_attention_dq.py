@@ -18,7 +18,7 @@ from tpfuse.kernels.dropout import hashed_rows, kept
 from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.kernels.signals import advance, begin
-from tpfuse.kernels.tiles import dot, rounded
+from tpfuse.kernels.tiles import accurate_dot, rounded
 from tpfuse.kernels.trace import COMPUTING, now, record
 
 # Numbers that change from call to call: Triton compiles no separate kernel for 1 and multiples of 16.
@@ -64,16 +64,16 @@ def _add_keys(
             k = load_tile(key_rows, 0, HEAD_SIZE, BLOCK_D)
         else:
             k = load_tile(key_rows, 0, HEAD_SIZE, BLOCK_D)
-            scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+            scores = accurate_dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
             v = load_tile(value_rows, 0, HEAD_SIZE, BLOCK_D)
-            dp = dot(grad_out, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+            dp = accurate_dot(grad_out, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if (first_n < full_start) | (first_n >= full_stop):
             scores = tl.where((offs_n[None, :] >= first) & (offs_n[None, :] <= last), scores, float("-inf"))
         p = tl.exp2(scores * (scale * LOG2_E) - log2_sum[:, None])
         if DROPOUT:
             k_pos = k_first + offs_n * step
             dp = tl.where(kept(hashed[:, None], k_pos[None, :], dropout_threshold), dp * dropout_scale, 0.0)
-        dq = dot(rounded(p * (dp - delta[:, None]), k.dtype), k, dq)
+        dq = accurate_dot(rounded(p * (dp - delta[:, None]), k.dtype), k, dq)
     return dq
 
 
