@@ -179,7 +179,16 @@ def refused(folder: Path, layout: LayoutOptions, damaged: bool) -> tuple[str, in
     return str(error.value), error.value.status
 
 
+def full() -> tuple[str, int]:
+    """Return the error and the status on this rank of a pool if the first one's disk is full."""
+    ranks = ModelRanks(options_of(LayoutOptions(), CommOptions(), 2), mesh_of(2, 1), CPU)
+    with pytest.raises(RunError) as error:
+        ranks.from_first(mock.Mock(side_effect=OSError(28, "No space left on device", "tokens.bin")))
+    return str(error.value), error.value.status
+
+
 def test_what_one_rank_refuses_ends_all_ranks(models: Path, tmp_path: Path) -> None:
+    assert pool(2).run(full) == [("tokens.bin: No space left on device", 1)] * 2
     for said, status in pool(2).run(refused, tmp_path, LayoutOptions(), False):
         assert f"{tmp_path} holds no checkpoint" in said and status == 2
     for said, status in pool(2).run(refused, model(models, "gpt"), LayoutOptions(tp=2), True):
