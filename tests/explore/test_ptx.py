@@ -135,6 +135,7 @@ CASES: list[tuple[str, str, tuple[int, ...], int]] = [
     ("setp.ne.b32", "prr", (5, 5), 0),
     ("setp.eq.f32", "prr", (f32(NAN), f32(NAN)), 0),
     ("setp.ne.f32", "prr", (f32(NAN), f32(0)), 0),
+    ("setp.ne.f32", "prr", (f32(1), f32(1)), 0),
     ("setp.neu.f32", "prr", (f32(NAN), f32(0)), 1),
     ("setp.ltu.f32", "prr", (f32(NAN), f32(0)), 1),
     ("setp.ltu.f32", "prr", (f32(1), f32(0)), 0),

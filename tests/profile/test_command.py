@@ -139,7 +139,7 @@ esac
 def test_nsys_is_checked_then_run_then_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tool, out = tmp_path / "nsys", tmp_path / "profile"
+    tool, out = tmp_path / "nsys", tmp_path / "profiles" / "first"
     tool.write_text(STAND_IN)
     tool.chmod(0o755)
     arguments = ["profile", "--with", "nsys", "--out", str(out), "--", "tiny"]
