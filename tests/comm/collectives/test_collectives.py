@@ -224,6 +224,13 @@ def test_the_first_collective_names_the_missing_rank() -> None:
 
 
 @on_ranks(2)
+def test_an_error_of_another_kind_names_no_rank() -> None:
+    handle = collective.CollectiveHandle("all_reduce", dist.group.WORLD, None)
+    with pytest.raises(RuntimeError, match=r"^no kernel image"), handle.name_missing_rank():
+        raise RuntimeError("no kernel image is available")
+
+
+@on_ranks(2)
 def test_collectives_are_outside_autograd() -> None:
     x = torch.ones(3, requires_grad=True)
     for out in (collectives.all_gather(x, dist.group.WORLD), collectives.all_reduce(x, dist.group.WORLD)):
