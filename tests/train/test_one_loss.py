@@ -22,11 +22,14 @@ from tests.support.training import (
     new_trainer,
     options_of,
     ranks_of,
+    train,
     trained,
     whole_weights,
 )
-from tpfuse.choices import Implementation
+from tpfuse.choices import Implementation, Kernels
+from tpfuse.models.gpt import GPTConfig
 from tpfuse.plan.memory import rank_memory
+from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.train.batches import Windows
@@ -329,3 +332,37 @@ def test_autocast_computes_products_in_16_bits_and_keeps_the_rest(layout: dict[s
     errors = np.abs(np.array(losses) - plain)
     assert 0 < errors.max() < 2**-8 * max(plain)
     assert losses[-1] < losses[0] - 0.1
+
+
+def trained_by(name: Kernels, dtype: str, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the losses and weights after three steps of 63 tokens."""
+    config = GPTConfig(vocab_size=61, n_positions=7, n_embd=64, n_layer=1, n_head=4, dropout=dropout)
+    with use(kernels=name):
+        losses, _, weights = train(options_of(dtype=dtype, batch=9, order="random"), 3, "auto", None, None, config)
+    return torch.tensor(losses, dtype=torch.float64), weights
+
+
+def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """Return the distance between all weights except the biases of the keys.
+
+    Softmax makes the gradients of these biases 0, and AdamW scales the rounding errors that remain to the size of any
+    other update, so that these biases show nothing but rounding errors.
+    """
+    differences = {name: found[name].double() - truth[name] for name in truth}
+    for name, difference in differences.items():
+        if name.endswith("c_attn.bias"):
+            difference.view(3, -1)[1] = 0.0  # of q, k, v
+    return torch.cat([difference.flatten() for difference in differences.values()]).norm().item()
+
+
+@pytest.mark.parametrize(("dtype", "dropout"), exhaustive(("float32", 0.2), ("bfloat16", 0.0)))
+def test_triton_kernels_train_as_torchs_do(dtype: str, dropout: float) -> None:
+    """Training is at most twice as far from float64's as torch's in the same dtype."""
+    runs = [("triton", dtype), ("torch", "float64"), ("torch", dtype)]
+    (losses, own), (truth, weights), (plain, plain_weights) = (
+        pool(1).run(trained_by, *run, dropout)[0] for run in runs
+    )
+    assert truth[-1] < truth[0] - 0.03
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    assert (losses - truth).abs().max() <= 2 * (plain - truth).abs().max() + eps * truth.max()
+    assert distance(own, weights) <= 2 * distance(plain_weights, weights)
