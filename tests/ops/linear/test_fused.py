@@ -147,13 +147,19 @@ def test_products_that_slots_cannot_hold_take_several_rounds() -> None:
 
 
 class Stream:
-    """A stream in place of a GPU's, which records in order which streams wait for it and for which it waits."""
+    """A stream in place of a GPU's, which records in order what waits for it and when it is the current one."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self._calls = name, calls
 
     def wait_stream(self, other: "Stream") -> None:
         self._calls.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self._calls.append(f"{self.name}:")
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.append("current:")
 
 
 @contextlib.contextmanager
@@ -190,7 +196,7 @@ def _streams(products: FusedLinear, calls: list[str]) -> Iterator[None]:
         patch.setattr(products.memory, "guard", guard)
         patch.setattr(fused_linear, "_engine_stream", lambda device: engine)
         patch.setattr(torch.cuda, "current_stream", lambda device: current)
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "stream", lambda stream: stream)
         for module in (kernel_engine_gather, launching):
             patch.setattr(module, "launch", launched)
         yield
@@ -233,18 +239,20 @@ def test_driver_calls_of_a_gather(world: int) -> None:
     Without a product that waits there are n + 2, 10 at tp 8. One guard contains everything that reads the gathered
     rows.
     """
-    signalled = [BEFORE, "open_copies_kernel"] + ["copy", "word"] * (world - 1)
-    kept = [BEFORE, "open_copies_kernel"] + ["copy"] * world + ["close_copies_kernel"]
-    assert pool(world).run(_driver_calls, "1") == [["guard", *signalled, PRODUCT, AFTER, "end"]] * world
-    assert pool(world).run(_driver_calls, "2") == [["guard", *signalled, "copy", PRODUCT, AFTER, "mm", "end"]] * world
-    assert pool(world).run(_driver_calls, "backward") == [["guard", *kept, SCATTER, AFTER, "mm", "end"]] * world
+    signalled = ["guard", BEFORE, "engines:", "open_copies_kernel", *["copy", "word"] * (world - 1)]
+    kept = ["guard", BEFORE, "engines:", "open_copies_kernel", *["copy"] * world, "close_copies_kernel", "current:"]
+    assert pool(world).run(_driver_calls, "1") == [[*signalled, "current:", PRODUCT, AFTER, "end"]] * world
+    copied = [*signalled, "copy", "current:", PRODUCT, AFTER, "mm", "end"]
+    assert pool(world).run(_driver_calls, "2") == [copied] * world
+    assert pool(world).run(_driver_calls, "backward") == [[*kept, SCATTER, AFTER, "mm", "end"]] * world
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_driver_calls_of_a_scatter(world: int) -> None:
     """There are 3 n calls between the two waits of the streams for n ranks, 24 at tp 8."""
     sent = ["await_part_kernel", "copy", "word"] * (world - 1)
-    calls = ["guard", BEFORE, "open_copies_kernel", SCATTER, *sent, "sum_parts_kernel", AFTER, "end"]
+    opened = [BEFORE, "engines:", "open_copies_kernel", "current:"]
+    calls = ["guard", *opened, SCATTER, "engines:", *sent, "current:", "sum_parts_kernel", AFTER, "end"]
     assert pool(world).run(_driver_calls, "scatter") == [calls] * world
 
 
