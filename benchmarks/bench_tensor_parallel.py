@@ -211,7 +211,9 @@ SUBJECTS = (
 def main() -> None:
     """Print a table for each subject, and keep it."""
     parser = Parser(__doc__)
-    parser.add_argument("subjects", nargs="*", choices=["mlp", "gpt", []], help="what to measure (default: both)")
+    parser.add_argument(
+        "subjects", nargs="*", choices=["mlp", "gpt", []], metavar="mlp|gpt", help="what to measure (default: both)"
+    )
     parser.option("--ranks", 2, "number of ranks")
     parser.option("--rounds", 15, "number of rounds")
     arguments = parser.parse_args()

@@ -50,7 +50,13 @@ def measure(
 def main() -> None:
     """Print tables, and keep them."""
     parser = Parser(__doc__)
-    parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], help="what to measure (default: both)")
+    parser.add_argument(
+        "subjects",
+        nargs="*",
+        choices=[*SUBJECTS, []],
+        metavar="|".join(SUBJECTS),
+        help="what to measure (default: both)",
+    )
     parser.option("--worlds", [2, 4], "numbers of ranks to measure")
     parser.option("--rounds", 9, "number of rounds")
     arguments = parser.parse_args()
