@@ -20,7 +20,6 @@ _TYPES |= {f"s{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 _TYPES |= {f"{kind}{bits}": f"u{bits // 8}" for kind in "bu" for bits in (8, 16, 32, 64)}
 TYPES = {name: np.dtype(code).type for name, code in _TYPES.items()}
 UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-_HALVES = ("bf16", "f16")
 
 
 def bits_of(name: str) -> int:
