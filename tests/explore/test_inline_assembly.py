@@ -283,8 +283,10 @@ def test_a_compiled_kernel_reads_the_buffers_of_a_handle_by_the_address_of_their
         explore(program, 2, seeds=(), launches=launches)
 
 
-def test_launches_run_compiled_only_if_kernels_are_not_interpreted() -> None:
+def test_launches_run_compiled_only_for_known_gpus_and_if_kernels_are_not_interpreted() -> None:
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"), compiled():
+        pass
+    with pytest.raises(ValueError, match=r"'sm_100'.*: expected sm_80 or sm_90"), compiled("sm_100"):
         pass
 
 

@@ -37,8 +37,11 @@ def compiled(family: str = "sm_80", edit: Callable[[str], str] = unchanged) -> I
     Triton compiles each of them up to PTX for GPUs of `family`, "sm_80" or "sm_90", without a GPU. `edit` changes the
     PTX of each kernel. `explore(..., launches=compiled)` explores a protocol in this way, with the barriers that the
     compiler has written. A kernel may access its arguments, and tensors whose addresses were taken within the block if
-    a table among the arguments has these. Raise ValueError if Triton interprets kernels in this process.
+    a table among the arguments has these. Raise ValueError for another family, and if Triton interprets kernels in this
+    process.
     """
+    if family not in ("sm_80", "sm_90"):
+        raise ValueError(f"compiled({family!r}): expected sm_80 or sm_90")
     if triton.knobs.runtime.interpret:
         raise ValueError("compiled runs compiled kernels: unset TRITON_INTERPRET before they are imported")
     current: list[ExploredRun] = []
