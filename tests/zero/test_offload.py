@@ -323,3 +323,16 @@ def test_shards_of_stage_3_are_in_the_memory_of_the_host(
     ):
         check_same(weights, expected, tolerance)
         assert found == pytest.approx(norms, rel=tolerance, abs=0.0)
+
+
+def _freeze(place: str) -> None:
+    case, engine = engine_of("toy", Layout(dp=2), offload=place)
+    next(x for x in case.model.parameters() if x.requires_grad).requires_grad_(False)
+    with mock.patch.object(offload, "_IN_MEMORY", ()):
+        adamw(engine, **ADAMW)
+    with pytest.raises(ValueError, match="requires_grad is False now"):
+        engine.start(last=True)
+
+
+def test_a_parameter_that_was_frozen_before_its_shard_moved_is_refused(tmp_path: Path) -> None:
+    pool(2).run(_freeze, str(tmp_path))

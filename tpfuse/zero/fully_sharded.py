@@ -51,7 +51,7 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.muon_matrices import HiddenMatrix
-from tpfuse.zero.parameter_takeover import count_write, take_context_sums, taken_gradient, writes
+from tpfuse.zero.parameter_takeover import count_write, location, take_context_sums, taken_gradient, writes
 from tpfuse.zero.reducer.collective import reserve
 from tpfuse.zero.reducer.shard_update import StateStore
 from tpfuse.zero.unit_order import UnitOrder
@@ -222,7 +222,7 @@ class FullySharded(MicroBatches):
             parameter.sharded_param._local_tensor = moved[: shard.numel()].view(shard.shape)
         self._store = store
         store.release()
-        self._record_parameters()
+        self._recorded = [(name, p, required, location(p)) for name, p, required, _ in self._recorded]
 
     @property
     def shard_bytes(self) -> list[int]:
