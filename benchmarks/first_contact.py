@@ -94,12 +94,20 @@ def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, An
     }
 
 
-def write_results(folder: Path, document: dict[str, Any], measured: Sequence[Row]) -> None:
-    """Write gpu-MACHINE.json and gpu-MACHINE.md: what was measured, and the figures of the summary."""
+def write_results(document: dict[str, Any], measured: Sequence[Row], keep: bool) -> Path:
+    """Write gpu-MACHINE.json and gpu-MACHINE.md: what was measured, and the figures of the summary. Return the folder.
+
+    keep: whether they are to be committed. Files with cases that were not measured now are not replaced.
+    """
     head = {key: x for key, x in document["device"].items() if key not in ("step", "row", "seconds")}
     name = f"gpu-{re.sub(r'[^a-z0-9]+', '-', head['machine'].lower()).strip('-')}"
     text = json.dumps(head | {"figures": document["figures"]}, indent=1).removesuffix("\n}")
     rows = ",\n".join(f"  {json.dumps(row)}" for row in measured)
+    folder = results(keep)
+    if keep and (folder / f"{name}.json").exists():
+        committed = json.loads((folder / f"{name}.json").read_text())["rows"]
+        if {(row.get("operator"), row["case"]) for row in committed} - {(x["operator"], x["case"]) for x in measured}:
+            folder = results(keep=False)
     replace_file(folder / f"{name}.json", f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
     lines = [
         f"# tpfuse's operators beside their peers on {head['machine']}",
@@ -115,6 +123,7 @@ def write_results(folder: Path, document: dict[str, Any], measured: Sequence[Row
         "```",
     ]
     replace_file(folder / f"{name}.md", "\n".join(lines) + "\n")
+    return folder
 
 
 def line(row: Row) -> str:
@@ -180,7 +189,7 @@ def main() -> int:
         (plan.out / "first_contact.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
         measured = [] if plan.rehearse else measurements(read(plan.out))
         if measured and "machine" in (document["device"] or {}):
-            write_results(results(plan.keep), document, measured)
+            document["kept"] = write_results(document, measured, plan.keep)
         return document
 
     left = run_steps(selected, plan.out, deadline, say)
@@ -190,7 +199,7 @@ def main() -> int:
     for row in document["failed"]:
         print(f"FAILED {row['step']}, {row['row']}:", *row.get("error", "wrong").splitlines(), sep="\n    ")
     print(f"left for another call: {', '.join(left)}" if left else "nothing is left")
-    print(f"kept in {arguments.out}")
+    print(f"kept in {arguments.out}" + (f", and the times in {document['kept']}" if "kept" in document else ""))
     return int(bool(document["failed"]))
 
 

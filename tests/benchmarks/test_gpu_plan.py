@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contact_steps
+from benchmarks import contact_steps, harness
 from benchmarks.apart import Row, append, read
 from benchmarks.contact_steps import Plan
 from benchmarks.figures import FIGURES
@@ -57,7 +57,10 @@ def _timed(operator: str, candidate: str, median: float, mode: str = "forward", 
     return row | times | {"times_bound": 1.0} | more
 
 
-def test_a_run_on_a_gpu_writes_its_rows_and_figures(tmp_path: Path) -> None:
+def test_a_run_on_a_gpu_writes_its_rows_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of fewer cases does not replace the files that are to be committed."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "committed")
+    monkeypatch.setattr(harness, "SCRATCH", tmp_path / "build")
     device: Row = {"step": "device", "row": "device", "seconds": 1.0, "machine": "NVIDIA H100", "date": "2026-12-01"}
     device |= {"torch": "2.13", "triton": "3.7", "commit": "abc", "command": "python -m benchmarks.first_contact"}
     append(tmp_path, device)
@@ -65,11 +68,14 @@ def test_a_run_on_a_gpu_writes_its_rows_and_figures(tmp_path: Path) -> None:
     rows = [_timed("layer_norm", OURS, 1000.0, bytes=2.7e9), _timed("layer_norm", "eager", 2000.0)]
     append(tmp_path, {"step": "timings: layer_norm", "row": "a", "measurements": rows})
     append(tmp_path, {"step": "timings: adamw", "row": "124m", "error": "RuntimeError: no"})
-    write_results(tmp_path, summary(tmp_path, [], False), measurements(read(tmp_path)))
-    document = json.loads((tmp_path / "gpu-nvidia-h100.json").read_text())
+    whole, measured = summary(tmp_path, [], False), measurements(read(tmp_path))
+    committed = write_results(whole, measured, True)
+    assert committed == tmp_path / "committed"
+    assert write_results(whole, measured[:2], True) == write_results(whole, measured, False) == tmp_path / "build"
+    document = json.loads((committed / "gpu-nvidia-h100.json").read_text())
     assert document["machine"] == "NVIDIA H100" and "step" not in document and document["rows"][:2] == rows
     assert document["rows"][2]["error"] == "RuntimeError: no"
-    page = (tmp_path / "gpu-nvidia-h100.md").read_text()
+    page = (committed / "gpu-nvidia-h100.md").read_text()
     assert re.search(r"^layer_norm forward, part of copy bandwidth +>= 0.85 +0.90 +pass +a$", page, re.M)
     assert re.search(r"^layer_norm +a +forward +eager +2000.0", page, re.M)
 
