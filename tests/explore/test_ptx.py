@@ -397,9 +397,9 @@ def test_threads_behind_a_barrier_come_to_it_first() -> None:
 
 
 def test_a_loop_comes_before_what_follows_it() -> None:
-    """Block 1 begins a loop of 1, 4, 3, in which 3 and 5 follow from 4; block 2 follows the loop."""
-    order = weak_topological_order([[1], [2, 4], [], [1], [3, 5], [3]])
-    assert sorted(range(6), key=order.__getitem__) == [0, 1, 4, 5, 3, 2]
+    """Block 3 begins a loop of 3, 6, 5, in which 5 and 7 follow from 6; 4 follows the loop. No block reaches 1."""
+    order = weak_topological_order([[2], [6], [3], [4, 6], [], [3], [5, 7], [5]])
+    assert sorted(range(8), key=order.__getitem__) == [0, 2, 3, 6, 7, 5, 4, 1]
 
 
 def test_programs_know_their_place_in_the_grid() -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 def weak_topological_order(successors: Sequence[Sequence[int]]) -> list[int]:
     """Return the position of each node in the order. Node 0 is the entry; nodes that it does not reach are last."""
-    everything = range(len(successors))
+    first = _reached(range(len(successors)), successors)[0]
+    live = [x for x in range(len(successors)) if first >> x & 1]
     order: list[int] = []
 
     def arrange(nodes: Iterable[int]) -> None:
@@ -23,16 +24,15 @@ def weak_topological_order(successors: Sequence[Sequence[int]]) -> list[int]:
             components.setdefault(reached, []).append(node)
         for component in sorted(components, key=int.bit_count, reverse=True):  # what is before others reaches more
             inside = components[component]
-            entries = (x for y in everything if y not in inside for x in successors[y] if x in inside)
+            entries = (x for y in live if y not in inside for x in successors[y] if x in inside)
             head = 0 if 0 in inside else next(entries)
             order.append(head)
             if len(inside) > 1:
                 arrange([x for x in inside if x != head])
 
-    first = _reached(everything, successors)[0]
-    arrange([x for x in everything if first >> x & 1])
-    order += [x for x in everything if not first >> x & 1]
-    return [order.index(x) for x in everything]
+    arrange(live)
+    order += [x for x in range(len(successors)) if x not in live]
+    return [order.index(x) for x in range(len(successors))]
 
 
 def _reached(nodes: Iterable[int], successors: Sequence[Sequence[int]]) -> dict[int, int]:
