@@ -200,7 +200,10 @@ def compile_here(
     for job in recorded.jobs:
         unique.setdefault(job.key, job)  # some operators launch the same kernels
     jobs, finished = list(unique.values()), dict[tuple[object, ...], Compilation]()
-    random.shuffle(jobs)  # processes that compile at the same time seldom take the same job, and share their results
+    # Processes that compile at the same time seldom take the same job then, and share their results. Files that are
+    # kept have the numbers of the launches.
+    if keep is None:
+        random.shuffle(jobs)
     for index, result in compile_jobs(jobs, keep, examined=examined):
         finished[jobs[index].key] = result
         on_done(result)
