@@ -104,8 +104,7 @@ def explore_bounded(
     """Run `explore` under every schedule with at most `preemptions` switches away from a rank that could continue.
 
     There are at most `limit` runs; `exhausted` of the report says whether these were all. This is feasible for two
-    ranks and one iteration. options: those of `explore`, but for
-    schedules and seeds.
+    ranks and one iteration. options: those of `explore`, but for schedules and seeds.
     """
     stack = [Choices()]
 

@@ -67,7 +67,7 @@ _WITHOUT_GRADIENT = (
 
 
 class _Passes(Enum):
-    """How far the backward passes of a micro-batch are. A micro-batch begins with LOCAL or WAITING."""
+    """The progress of a micro-batch's backward passes. It begins with LOCAL or WAITING."""
 
     LOCAL = auto()  # its gradients stay whole on this rank until a later pass is reduced
     WAITING = auto()  # no gradient has arrived

@@ -204,6 +204,13 @@ def _matrices(instruction: PtxInstruction) -> tuple[int, bool]:
     return count, "trans" in modifiers
 
 
+def _row_threads(p: Program, count: int) -> tuple[warps.Array, warps.Array]:
+    """Return the active threads, and those of them that give the addresses of the rows of `count` matrices."""
+    p.whole_warps(p.mask)
+    active = p.threads_of(p.mask)
+    return active, active[active % LANES < 8 * count]
+
+
 def matrix(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return ldmatrix: lane 8 i + j gives the address of row j of matrix i, 16 bytes."""
     target, source = instruction.operands
@@ -211,9 +218,7 @@ def matrix(slots: Slots, instruction: PtxInstruction) -> Step:
     address, places = slots.address(source, 32), slots.elements(target, 32)
 
     def step(p: Program) -> None:
-        p.whole_warps(p.mask)
-        active = p.threads_of(p.mask)
-        threads = active[active % LANES < 8 * count]
+        active, threads = _row_threads(p, count)
         rows = p.shared.load(p.values_of(address(p.registers), threads), p.warp_of[threads], np.uint64, 2)
         loaded = warps.matrix_fragments(rows.view(np.uint16), count, transposed)
         for slot, column in zip(places, loaded, strict=True):
@@ -229,9 +234,7 @@ def store_matrix(slots: Slots, instruction: PtxInstruction) -> Step:
     address, places = slots.address(target, 32), slots.elements(source, 32)
 
     def step(p: Program) -> None:
-        p.whole_warps(p.mask)
-        active = p.threads_of(p.mask)
-        threads = active[active % LANES < 8 * count]
+        active, threads = _row_threads(p, count)
         fragments = np.stack([p.values_of(p.registers[slot], active) for slot in places])
         rows = warps.matrix_rows(fragments, transposed)
         p.shared.store(p.values_of(address(p.registers), threads), p.warp_of[threads], rows.view(np.uint64))
