@@ -28,7 +28,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else m
 ranks.PRELOADED += ["pytest", "tpfuse.train.trainer", "peft", "transformers.models.llama.modeling_llama"]
 
 
-# What a test of each marker takes, roughly, in seconds; others take a third of a second.
+# Tests with these markers take these seconds, roughly, and others a third of a second.
 _SECONDS = {"processes": 15.0, "nodes": 15.0, "compile": 10.0, "exhaustive": 1.0}
 # They wait for what compiles beside the other tests; the second finds its programs in Triton's cache then.
 _LAST = ("test_compilation.py", "test_signal_ptx.py")

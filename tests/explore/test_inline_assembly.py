@@ -290,7 +290,7 @@ def test_launches_run_compiled_only_for_known_gpus_and_if_kernels_are_not_interp
         pass
 
 
-# What is refused
+# Each of these kernels is refused.
 
 
 @triton.jit

@@ -182,7 +182,7 @@ def test_planted_faults_are_found(family: str, name: str, kernel: str, most: int
 
 
 HANDED_OVER = "programs of one rank hand chunks over in memory that is not symmetric, whose order is not checked"
-# As above, for the first rounds of protocols on two ranks
+# The same is planted in the first rounds of protocols on two ranks.
 PLANTED_IN_PROTOCOLS = [
     ("collectives", "no release", 0, ""),
     ("collectives", "no acquire", 0, ""),

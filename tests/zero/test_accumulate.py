@@ -101,7 +101,7 @@ def test_a_rank_holds_at_most_the_gradients_that_fully_shard_holds() -> None:
 
 @on_ranks(2)
 def test_gradients_that_come_after_a_reduced_pass_are_in_the_sums() -> None:
-    """Those that a caller hands over, in no backward pass, are reduced by `finish`."""
+    """A caller hands them over, in no backward pass, and `finish` reduces them."""
     model = made()
     engine = shard(model, mesh_of(2, 1), stage=2, bucket_bytes=BUCKET)
     assert isinstance(engine, GradientBuckets)
