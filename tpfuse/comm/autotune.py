@@ -152,19 +152,10 @@ def decide(
     return decision
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A candidate's failure on the rank where it failed first.
-
-    kind: "lost" if it has made the GPU unusable, "raised", "differs", or "waited" for a rank that did not come, which
-    follows from another failure.
-    """
-
-    kind: str
-    text: str
-
-
+# The kinds of a candidate's failure, of which the first counts: it has made the GPU unusable, raised, computed other
+# results, or waited for a rank that did not come, which follows from another failure.
 _KINDS = ("lost", "raised", "differs", "waited")
+_Failure = tuple[str, str]  # its kind, and what is said of the rank where it failed first
 
 
 @dataclass(frozen=True)
@@ -241,9 +232,9 @@ class _Case:
         first = FirstResults(self.usual)
         error = _failure(partial(first.keep, self.candidates[self.usual]), self.device)
         if failure := self._first_failure(error):
-            raise RuntimeError(f"{self.name}: {failure.text}") if error is None else error
+            raise RuntimeError(f"{self.name}: {failure[1]}") if error is None else error
         if failure := self._first_failure(_failure(partial(first.find_bounds, self.exact), self.device)):
-            self._warn(f"{self.usual} is taken, since nothing can be compared with it: {failure.text}")
+            self._warn(f"{self.usual} is taken, since nothing can be compared with it: {failure[1]}")
             return []
         working = [self.usual]
         with Trials(self.group, self.device, self.name, self.tuning.file) as trials:
@@ -255,14 +246,15 @@ class _Case:
                 if failure is None:
                     working.append(name)
                     continue
-                if failure.kind == "lost":
+                kind, text = failure
+                if kind == "lost":
                     raise GpuLost(
                         f"{self.name}: {name} has made a GPU unusable, which ends this run; the next one leaves it out:"
-                        f" {failure.text}"
+                        f" {text}"
                     )
-                if memory is not None and failure.kind != "differs":
+                if memory is not None and kind != "differs":
                     memory.reset()  # The candidate's waits may have been aborted.
-                self._warn(f"{name} is not taken: {failure.text}")
+                self._warn(f"{name} is not taken: {text}")
         return working
 
     def _timed(self, working: list[str]) -> Decision:
@@ -290,15 +282,13 @@ class _Case:
         elif error is not None and _is_lost(self.device):
             kind = "lost"
         text = str(error) if isinstance(error, Differs) else repr(error)
-        entry = None if error is None else (_KINDS.index(kind), -getattr(error, "largest", 0.0), text)
-        entries = enumerate(self._exchange(entry))
-        failures = sorted(
-            (number, size, rank, text) for rank, found in entries if found for number, size, text in [found]
-        )
+        rank = named(dist.get_rank())
+        entry = None if error is None else (_KINDS.index(kind), -getattr(error, "largest", 0.0), rank, text)
+        failures = [found for found in self._exchange(entry) if found]
         if not failures:
             return None
-        number, _, rank, text = failures[0]
-        return _Failure(_KINDS[number], f"on {named(dist.get_process_group_ranks(self.group)[rank])}: {text}")
+        number, _, rank, text = min(failures, key=lambda found: found[:2])
+        return _KINDS[number], f"on {rank}: {text}"
 
     def first_of_job(self, decision: Decision) -> Decision:
         """Return the decision of the job's group that measured the case first, which may be this group's `decision`."""

@@ -40,6 +40,7 @@ class Nodes:
 
 
 _splits: WeakKeyDictionary[dist.ProcessGroup, Nodes | str] = WeakKeyDictionary()
+_next_number = 0
 
 
 def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
@@ -62,7 +63,7 @@ def why_not_split(group: dist.ProcessGroup) -> str:
 
 
 def _make_split(group: dist.ProcessGroup) -> Nodes | str:
-    entries = exchange(group, (host.node_identity(), _numbers.free()), "split by node", settings().timeout)
+    entries = exchange(group, (host.node_identity(), _free_number()), "split by node", settings().timeout)
     ranks = dist.get_process_group_ranks(group)
     nodes = ranks_by_node({rank: node for rank, (node, _) in zip(ranks, entries, strict=True)})
     reason = _why_not(nodes)
@@ -70,44 +71,37 @@ def _make_split(group: dist.ProcessGroup) -> Nodes | str:
         return reason
     this_node = next(node for node in nodes if dist.get_rank() in node)
     index = this_node.index(dist.get_rank())
-    with _numbers.agreed(max(free for _, free in entries)):
+    with _agreed(max(free for _, free in entries)):
         return Nodes(_new_group(this_node, group), _new_group([node[index] for node in nodes], group))
 
 
-class _GroupNumbers:
-    """Makes the ranks of a group agree on the name that torch gives to a new group.
+def _free_number() -> int:
+    """Return the first number of a group that this rank has not used.
 
     If only its members make a group, torch names it after them and after the number of groups that the process has.
     That number differs between ranks that are in different numbers of groups, which then wait for each other in vain.
     """
+    return max(_next_number, len(_names()))
 
-    def __init__(self) -> None:
-        self._next = 0
 
-    def free(self) -> int:
-        """Return the first number that this rank has not used."""
-        return max(self._next, len(_names()))
-
-    @contextlib.contextmanager
-    def agreed(self, number: int) -> Iterator[None]:
-        """Make this process count `number` groups within a with block, by names that stand for no group."""
-        fillers = {object(): f"filler {index}" for index in range(number - len(_names()))}
-        _names().update(fillers)
-        try:
-            yield
-        finally:
-            self._next = len(_names())
-            for filler in fillers:
-                del _names()[filler]
+@contextlib.contextmanager
+def _agreed(number: int) -> Iterator[None]:
+    """Make this process count `number` groups within a with block, by names that stand for no group."""
+    global _next_number
+    fillers = {object(): f"filler {index}" for index in range(number - len(_names()))}
+    _names().update(fillers)
+    try:
+        yield
+    finally:
+        _next_number = len(_names())
+        for filler in fillers:
+            del _names()[filler]
 
 
 def _names() -> dict[object, str]:
     """Return torch's table of the names of this process's groups."""
     names: dict[object, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
     return names
-
-
-_numbers = _GroupNumbers()
 
 
 def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:

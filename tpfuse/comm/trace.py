@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -140,21 +139,13 @@ def signal(flow: str) -> None:
         observer.signal(flow)
 
 
-class _Marked:
-    __slots__ = ("_arguments", "_begun")
-
-    def __init__(
-        self, kind: Kind, name: str, implementation: str = "", peer: int | None = None, flow: str = ""
-    ) -> None:
-        self._arguments = kind, name, implementation, peer, flow
-
-    def __enter__(self) -> None:
-        self._begun = begin(*self._arguments)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end(self._begun)
+@contextlib.contextmanager
+def _marked(*arguments: Any) -> Iterator[None]:
+    begun = begin(*arguments)
+    try:
+        yield
+    finally:
+        end(begun)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -164,7 +155,7 @@ def span(
     kind: Kind, name: str, implementation: str = "", peer: int | None = None, flow: str = ""
 ) -> AbstractContextManager[None]:
     """Return a context manager that marks a span if an observer watches. See `Span` for the arguments."""
-    return _Marked(kind, name, implementation, peer, flow) if _observers else _NOTHING
+    return _marked(kind, name, implementation, peer, flow) if _observers else _NOTHING
 
 
 def operator(name: str, implementation: str) -> Callable[[_Method], _Method]:

@@ -45,8 +45,8 @@ DONE = Handles()  # the handle of a collective that has ended
 PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # torch 2.13 renamed these two functions; older releases have only the second name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float | None = None) -> None:
@@ -145,7 +145,7 @@ def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
 
 def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
     """Begin an all-gather: out[r] becomes rank r's x. x: [n] contiguous; out: [world, n]."""
-    return CollectiveHandle("all_gather", group, _all_gather(out.view(-1), x, group=group, async_op=True))
+    return CollectiveHandle("all_gather", group, all_gather_single(out.view(-1), x, group=group, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
@@ -159,7 +159,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Co
         received = torch.empty_like(x)
         sent = dist.all_to_all_single(received.view(-1), x.view(-1), group=group, async_op=True)
         return CollectiveHandle("reduce_scatter", group, sent, lambda: sum_in_rank_order(received.unbind(), out))
-    return CollectiveHandle("reduce_scatter", group, _reduce_scatter(out, x.view(-1), group=group, async_op=True))
+    return CollectiveHandle("reduce_scatter", group, reduce_scatter_single(out, x.view(-1), group=group, async_op=True))
 
 
 def start_all_to_all(

@@ -9,6 +9,7 @@ the same channel finishes it first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -27,6 +28,10 @@ ONE_SHOT_BYTES = 2**15
 
 
 _FINISHED = object()
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x
 
 
 class DirectHandle:
@@ -83,16 +88,20 @@ class DirectCollectives:
 
         later: only begins the operation; waiting for its handle finishes it.
         """
-        return self._run("all_gather", x, self._all_gather(x.view(-1), rows_of(out, self.memory.world)), later)
+        rounds = self._copies("all_gather", x.view(-1), rows_of(out, self.memory.world), _whole)
+        return self._run("all_gather", x, rounds, later)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> DirectHandle:
         """Make out[r] rank r's x[this rank]. x, out: [world, ...]."""
-        rounds = self._all_to_all(rows_of(x, self.memory.world), rows_of(out, self.memory.world))
+        rows = rows_of(x, self.memory.world), rows_of(out, self.memory.world)
+        rounds = self._copies("all_to_all", *rows, itemgetter(self.memory.rank))
         return self._run("all_to_all", x, rounds, later=False)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """Make out Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
-        return self._run("reduce_scatter", x, self._reduce_scatter(rows_of(x, self.memory.world), out.view(-1)), later)
+        rows = rows_of(x, self.memory.world)
+        rounds = self._one_shot("reduce_scatter", rows, out.view(-1), sum_in_rank_order, itemgetter(self.memory.rank))
+        return self._run("reduce_scatter", x, rounds, later)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """Make out Σ over ranks of x. x, out: of one shape; they may be the same tensor."""
@@ -141,39 +150,29 @@ class DirectCollectives:
             slots[self.memory.rank].copy_(piece)
             yield channel, channel.signal(), start, size, piece, slots
 
-    def _all_gather(self, x: Tensor, out: Tensor) -> Iterator[None]:
+    def _copies(self, op: str, x: Tensor, out: Tensor, part: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Copy this part of each rank's x to the rank's row of out."""
         for channel, epoch, start, size, piece, slots in self._staged(x):
             yield
             targets = _cut(out, start, size).unbind()
-            targets[self.memory.rank].copy_(piece)
+            targets[self.memory.rank].copy_(part(piece))
             for rank in channel.others:
-                channel.wait_for(rank, epoch, "all_gather")
-                targets[rank].copy_(slots[rank])
-
-    def _all_to_all(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        this_rank = self.memory.rank
-        for channel, epoch, start, size, piece, slots in self._staged(x):
-            yield
-            target = _cut(out, start, size)
-            target[this_rank].copy_(piece[this_rank])
-            for rank in channel.others:
-                channel.wait_for(rank, epoch, "all_to_all")
-                target[rank].copy_(slots[rank][this_rank])
-
-    def _reduce_scatter(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        for channel, epoch, start, size, _, slots in self._staged(x):
-            yield
-            _wait_for_all(channel, epoch, "reduce_scatter")
-            sum_in_rank_order([slot[self.memory.rank] for slot in slots], _cut(out, start, size))
+                channel.wait_for(rank, epoch, op)
+                targets[rank].copy_(part(slots[rank]))
 
     def _one_shot(
-        self, op: str, x: Tensor, out: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]
+        self,
+        op: str,
+        x: Tensor,
+        out: Tensor,
+        combine: Callable[[Sequence[Tensor], Tensor], None],
+        part: Callable[[Tensor], Tensor] = _whole,
     ) -> Iterator[None]:
-        """Reduce in one epoch: every rank reads and combines whole tensors."""
+        """Reduce in one epoch: every rank reads and combines this part of each rank's x."""
         for channel, epoch, start, size, _, slots in self._staged(x):
             yield
             _wait_for_all(channel, epoch, op)
-            combine(slots, _cut(out, start, size))
+            combine([part(slot) for slot in slots], _cut(out, start, size))
 
     def _all_reduce_two_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
         """Reduce in two epochs: every rank sums its part in the first, and reads the other parts in the second."""
