@@ -50,7 +50,7 @@ def _wide(rank: int, size: int) -> torch.Tensor:
 def _counted() -> Iterator[Traffic]:
     """Count the bytes that torch.distributed gets to send to other ranks, and has received from them afterwards."""
     found, world = Traffic(), dist.get_world_size()
-    gather, exchange = collective._all_gather, dist.all_to_all_single
+    gather, exchange = collective.all_gather_single, dist.all_to_all_single
 
     def count_gathered(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
         found.add((world - 1) * x.nbytes, out.nbytes - x.nbytes)
@@ -61,7 +61,7 @@ def _counted() -> Iterator[Traffic]:
         return exchange(out, x, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective, "_all_gather", count_gathered)
+        patch.setattr(collective, "all_gather_single", count_gathered)
         patch.setattr(dist, "all_to_all_single", count_exchanged)
         yield found
 

@@ -5,13 +5,11 @@ Each belongs to a unit, and ranks compare the units first (`tpfuse.zero.unit_ord
 Between CPU ranks they call `tpfuse.comm.collectives`, which sum in rank order, have a deadline, and name a rank that is
 lost. On CUDA they call NCCL and return its work objects, because `fully_shard` orders the streams itself.
 
-NCCL gathers without multiprocessors, by copy engines, if a group has the zero-CTA policy and all ranks have registered
-the output as a symmetric window; before NCCL 2.29 the input too (enqueue.cc, ncclCeAvailable). torch has two ways
-there, and neither is taken. `set_symm_mem_for_comm` excludes other collectives than its own, and chooses NCCL as the
-process's symmetric memory, whose CUDA backend `CudaMemory` needs. `ProcessGroupNCCL.register_mem_pool` with symm=True
-registers each segment that torch's allocator adds later: a collective call without a deadline, which ranks whose
-allocators differ would not all make. Besides, NCCL 2.28, which torch 2.11 brings, signals to other GPUs by stream
-operations (ce_coll.cc, ncclPrepUCSync), which CUDA drivers from 13.1 on do not support (NVIDIA/nccl issue 2052).
+NCCL could gather by copy engines, without multiprocessors (enqueue.cc, ncclCeAvailable). Neither of torch's two ways
+there is taken. `set_symm_mem_for_comm` chooses NCCL as the process's symmetric memory, whose CUDA backend `CudaMemory`
+needs. `ProcessGroupNCCL.register_mem_pool` with symm=True registers each segment that torch's allocator adds later: a
+collective call without a deadline, which ranks whose allocators differ would not all make. Besides, NCCL 2.28, which
+torch 2.11 brings, signals by stream operations that CUDA drivers from 13.1 on lack (NVIDIA/nccl issue 2052).
 """
 
 from collections.abc import Callable, Iterable
@@ -22,14 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import collectives
+from tpfuse.comm.collectives.collective import all_gather_single, reduce_scatter_single
 from tpfuse.comm.traffic import Traffic
 from tpfuse.zero.unit_order import Operation
-
-# torch 2.13 renamed both; older releases have only the second name.
-_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., dist.Work | None] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
 
 class Counted:
@@ -59,5 +52,5 @@ class Counted:
             output_tensor.copy_(compute(input_tensor, group))
             return None
         if gathers:
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -25,17 +25,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.initialize import seed_of
-from tpfuse.zero.reducer.inter_node import Compression, MatrixSpan
+from tpfuse.zero.reducer.inter_node import Compression, Spans
 
 
-def sum_over(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> None:
+def sum_over(x: Tensor, group: ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> None:
     """Replace x [m], which is contiguous, by its sum over the group, added in x's dtype. sent: the dtype that is sent.
 
     Two ranks send each other x. Among more ranks each rank sums one shard for all, and the sums are sent too, rounded
@@ -55,7 +55,7 @@ def sum_over(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: tor
     traffic.exchange((world - 1) * total.nbytes)
 
 
-def shard_of_sum(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> Tensor:
+def shard_of_sum(x: Tensor, group: ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> Tensor:
     """Return this rank's shard of the sum of x [m] over the group, added in x's dtype. sent: the dtype that is sent.
 
     All shards have the same size; if the world does not divide m, the last ones end in zeros.
@@ -74,14 +74,10 @@ def shard_of_sum(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent:
 class Bf16Compression(Compression):
     """Gradients are sent in bfloat16 and summed in float32."""
 
-    def all_reduce(
-        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
-    ) -> None:
+    def all_reduce(self, x: Tensor, index: int, spans: Spans, group: ProcessGroup, traffic: Traffic) -> None:
         sum_over(x, group, traffic, sent=torch.bfloat16)
 
-    def reduce_scatter(
-        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, index: int, spans: Spans, group: ProcessGroup, traffic: Traffic) -> Tensor:
         """See `Compression`: the sum is rounded once; `all_reduce` sends twice as many bytes."""
         return shard_of_sum(x, group, traffic, sent=torch.bfloat16)
 
@@ -116,32 +112,27 @@ class PowerSGDCompression(Compression):
         self._states: dict[_MatrixKey, _MatrixState] = {}
 
     @torch.no_grad()
-    def all_reduce(
-        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
-    ) -> None:
-        """Replace x [m] by its sum over the group, approximated in `matrices`. Raise PeerTimeout.
+    def all_reduce(self, x: Tensor, index: int, spans: Spans, group: ProcessGroup, traffic: Traffic) -> None:
+        """Replace x [m] by its sum over the group, approximated in the matrices. Raise PeerTimeout.
 
         Two sums are communicated: that of the uncompressed elements and all P, then that of all Q'.
         """
-        matrices = [(at, m, n) for at, m, n in matrices if 2 * self.rank * (m + n) <= m * n]
-        views = [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in matrices]
+        spans = [(at, m, n) for at, m, n in spans if 2 * self.rank * (m + n) <= m * n]
+        views = [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in spans]
         group_index = self._groups.setdefault(group.group_name, len(self._groups))
-        keys = [(group_index, index, start) for start, _, _ in matrices]
-        states = [self._state_of(key, matrix) for key, matrix in zip(keys, views, strict=True)]
-        plain = _outside(x, matrices)
-        for matrix, state in zip(views, states, strict=True):
+        starts = [(group_index, index, start) for start, _, _ in spans]
+        pairs = [(matrix, self._state_of(key, matrix)) for key, matrix in zip(starts, views, strict=True)]
+        for matrix, state in pairs:
             matrix += state.error
-        projections = [matrix @ state.factor for matrix, state in zip(views, states, strict=True)]
-        _sum_all([*plain, *projections], group, traffic)
+        projections = [matrix @ state.factor for matrix, state in pairs]
+        _sum_all([*_outside(x, spans), *projections], group, traffic)
         bases = [torch.linalg.qr(projection).Q for projection in projections]  # dependent columns too
         local_factors = [matrix.T @ basis for matrix, basis in zip(views, bases, strict=True)]
         factors = [factor.clone() for factor in local_factors]
         _sum_all(factors, group, traffic)
-        for matrix, state, basis, local_factor, factor in zip(
-            views, states, bases, local_factors, factors, strict=True
-        ):
+        for (matrix, state), basis, own, factor in zip(pairs, bases, local_factors, factors, strict=True):
             finite = torch.isfinite(factor).all()  # the same on all ranks; the host does not wait for it
-            error = torch.addmm(matrix, basis, local_factor.T, alpha=-1)
+            error = torch.addmm(matrix, basis, own.T, alpha=-1)
             state.error = torch.where(finite, error, state.error)
             state.factor = torch.where(finite, factor, state.factor)
             torch.mm(basis, factor.T, out=matrix)
@@ -186,15 +177,15 @@ class PowerSGDCompression(Compression):
         self._states = states
 
 
-def _outside(x: Tensor, matrices: Sequence[MatrixSpan]) -> list[Tensor]:
+def _outside(x: Tensor, spans: Spans) -> list[Tensor]:
     parts, end = [], 0
-    for start, rows, columns in sorted(matrices):
+    for start, rows, columns in sorted(spans):
         parts.append(x[end:start])
         end = start + rows * columns
     return [part for part in (*parts, x[end:]) if part.numel()]
 
 
-def _sum_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traffic) -> None:
+def _sum_all(tensors: Sequence[Tensor], group: ProcessGroup, traffic: Traffic) -> None:
     """Replace each tensor by its sum over the group, with one communication for all."""
     if not tensors:
         return

@@ -32,7 +32,7 @@ from tpfuse.zero.bucket_layout import BUCKET_BYTES
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.micro_batches import RankGroups, check_gradient_dtype
+from tpfuse.zero.micro_batches import RankGroups
 from tpfuse.zero.muon import MuonOptions
 from tpfuse.zero.muon_matrices import Rows, matrices_of
 from tpfuse.zero.offload import FileStore, file_bytes, moment_dtype, state_bytes, state_store
@@ -112,10 +112,14 @@ def shard(
         raise ValueError("shard got a model in DDP, which it replaces: expected the model, its .module")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
-    check_gradient_dtype("shard", "gradient_dtype", gradient_dtype)
-    check_gradient_dtype("shard", "reduce_dtype", reduce_dtype or gradient_dtype)
-    if accumulate not in get_args(Accumulate):
-        raise ValueError(f'shard: accumulate is {shown(accumulate)}: expected "sharded" or "whole"')
+    for name, given, kind in (
+        ("gradient_dtype", gradient_dtype, GradientDtype),
+        ("reduce_dtype", reduce_dtype or gradient_dtype, GradientDtype),
+        ("accumulate", accumulate, Accumulate),
+    ):
+        if given not in get_args(kind):
+            names = " or ".join(f'"{each}"' for each in get_args(kind))
+            raise ValueError(f"shard: {name} is {shown(given)}: expected {names}")
     for name, given, usual, stages in (
         ("replicas", replicas, 1, (3,)),
         ("gradient_dtype", gradient_dtype, "float32", (0, 1, 2)),

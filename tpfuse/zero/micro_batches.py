@@ -6,15 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
-from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpfuse.choices import Accumulate, GradientDtype
-from tpfuse.comm.mesh import shown
+from tpfuse.choices import Accumulate
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import location
 from tpfuse.zero.reducer.inter_node import Compression
@@ -138,10 +136,7 @@ class MicroBatches(ABC):
 
     def _check_parameters(self) -> None:
         """Raise ValueError unless the model has the parameters that the engine has taken, in the engine's memory."""
-        parameters = _module_parameters(self.model)
-        if len(parameters) != len(self._module_parameters) or any(
-            a is not b for a, b in zip(parameters, self._module_parameters, strict=True)
-        ):
+        if [*map(id, _module_parameters(self.model))] != [*map(id, self._module_parameters)]:
             taken, now = self._named_parameters, _named_parameters(self.model)
             for name in {**taken, **now}:
                 if taken.get(name) is now.get(name):
@@ -237,13 +232,6 @@ class MicroBatches(ABC):
                 " then step() once"
             )
         self.state = StepState.IDLE
-
-
-def check_gradient_dtype(engine: str, argument: str, dtype: object) -> None:
-    """Raise ValueError unless `dtype` is one of the names of `GradientDtype`."""
-    if dtype not in get_args(GradientDtype):
-        names = " or ".join(f'"{name}"' for name in get_args(GradientDtype))
-        raise ValueError(f"{engine}: {argument} is {shown(dtype)}: expected {names}")
 
 
 def _module_parameters(model: nn.Module) -> list[Parameter | None]:

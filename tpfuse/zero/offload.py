@@ -86,50 +86,33 @@ class FileStore(StateStore):
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
         parts = _parts(_length(tensors), self._block)
         for part in parts[:1]:
-            self._read_ahead(tensors, part)
+            self._advise(mmap.MADV_WILLNEED, tensors, part)
         for index, part in enumerate(parts, 1):
             if index < len(parts):
-                self._read_ahead(tensors, parts[index])
+                self._advise(mmap.MADV_WILLNEED, tensors, parts[index])
             elif following:
-                self._read_ahead(following, slice(0, min(self._block, _length(following))))
-            self._populate(tensors, part, _MADV_POPULATE_WRITE)
+                self._advise(mmap.MADV_WILLNEED, following, slice(0, min(self._block, _length(following))))
+            self._advise(_MADV_POPULATE_WRITE, tensors, part)
             try:
                 yield part
-            finally:
-                self._release_pages(tensors, part)
+            finally:  # the file keeps the data; a page that two blocks share is loaded again
+                self._advise(mmap.MADV_DONTNEED, tensors, part)
 
     def load(self, tensor: Tensor) -> None:
         whole = slice(0, tensor.numel())
-        self._read_ahead([tensor], whole)
-        self._populate([tensor], whole, _MADV_POPULATE_READ)
+        self._advise(mmap.MADV_WILLNEED, [tensor], whole)
+        self._advise(_MADV_POPULATE_READ, [tensor], whole)
 
     def release(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def _read_ahead(self, tensors: Sequence[Tensor], part: slice) -> None:
-        for start, length in self._pages(tensors, part):
-            self._map.madvise(mmap.MADV_WILLNEED, start, length)
+    def _advise(self, advice: int, tensors: Sequence[Tensor], part: slice) -> None:
+        """Advise the kernel on the file's pages with a part of each tensor; skip tensors of other memory.
 
-    def _populate(self, tensors: Sequence[Tensor], part: slice, advice: int) -> None:
-        """Load all pages of a part with one call, instead of one by one when they are accessed.
-
-        A disk that fails raises OSError here; an access to the page would end the process. Linux before 5.14 does not
-        support this call, and it is skipped there.
+        The advice to populate loads all pages with one call, not one by one when they are accessed. A disk that fails
+        raises OSError here; an access to the page would end the process. Linux before 5.14 does not know that advice,
+        and it is skipped there.
         """
-        for start, length in self._pages(tensors, part):
-            try:
-                self._map.madvise(advice, start, length)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-
-    def _release_pages(self, tensors: Sequence[Tensor], part: slice) -> None:
-        """Release the pages of a part. The file keeps their data; a page that two blocks share is loaded again."""
-        for start, length in self._pages(tensors, part):
-            self._map.madvise(mmap.MADV_DONTNEED, start, length)
-
-    def _pages(self, tensors: Sequence[Tensor], part: slice) -> Iterator[tuple[int, int]]:
-        """Yield (offset, bytes) of the file's pages with this part of each tensor; skip tensors of other memory."""
         base = self._bytes.data_ptr()
         for tensor in tensors:
             if tensor.untyped_storage().data_ptr() != base or part.start == part.stop:
@@ -137,7 +120,11 @@ class FileStore(StateStore):
             start = tensor.data_ptr() - base + part.start * tensor.element_size()
             stop = start + (part.stop - part.start) * tensor.element_size()
             start -= start % mmap.PAGESIZE
-            yield start, stop - start
+            try:
+                self._map.madvise(advice, start, stop - start)
+            except OSError as error:
+                if error.errno != errno.EINVAL or advice < _MADV_POPULATE_READ:
+                    raise
 
 
 def _length(tensors: Sequence[Tensor]) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.traffic import Traffic
 from tpfuse.kernels.launch import Reservation
-from tpfuse.zero.reducer.inter_node import MatrixSpan
+from tpfuse.zero.reducer.inter_node import Spans
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 
@@ -44,7 +44,7 @@ class BucketSpec:
     size: int  # elements, a multiple of world x 16
     dtype: torch.dtype  # of the parameters
     sent: torch.dtype  # in which gradients are sent
-    matrices: tuple[MatrixSpan, ...] = ()
+    matrices: Spans = ()
 
     @property
     def state_dtype(self) -> torch.dtype:

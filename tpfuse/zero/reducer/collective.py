@@ -82,25 +82,26 @@ class CollectiveReducer(GradientReducer):
 
     def start_reduce(self, index: int, *, more: bool = False) -> None:
         gradients = self.gradient_buffer(index)
-        part = gradients.nbytes // self.world
-        if self._group is None or self.stage == 0:
-            handle = DONE if self._group is None else collective.start_all_reduce(gradients, self._group)
-            self._order.append(index)
-            self._reductions[index] = gradients, handle, gradients
-            self.traffic.exchange(2 * (self.world - 1) * part)
-            return
-        if self._reductions[index] is not None:
+        if self.stage and self._reductions[index] is not None:
             self._sums[index] = self.reduced_shard(index).to(self.specs[index].state_dtype)
-        out = gradients.new_empty(len(self.shard(index)))
-        handle = collective.start_reduce_scatter(gradients.view(self.world, -1), out, self._group)
         self._order.append(index)
-        self._reductions[index] = out, handle, gradients  # `gradients` must stay alive until it has been sent
-        self.traffic.exchange((self.world - 1) * part)
+        self._reductions[index] = self._start(gradients)
+        self.traffic.exchange((1 if self.stage else 2) * (self.world - 1) * (gradients.nbytes // self.world))
         if self.stage == 2:
             self._gradients.pop(index, None)
             self._under_way.append(index)
             if len(self._under_way) > _CONCURRENT_REDUCTIONS:
                 self._wait(self._under_way[0])
+
+    def _start(self, gradients: Tensor) -> tuple[Tensor, Handle, Tensor]:
+        """Begin to reduce whole gradients; return (the result, its handle, what must stay alive until it is sent)."""
+        if self._group is None:
+            return gradients, DONE, gradients
+        if self.stage == 0:
+            return gradients, collective.start_all_reduce(gradients, self._group), gradients
+        rows = gradients.view(self.world, -1)
+        out = rows.new_empty(rows.shape[1])
+        return out, collective.start_reduce_scatter(rows, out, self._group), gradients
 
     def end_backward(self) -> None:
         pass
@@ -157,20 +158,15 @@ class CollectiveReducer(GradientReducer):
         for index, reduced in enumerate(self._reductions):
             if reduced is not None:
                 self._wait(index)
-        for handle, _ in sent:
+        for _, handle, _ in sent:
             handle.wait()
         if self.stage == 2:
             self._gradients.clear()
         self.begin()
 
-    def _send_nan(self, index: int) -> tuple[Handle, Tensor]:
-        assert self._group is not None
+    def _send_nan(self, index: int) -> tuple[Tensor, Handle, Tensor]:
         spec = self.specs[index]
-        gradients = torch.full((spec.size,), torch.nan, dtype=spec.sent, device=self._device)
-        if self.stage == 0:
-            return collective.start_all_reduce(gradients, self._group), gradients
-        out = gradients.new_empty(len(self.shard(index)))
-        return collective.start_reduce_scatter(gradients.view(self.world, -1), out, self._group), gradients
+        return self._start(torch.full((spec.size,), torch.nan, dtype=spec.sent, device=self._device))
 
     def _gather(self, index: int) -> list[Handle]:
         if self.stage == 0:

@@ -24,6 +24,7 @@ has been added up, once. Sources: ZeRO, arXiv:1910.02054; the order of sums is r
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
-from tpfuse.zero.reducer.inter_node import InterNodeReducer, MatrixSpan
+from tpfuse.zero.reducer.inter_node import InterNodeReducer, Spans
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 _BUFFER_ALIGNMENT = 64  # bytes
@@ -97,19 +98,13 @@ class DirectReducer(GradientReducer):
             device = self.memory.device
             self._values = [[torch.zeros(s.size, dtype=s.dtype, device=device)] * self.memory.world for s in specs]
         else:
-            sizes = [s.size * s.dtype.itemsize for s in specs]
-            starts, total = _offsets(sizes)
+            starts, total = _offsets([s.size * s.dtype.itemsize for s in specs])
             self._values = self._buffers_of_ranks("parameters", total, starts, [s.dtype for s in specs])
-        sizes = [s.size * s.sent.itemsize for s in specs]
-        sent = [s.sent for s in specs]
-        if self.stage < 2:
-            starts, total = _offsets(sizes)
-            self._gradient_buffers = [self._buffers_of_ranks("gradients", total, starts, sent)]
-        else:
-            starts, total = _offsets([max(sizes)] * min(GRADIENT_BUFFERS, len(specs)))
-            self._gradient_buffers = [
-                self._buffers_of_ranks("gradients", total, [at] * len(specs), sent) for at in starts
-            ]
+        sizes, sent = [s.size * s.sent.itemsize for s in specs], [s.sent for s in specs]
+        in_turn = self.stage == 2
+        starts, total = _offsets([max(sizes)] * min(GRADIENT_BUFFERS, len(specs)) if in_turn else sizes)
+        places = [[at] * len(specs) for at in starts] if in_turn else [starts]
+        self._gradient_buffers = [self._buffers_of_ranks("gradients", total, each, sent) for each in places]
         for index, spec in enumerate(specs):
             if self.stage == 2 or spec.sent != spec.state_dtype:
                 size = spec.size // self.memory.world
@@ -255,7 +250,7 @@ class DirectReducer(GradientReducer):
             blocks[own] = blocks[own].clone()
         sum_in_rank_order(blocks, out)
 
-    def _matrices(self, index: int) -> tuple[MatrixSpan, ...]:
+    def _matrices(self, index: int) -> Spans:
         """Return the whole rows of matrices in this rank's part of the bucket; elements count from its beginning."""
         node_shard, matrices = self._node_shard(index), []
         for first, rows, columns in self.specs[index].matrices:
@@ -263,7 +258,7 @@ class DirectReducer(GradientReducer):
             bottom = min(rows, (node_shard.stop - first) // columns)
             if top < bottom:
                 matrices.append((first + top * columns - node_shard.start, bottom - top, columns))
-        return tuple(matrices)
+        return matrices
 
     def _reduce_between_nodes(self, index: int, part: Tensor) -> Tensor:
         """Sum the node's part over all nodes: at stage 0 in place, otherwise return this rank's shard of the sum."""
@@ -364,21 +359,17 @@ class DirectReducer(GradientReducer):
         if self._generation == self.memory.generation:  # another reducer, or the caller, may have reset it
             self.memory.reset()
         if self._inter_node is not None:  # it has no reset: send NaN to other nodes, which may wait for sums
-            for index in range(len(self.specs)):
-                if begun and index in self._reduced_between_nodes:
-                    continue
-                size = self.specs[index].size // self.memory.world
-                dtype = self.specs[index].state_dtype
-                self._reduce_between_nodes(
-                    index, torch.full((size,), torch.nan, dtype=dtype, device=self.memory.device)
-                )
+            for index, spec in enumerate(self.specs):
+                if not (begun and index in self._reduced_between_nodes):
+                    shape, device = (spec.size // self.memory.world,), self.memory.device
+                    nothing = torch.full(shape, torch.nan, dtype=spec.state_dtype, device=device)
+                    self._reduce_between_nodes(index, nothing)
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT
+    """Return where each of these buffers begins, and where the last one ends."""
+    aligned = [-(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT for size in sizes]
+    *starts, end = accumulate(aligned, initial=0)
     return starts, end
 
 

@@ -3,35 +3,30 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.traffic import Traffic
 
-MatrixSpan = tuple[int, int, int]
-"""A matrix, or whole rows of one, in a flat tensor: (first element, rows, columns)."""
+Spans = Sequence[tuple[int, int, int]]
+"""Matrices, or whole rows of them, in a flat tensor: (first element, rows, columns) of each."""
 
 
 class Compression(ABC):
     """A reduction that sends fewer bytes than the gradients have, without a state (`tpfuse.zero.compression`)."""
 
     @abstractmethod
-    def all_reduce(
-        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
-    ) -> None:
+    def all_reduce(self, x: Tensor, index: int, spans: Spans, group: ProcessGroup, traffic: Traffic) -> None:
         """Replace x [m] float32, of bucket `index`, by its sum over the group. Raise PeerTimeout."""
 
-    def reduce_scatter(
-        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, index: int, spans: Spans, group: ProcessGroup, traffic: Traffic) -> Tensor:
         """Return this rank's shard of that sum, [m / world]; x may be overwritten."""
-        self.all_reduce(x, index, matrices, group, traffic)
+        self.all_reduce(x, index, spans, group, traffic)
         return x.view(group.size(), -1)[group.rank()]
 
-    def scale_errors(self, factor: float) -> None:
+    def scale_errors(self, factor: float) -> None:  # noqa: B027 - only PowerSGD keeps remainders
         """Multiply the remainders of earlier gradients by `factor`, because later gradients are multiplied by it."""
-        return
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return the state that this rank keeps from one step to the next."""
@@ -46,22 +41,21 @@ class Compression(ABC):
 class InterNodeReducer:
     """Sums over nodes. group: the ranks with this rank's position on every node, ordered by node."""
 
-    def __init__(self, group: dist.ProcessGroup, compression: Compression | None = None) -> None:
+    def __init__(self, group: ProcessGroup, compression: Compression | None = None) -> None:
         self.group, self.compression = group, compression
         self.node, self.nodes = group.rank(), group.size()
 
-    def all_reduce(self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], traffic: Traffic) -> None:
+    def all_reduce(self, x: Tensor, index: int, spans: Spans, traffic: Traffic) -> None:
         """Replace x [n] by its sum over the nodes, added from node 0 on."""
         if self.compression is not None:
-            self.compression.all_reduce(x, index, matrices, self.group, traffic)
-            return
-        part = self.reduce_scatter(x, index, matrices, traffic)
-        self.all_gather(part, x, traffic)
+            self.compression.all_reduce(x, index, spans, self.group, traffic)
+        else:
+            self.all_gather(self.reduce_scatter(x, index, spans, traffic), x, traffic)
 
-    def reduce_scatter(self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], traffic: Traffic) -> Tensor:
+    def reduce_scatter(self, x: Tensor, index: int, spans: Spans, traffic: Traffic) -> Tensor:
         """Return this node's shard, [n / nodes], of the sum of x [n] over the nodes; x may be overwritten."""
         if self.compression is not None:
-            return self.compression.reduce_scatter(x, index, matrices, self.group, traffic)
+            return self.compression.reduce_scatter(x, index, spans, self.group, traffic)
         rows = x.view(self.nodes, -1)
         out = rows[0].new_empty(rows.shape[1])
         collective.start_reduce_scatter(rows, out, self.group).wait()
