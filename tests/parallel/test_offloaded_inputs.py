@@ -109,11 +109,8 @@ def _train(layout: dict[str, Any], family: str | None, layers: int) -> tuple[Res
         ({"dtype": "bfloat16", "tp": 2, "pp": 2, "accumulation": 3}, None, 4),
         ({"dp": 1}, "llama", 2),
         *exhaustive(
-            ({"cp": 2, "dp": 2, "stage": 3, "accumulation": 2}, None, 3),
             ({"pp": 2, "accumulation": 4, "pp_schedule": "zbv"}, None, 8),
-            ({"pp": 2, "accumulation": 4, "pp_schedule": "gpipe"}, None, 4),
             ({"pp": 2, "accumulation": 6, "pp_schedule": "interleaved_1f1b", "stage": 3, "dp": 2}, None, 8),
-            ({"tp": 2, "stage": 1}, "llama", 2),
             ({"pp": 2, "accumulation": 4}, "gpt2", 2),
             ({"cp": 2, "dp": 2, "stage": 3}, "phi3", 2),
         ),

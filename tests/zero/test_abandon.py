@@ -108,10 +108,8 @@ def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> li
         pytest.param("direct", 3, "backward", 1, False, marks=STAGE_3_ABANDONS),
         ("collective", 2, "backward", -1, True),
         *exhaustive(
-            ("collective", 1, "forward", 1, True),
             ("collective", 1, "forward", -1, True),
             ("collective", 0, "backward", -1, True),
-            ("direct", 2, "backward", 0, False),
             ("fused", 1, "backward", 1, False),
             ("collective", 2, "backward", 1, False),
         ),

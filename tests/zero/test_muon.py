@@ -66,17 +66,16 @@ FIRST = [
     ("toy", Layout(dp=2, stage=0), 1, inf, "auto"),
 ]
 MORE = [
-    ("gpt", Layout(tp, dp, cp, stage=stage), accumulation, clip, by)
-    for tp, dp, cp in ((1, 1, 1), (1, 3, 1), (1, 4, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))
-    for stage, accumulation, clip, by in (
-        (0, 1, CLIP, "collective"), (1, 3, CLIP, "auto"), (2, 3, inf, "auto"), (3, 3, CLIP, "auto"),
-    )
-]  # fmt: skip
-MORE += [
-    *(("toy", Layout(dp=dp, stage=stage), 3, CLIP, "auto") for dp in (1, 3, 4) for stage in (0, 1, 2, 3)),
-    *(("gpt", Layout(tp=2, dp=2, stage=stage), 1, CLIP, "auto") for stage in (0, 1, 2)),
-    ("gpt", Layout(dp=4, replicas=2), 3, CLIP, "auto"),
+    ("gpt", Layout(1, 1, 1, stage=2), 3, CLIP, "auto"),
+    ("gpt", Layout(1, 3, 1, stage=1), 3, CLIP, "auto"),
+    ("gpt", Layout(4, 1, 1, stage=0), 1, CLIP, "collective"),
+    ("gpt", Layout(2, 1, 2, stage=2), 3, inf, "auto"),
+    ("gpt", Layout(1, 1, 2, stage=3), 3, CLIP, "auto"),
+    ("gpt", Layout(1, 2, 2, stage=1), 1, CLIP, "collective"),
+    ("gpt", Layout(2, 2, 1, stage=2), 1, CLIP, "auto"),
     ("gpt", Layout(tp=2, dp=2, replicas=2), 1, CLIP, "auto"),
+    ("toy", Layout(dp=3, stage=1), 3, CLIP, "auto"),
+    ("toy", Layout(dp=4, stage=3), 3, CLIP, "auto"),
 ]
 
 
@@ -111,7 +110,7 @@ def calls(layout: Layout) -> tuple[Counter[torch.Size], int]:
     return shapes, sum(count < prod(held._matrices[number].shape) for number, count in elements.items())
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, stage=3), *exhaustive(Layout(tp=2), Layout(dp=2, stage=0))])
+@pytest.mark.parametrize("layout", [Layout(dp=2, stage=3), *exhaustive(Layout(dp=2, stage=0))])
 def test_one_rank_orthogonalises_each_matrix_whole_once_a_step(layout: Layout) -> None:
     """Not each micro-batch's gradient by itself, not a shard by itself, not q, k and v together, not on every rank."""
     width, steps = CONFIG.n_embd, CONFIG.n_layer * STEPS
@@ -180,9 +179,7 @@ def half_parameters(stage: int, by: Implementation) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize(
-    ("stage", "by"), [(1, "auto"), *exhaustive((0, "auto"), (2, "collective"), (1, "fused"), (2, "fused"))]
-)
+@pytest.mark.parametrize(("stage", "by"), [(1, "auto"), *exhaustive((2, "collective"), (1, "fused"))])
 def test_masters_are_rounded_into_parameters_of_a_half_type(stage: int, by: Implementation) -> None:
     start = toy(torch.bfloat16).model.state_dict()
     first, second = pool(2).run(half_parameters, stage, by)

@@ -98,8 +98,7 @@ def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
         (2, 1, "lambda", (0, 1)),
         (2, 2, "cosine", ()),
         (2, 3, "cosine", (1,)),
-        *exhaustive((2, 0, "lambda", (0, 1)), (3, 3, "cosine", (0, 1)), (1, 2, "lambda", ()), (2, 2, "cosine", (0, 2))),
-        *exhaustive((2, 3, "cosine", (0, 2))),
+        *exhaustive((3, 0, "lambda", (0, 1)), (2, 2, "cosine", (0, 2)), (3, 3, "lambda", (0, 2))),
     ],
 )
 @on_ranks("world")
@@ -138,7 +137,7 @@ class Recomputed(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("stage", [2, *exhaustive(1, 3)])
+@pytest.mark.parametrize("stage", [2, *exhaustive(3)])
 @on_ranks(2)
 def test_reentrant_checkpoints_train_as_on_one_rank(stage: int) -> None:
     """The first gradient of a pass arrives in a checkpoint's own pass, or before it, from a layer at the end."""
@@ -177,7 +176,7 @@ def masks(step: int) -> Tensor:
     ("world", "stage", "accumulation", "store"),
     [
         (2, 1, 3, False),
-        *exhaustive((2, 0, 3, False), (2, 3, 3, False), (3, 2, 2, False), (3, 3, 1, False), (2, 1, 3, True)),
+        *exhaustive((3, 2, 2, False), (3, 3, 3, False), (2, 1, 3, True)),
     ],
 )
 @on_ranks("world")
@@ -261,9 +260,8 @@ def miscounted(stage: int, kind: str) -> list[str]:
         ("never before", 1, "divide_by() after steps without it, whose losses were means: call it in every step"),
     ],
 )
-@pytest.mark.parametrize("stage", [2, *exhaustive(3)])
-def test_a_miscount_is_one_line_on_every_rank(stage: int, kind: str, count: int, message: str) -> None:
-    for found in pool(2).run(miscounted, stage, kind):
+def test_a_miscount_is_one_line_on_every_rank(kind: str, count: int, message: str) -> None:
+    for found in pool(2).run(miscounted, 2, kind):
         assert len(found) == count and all(line.startswith(message) for line in found)
 
 
@@ -271,8 +269,7 @@ def test_a_miscount_is_one_line_on_every_rank(stage: int, kind: str, count: int,
     ("stage", "dtype", "optimizer_first"),
     [
         (2, torch.bfloat16, True),
-        *exhaustive((1, torch.float32, True), (2, torch.bfloat16, False), (0, torch.float16, True)),
-        *exhaustive((3, torch.float32, False), (3, torch.bfloat16, True)),
+        *exhaustive((0, torch.float16, False), (1, torch.float32, True), (3, torch.bfloat16, False)),
     ],
 )
 @on_ranks(2)
@@ -348,7 +345,7 @@ def test_remainders_of_compression_are_in_the_state() -> None:
     [
         (2, "auto", "none"),
         (0, "collective", "none"),
-        *exhaustive((1, "auto", "the last"), (2, "auto", "the last"), (3, "auto", "all"), (2, "collective", "none")),
+        *exhaustive((2, "auto", "the last"), (3, "auto", "all"), (2, "collective", "none")),
     ],
 )
 @on_ranks(2)
@@ -384,7 +381,7 @@ def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int, impl: Im
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, *exhaustive(1, 2, 3)])
+@pytest.mark.parametrize("stage", [0, *exhaustive(2, 3)])
 @on_ranks(2)
 def test_ranks_that_do_not_agree_to_skip_an_update_raise_at_once(stage: int) -> None:
     """Rank 1 alone skips an update."""

@@ -59,9 +59,7 @@ def sizes(world: int) -> list[int]:
     return [layout.size for layout in plan_buckets(named, (), worlds, BUCKET["gpt"])]
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulation", "clip"), [(2, 3, CLIP), *exhaustive((0, 3, CLIP), (1, 1, CLIP), (1, 3, inf), (2, 1, inf))]
-)
+@pytest.mark.parametrize(("stage", "accumulation", "clip"), [(2, 3, CLIP), *exhaustive((0, 3, CLIP), (1, 1, inf))])
 def test_training_on_two_nodes_equals_that_of_one_rank(stage: int, accumulation: int, clip: float) -> None:
     """A rank of 4 on 2 nodes receives half of the gradients within its node, and half of those between nodes."""
     whole = sum(sizes(4)) * 8
@@ -71,7 +69,7 @@ def test_training_on_two_nodes_equals_that_of_one_rank(stage: int, accumulation:
     assert check("gpt", Layout(dp=4, stage=stage), accumulation, clip, nodes=True) == [received] * 4
 
 
-LAYOUTS = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)]  # dp, tp, cp
+LAYOUTS = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2)]  # dp, tp, cp
 FIRST = [
     ((2, 1, 1), 0, 1, "collective"),
     ((2, 1, 1), 2, 3, "collective"),
@@ -100,7 +98,7 @@ def test_weights_equal_those_of_one_rank_and_bytes_those_of_theory(
 
 
 @pytest.mark.parametrize(
-    *pairwise(first=2, world=[2, 3, 1, 4], stage=[2, 1, 0], accumulation=[3, 1], name=["auto", "collective"])
+    *pairwise(first=2, world=[2, 3, 1], stage=[2, 1, 0], accumulation=[3, 1], name=["auto", "collective"])
 )
 def test_tied_and_frozen_weights_odd_sizes_and_missing_gradients(
     world: int, stage: int, accumulation: int, name: Implementation
@@ -114,11 +112,8 @@ AT_STAGE_3 = [
     ("gpt", Layout(cp=2, dp=2, replicas=2), 1),
     *exhaustive(
         ("toy", Layout(dp=4, replicas=2), 3),
-        ("toy", Layout(dp=3), 1),
         ("toy", Layout(dp=2, replicas=2), 1),
         ("gpt", Layout(dp=3), 3),
-        ("gpt", Layout(dp=4, replicas=2), 1),
-        ("gpt", Layout(cp=2, dp=2), 3),
         ("gpt", Layout(tp=2, dp=2, replicas=2), 1),
     ),
 ]
