@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from tpfuse.comm.collectives.fused import endpoint_of
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.kernels.endpoint import Endpoint
@@ -19,18 +20,7 @@ from tpfuse.kernels.endpoint import Endpoint
 def connect(memory: SymmetricMemory, slot_bytes: int = 32768, flag_count: int = 64, programs: int = 3) -> Endpoint:
     """Return this rank's end of a new channel."""
     slots = memory.buffer("slots", (2, slot_bytes), torch.uint8)
-    flags, state = memory.signals("flags", flag_count), memory.signals("state", 2)
-    return Endpoint(
-        memory.rank,
-        memory.world,
-        slots=slots.addresses,
-        slot_bytes=slot_bytes,
-        flags=flags.addresses,
-        flag_count=flag_count,
-        state=state.local,
-        abort=memory.abort,
-        programs=programs,
-    )
+    return endpoint_of(memory, slots, memory.signals("flags", flag_count), memory.signals("state", 2), programs)
 
 
 def unconnected(slot_bytes: int = 256, flag_count: int = 5, programs: int = 2) -> Endpoint:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpfuse.comm import collectives
-from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
+from tpfuse.comm.cuda_calls import CudaCalls, Event
 from tpfuse.comm.rank_state import Mapping
 from tpfuse.comm.symmetric_memory import wrapped
 from tpfuse.zero import muon
@@ -152,7 +152,7 @@ class StandIn(CudaCalls):
         self.live.append((tensor, mapping))
         return tensor
 
-    def rendezvous(self, tensor: Tensor, group_name: str) -> DriverHandle:
+    def rendezvous(self, tensor: Tensor, group_name: str) -> StandInHandle:
         mapping = next(mapping for x, mapping in self.live if x is tensor)
         place = os.getpid(), mapping.descriptor, len(mapping.memory)
         places: list[tuple[int, int, int]] = [(0, 0, 0)] * self.group.size()

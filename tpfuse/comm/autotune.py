@@ -8,8 +8,7 @@ A case is an operation with its shapes, dtype, activation and number of ranks, a
 a decision is timed: every rank runs every candidate on the operation's own tensors, in the same order, and the time of
 a candidate is the median of the slowest rank. The candidate that is taken without a measurement stays unless another
 one is faster by more than `MARGIN`. If several groups of the job have the same case, they take the decision of the
-group that decided first. A decision holds until the group ends, inside and outside of the block. Outside nothing is
-timed, so that a capture, an evaluation or a generation does nothing that it did not do before.
+group that decided first. A decision holds until the group ends. Outside of such blocks nothing is timed.
 
 A candidate is timed only if its first results are those of the usual one. The bound is that of `tpfuse verify`: the
 operation is also computed in a wider dtype, which tells the error of the usual results.
@@ -67,16 +66,11 @@ Results are compared as the tensors in them, in order; a tuple or a list may hav
 class Autotuning:
     """The state of an `autotune` block on this rank."""
 
-    # The seconds after which no further case is timed.
-    seconds: float
-    # The decisions to take over.
-    known: Decisions
-    # The file that keeps decisions for later runs.
-    file: Path
-    # The decisions of this rank's groups.
-    decisions: dict[str, Decision] = field(default_factory=dict)
-    # The seconds that timing took.
-    spent: float = 0.0
+    seconds: float  # the seconds after which no further case is timed
+    known: Decisions  # the decisions to take over
+    file: Path  # the file that keeps decisions for later runs
+    decisions: dict[str, Decision] = field(default_factory=dict)  # the decisions of this rank's groups
+    spent: float = 0.0  # the seconds that timing took
     # The memories of the groups that timed a case, in the order of their first cases.
     memories: list[SymmetricMemory] = field(default_factory=list)
     # The candidates that are not tried because an earlier run ended in them, as far as a warning has named them.

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -28,18 +28,6 @@ _LONGEST_FOLDER = 90
 # torch reads these at each rendezvous. tpfuse uses no multicast object, of which NVSwitches have few, and has compared
 # the GPUs themselves, where torch compares their numbers: each rank that sees one GPU alone has number 0.
 _AT_RENDEZVOUS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-
-
-class DriverHandle(Protocol):
-    """The result of a rendezvous: one allocation of every rank, as this rank's device addresses it."""
-
-    @property
-    def buffer_ptrs(self) -> Sequence[int]: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
 
 
 class Event(Protocol):
@@ -119,14 +107,13 @@ class CudaCalls:
         tensor: Tensor = _torch().empty_strided_p2p((size,), (1,), torch.uint8, self.device, group_name)
         return tensor
 
-    def rendezvous(self, tensor: Tensor, group_name: str) -> DriverHandle:
-        """Map every rank's allocation and return the handle. Collective."""
+    def rendezvous(self, tensor: Tensor, group_name: str) -> Any:
+        """Map every rank's allocation and return torch's handle of all of them. Collective."""
         # The import registers operators, so it is left to processes with a GPU.
         from torch.distributed import _symmetric_memory as symmetric
 
         with _environment(_AT_RENDEZVOUS):  # Other users of torch's symmetric memory keep their settings.
-            handle: DriverHandle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
-        return handle
+            return symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type]
 
     def set_word(self, addresses: Tensor, owner: int, index: int, value: int) -> None:
         """Set a word of any rank on the current stream, by a kernel, which a graph may capture.

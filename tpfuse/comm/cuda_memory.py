@@ -14,13 +14,13 @@ replay.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.cuda_calls import CudaCalls, DriverHandle, Event
+from tpfuse.comm.cuda_calls import CudaCalls, Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.settings import FIRST_WAIT
@@ -37,11 +37,9 @@ _ALIGNMENT = 128  # bytes; a line of the cache, so that signals of two buffers d
 class _Allocation:
     """An allocation of every rank, and the buffers in it, which have the same place on every rank."""
 
-    # uint8 [bytes] of each rank.
-    parts: list[Tensor]
+    parts: list[Tensor]  # uint8 [bytes] of each rank
     addresses: list[int]
-    # The peers' tensors do not own their memory: this does.
-    handle: DriverHandle
+    handle: Any  # the peers' tensors do not own their memory: this does
     # The first byte and the end of each buffer, by its key.
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -260,8 +258,8 @@ class CudaMemory(HostCoordinatedMemory):
         self._last = self._captured = None
         super().reset()
 
-    def _clear(self) -> None:
-        super()._clear()
+    def clear_signals(self) -> None:
+        super().clear_signals()
         self._abort.zero_()
         self._calls.synchronize()
 

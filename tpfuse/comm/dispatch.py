@@ -30,8 +30,7 @@ class Choice:
 
     implementation: Literal["fused", "direct", "collective"]
     reason: str
-    # The symmetric memory that it works on; None for `collective`.
-    memory: SymmetricMemory | None = None
+    memory: SymmetricMemory | None = None  # the symmetric memory that it works on; None for `collective`
     # chosen: by a switch. default: `auto` takes it as long as nothing was measured (`tpfuse.comm.autotune`). fallback:
     # it replaces the one that was chosen, or the one that ranks have if they can reach each other's memory.
     state: Literal["chosen", "default", "fallback"] = "chosen"

@@ -152,9 +152,5 @@ class HostCoordinatedMemory(SymmetricMemory):
         return [other for _, other in entries]
 
     def reset(self) -> None:
-        self.control.reset(self._clear)
+        self.control.reset(self.clear_signals)
         self.generation += 1
-
-    def _clear(self) -> None:
-        for key in self._signals & self._buffers.keys():
-            self._buffers[key].local.zero_()

@@ -172,8 +172,7 @@ class LocalMemory(SymmetricMemory):
 
     def reset(self) -> None:
         self.generation += 1
-        for key in self._signals & self._buffers.keys():
-            self._buffers[key].local.zero_()
+        self.clear_signals()
 
 
 _NOTHING = contextlib.nullcontext()

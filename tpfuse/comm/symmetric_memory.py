@@ -152,6 +152,11 @@ class SymmetricMemory(ABC):
         self._release(buffer)
         buffer.forget()
 
+    def clear_signals(self) -> None:
+        """Set this rank's signals to 0. Backends call this in a reset."""
+        for key in self._signals & self._buffers.keys():
+            self._buffers[key].local.zero_()
+
     @property
     @abstractmethod
     def abort(self) -> Tensor:

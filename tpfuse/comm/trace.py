@@ -263,14 +263,10 @@ class Recorder:
         traced = [] if self.kernels is None else self.kernels.read()
         for span, first, stop in self._operators:
             for launch in traced[first:stop] if id(span) in places else ():
-                peers = span.ranks if launch.world == len(span.ranks) else ()
+                peers = dict(enumerate(span.ranks if launch.world == len(span.ranks) else ()))
                 events = [
-                    (event.program, event.kind, _world_rank(event.peer, peers), event.begin_ns, event.end_ns)
+                    (event.program, event.kind, peers.get(event.peer, -1), event.begin_ns, event.end_ns)
                     for event in launch.events
                 ]
                 self.launches.append(LaunchMark(launch.kernel, places[id(span)], launch.programs, launch.lost, events))
         self._operators.clear()
-
-
-def _world_rank(peer: int, ranks: Sequence[int]) -> int:
-    return ranks[peer] if 0 <= peer < len(ranks) else -1

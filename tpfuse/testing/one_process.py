@@ -9,11 +9,10 @@ On a GPU each rank has a thread and a stream of its own; processes that share a 
 are plain tensors, and launches that wait for peers have so few programs that the grids of all ranks fit on the device
 at the same time.
 
-Two properties of CUDA could make ranks wait for ever. Streams share the device's queues, and work that follows a
-waiting kernel in its queue waits with it. CUDA loads code when it is first launched, and may wait until the device is
-idle to do so. `ENVIRONMENT` must be set before the process begins to use CUDA: it gives each stream its own queue and
-loads torch's code at the start. Triton's code is loaded under `aborted`. Each thread makes its handle of cuBLAS before
-any program begins.
+Two properties of CUDA could make ranks wait for ever. Work that follows a waiting kernel in a queue that streams share
+waits with it. And CUDA may wait until the device is idle before it loads code, at its first launch. `ENVIRONMENT` must
+be set before the process begins to use CUDA: it gives each stream its own queue and loads torch's code at the start.
+Triton's code is loaded under `aborted`. Each thread makes its handle of cuBLAS before any program begins.
 
 `signal_ahead` makes one rank's launches wait for no peer, so that this rank can be run alone, by a profiler or on a
 CPU. Its results then lack what the other ranks would have sent.
@@ -63,8 +62,10 @@ class OneProcess:
         self.resident_programs = None
         if self.calls and shared:
             torch.cuda.empty_cache()
-            for rank in range(world):
-                self._reserve(rank)
+            for rank in range(world):  # memory for its stream later: CUDA may wait for kernels before it gives more
+                with self._on_stream(rank):
+                    blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in (_LARGE, *_SMALL)]
+                    del blocks
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             self.resident_programs = max((processors - _FREE) // world, 2)
         self.memories = [OneProcessMemory(self, rank) for rank in range(world)]
@@ -81,7 +82,10 @@ class OneProcess:
         def live(rank: int) -> None:
             try:
                 with self._on_stream(rank):
-                    self._make_handle(rank)
+                    x = torch.ones(16, 16, device=self.device)
+                    torch.mm(x, x)  # makes this thread's handle of cuBLAS and its workspace
+                    self.synchronize()
+                    self.meet("handles", rank)
                     results[rank] = program(self.memories[rank])
             except BaseException as error:
                 error.add_note(f"rank {rank} of {self.world}")
@@ -184,19 +188,6 @@ class OneProcess:
         if self.calls:
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _reserve(self, rank: int) -> None:
-        """Reserve memory that torch gives to a rank's stream later: CUDA may wait for kernels before it gives more."""
-        with self._on_stream(rank):
-            blocks = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (_LARGE, *_SMALL)]
-            del blocks
-
-    def _make_handle(self, rank: int) -> None:
-        """Multiply, which gives this thread a handle of cuBLAS and its workspace, and wait until all ranks have."""
-        x = torch.ones(16, 16, device=self.device)
-        torch.mm(x, x)
-        self.synchronize()
-        self.meet("handles", rank)
-
     def _timeout(self, op: str, rank: int) -> PeerTimeout:
         return PeerTimeout(op, step=-1, rank=rank, peer=None, waited=self.timeout, detail="in one process")
 
@@ -298,8 +289,7 @@ class OneProcessMemory(SymmetricMemory):
 
     def clear(self) -> None:
         """Set this rank's signals to 0 again."""
-        for key in self._signals & self._buffers.keys():
-            self._buffers[key].local.zero_()
+        self.clear_signals()
         self._ranks.synchronize()
         self.generation += 1
 

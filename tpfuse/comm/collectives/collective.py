@@ -1,8 +1,7 @@
 """Collectives by torch.distributed (NCCL or Gloo), for ranks without symmetric memory, such as those of several hosts.
 
 A rank that is lost or late raises PeerTimeout on the others here too. Gloo and NCCL do not know which rank it was: so
-ranks that give up write that into the group's store, and a rank that is silent there is missing. The group cannot be
-used after that.
+ranks that give up write that into the group's store, where a missing rank is silent. The group cannot be used again.
 """
 
 import contextlib
@@ -45,8 +44,9 @@ DONE = Handles()  # the handle of a collective that has ended
 PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # torch 2.13 renamed these two functions; older releases have only the second name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_Start = Callable[..., dist.Work | None]
+all_gather_single: _Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: _Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float | None = None) -> None:

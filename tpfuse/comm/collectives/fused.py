@@ -52,19 +52,24 @@ def open_channel(
             f"{error}: rank {memory.rank} would start {programs} programs; all ranks of a group need equal GPUs, and on"
             " all of them or on none sums of gradients by NCCL"
         ) from error
-    state = memory.signals(f"{name}: state", 2)
-    endpoint = Endpoint(
+    return slots, endpoint_of(memory, slots, flags, memory.signals(f"{name}: state", 2), programs)
+
+
+def endpoint_of(
+    memory: SymmetricMemory, slots: SymmetricBuffer, flags: SymmetricBuffer, state: SymmetricBuffer, programs: int
+) -> Endpoint:
+    """Return this rank's view of a channel. slots: uint8 [slots, bytes]; flags, state: signals."""
+    return Endpoint(
         memory.rank,
         memory.world,
         slots=slots.addresses,
-        slot_bytes=slot_bytes,
+        slot_bytes=slots.shape[1],
         flags=flags.addresses,
-        flag_count=count,
+        flag_count=len(flags.local),
         state=state.local,
         abort=memory.abort,
         programs=programs,
     )
-    return slots, endpoint
 
 
 class FusedCollectives:

@@ -42,9 +42,8 @@ class Messages(ABC):
     message 0 again; the messages that were sent before are lost.
     """
 
-    def __init__(self, rank: int, world: int, routes: Sequence[Route], nbytes: int) -> None:
-        """Raise ValueError for a route that the group cannot have. nbytes: the bytes of the largest message."""
-        check_routes(routes, world, nbytes)
+    def __init__(self, rank: int, routes: Sequence[Route], nbytes: int) -> None:
+        """Take routes that `check_routes` has checked. nbytes: the bytes of the largest message."""
         self._rank, self._routes, self._nbytes = rank, tuple(routes), nbytes
         self._begin_anew()
 

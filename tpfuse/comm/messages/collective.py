@@ -62,7 +62,7 @@ class CollectiveMessages(Messages):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, routes: Sequence[Route], nbytes: int) -> None:
         """Open the routes. Collective."""
-        super().__init__(group.rank(), group.size(), routes, nbytes)
+        super().__init__(group.rank(), routes, nbytes)
         self._group, self._device = group, device
         self._ranks = dist.get_process_group_ranks(group)
         announce(group)

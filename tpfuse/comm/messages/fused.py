@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpfuse.comm.collectives.fused import most_programs
+from tpfuse.comm.collectives.fused import endpoint_of, most_programs
 from tpfuse.comm.messages.base import Message, Route
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.send_message import send_message
 
 
@@ -28,17 +27,8 @@ class FusedMessages(SymmetricMessages):
         """Open the routes. Collective."""
         super().__init__(memory, name, nbytes, routes)
         state, programs = memory.signals(f"{name}: state", 2), most_programs(memory)
-        self._endpoint = Endpoint(
-            memory.rank,
-            memory.world,
-            slots=self._slots.addresses,
-            slot_bytes=self._slot_bytes,
-            flags=self._flags.addresses,
-            flag_count=2 * self._count,
-            state=state.local,
-            abort=memory.abort,
-            programs=min(programs, memory.resident_programs or programs),
-        )
+        programs = min(programs, memory.resident_programs or programs)
+        self._endpoint = endpoint_of(memory, self._slots, self._flags, state, programs)
 
     def send(self, route: int, x: Tensor) -> None:
         ends, number, op = self._message_to_send(route, x)

@@ -36,17 +36,16 @@ class SymmetricMessages(Messages):
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int, routes: Sequence[Route]) -> None:
         """Open the routes. Collective. name: of their buffers; nbytes: the bytes of the largest message."""
-        super().__init__(memory.rank, memory.world, routes, nbytes)
+        super().__init__(memory.rank, routes, nbytes)
         self._memory, self._generation = memory, memory.generation
-        words = [0, *accumulate(route.slots for route in routes)]
-        self._first_word, self._count = words[:-1], words[-1]
+        *self._first_word, self._count = accumulate((route.slots for route in routes), initial=0)
         taken = [0] * memory.world  # the slots in each rank's memory
         self._first_slot = []
         for route in routes:
             self._first_slot.append(taken[route.target])
             taken[route.target] += route.slots
-        self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._slots = memory.buffer(f"{name}: slots", (max(taken), self._slot_bytes), torch.uint8)
+        slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._slots = memory.buffer(f"{name}: slots", (max(taken), slot_bytes), torch.uint8)
         self._flags = memory.signals(f"{name}: flags", 2 * self._count)
 
     def receive(self, route: int, shape: Sequence[int], dtype: torch.dtype) -> Message:
