@@ -3,14 +3,12 @@
 Each rank holds its tokens from the embedding to the loss; only attention needs the tokens of other ranks
 (`tpfuse.ops.ring_attention.ring_attention`). All ranks are given whole sequences and take their shards of ids, targets
 (which were shifted while the sequence was whole) and positions by one rule,
-`tpfuse.ops.ring_attention.layout.SequenceLayout`. So a token has the same label, the same position in the table of
-positions and the same row of the dropout masks on every rank that may hold it. Sequences that the ranks do not divide
-are padded; padding has no loss, and no token sees it.
+`tpfuse.ops.ring_attention.layout.SequenceLayout`. So a token has the same label, position and row of the dropout masks
+on every rank that may hold it. Sequences that the ranks do not divide are padded; padding has no loss, and no token
+sees it. Sequences whose documents see each other not at all are concatenated to one sequence (`Documents`).
 
 Parameters are the same on all ranks of the group; a rank's gradients are those of its own tokens, and their sum over
 the group is the gradient of the whole sequences.
-
-Sequences whose documents see each other not at all are concatenated to one sequence (`Documents`).
 """
 
 from dataclasses import dataclass

@@ -8,15 +8,12 @@
 
 `selective` (arXiv:2205.05198, section 5, for attention) drops tensors that take much memory and little arithmetic: no
 product with a weight is computed twice. A linear layer after attention, or after an activation, saves its input for the
-weight's gradient, and so would keep the tensor that should be dropped; `recomputed` takes that input from the same
-recomputation.
+weight's gradient; `recomputed` takes that input from the same recomputation.
 
 The module uses torch.utils.checkpoint without reentrance. Random states are not restored: our dropout is a function of
-(seed, step, site) and has none. Ranks run the same backward pass in the same order, and so communicate again in the
-same order too. Gradients are the same to the bit.
-
-A backward pass that computes only some gradients recomputes for itself, and so does each later pass over the same
-operators. Passes that have no operator in common recompute once in a `torch.utils.checkpoint.GraphExecGroup`.
+(seed, step, site) and has none. Ranks communicate again in the same order, since they run the same backward pass.
+Gradients are the same to the bit. Each pass that computes only some gradients recomputes for itself, except that passes
+without an operator in common recompute once in a `torch.utils.checkpoint.GraphExecGroup`.
 
 Under torch.compile `recomputed` does nothing: the compiler chooses what its graph keeps of pointwise operators, and
 hooks on saved tensors do not work in its graphs.

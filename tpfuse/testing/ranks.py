@@ -60,23 +60,27 @@ def _find(file: str, name: str) -> Callable[..., Any]:
     return _functions[file, name]
 
 
-def serve(
-    rank: int, world: int, meeting: str, timeout: float, deterministic: tuple[bool, bool], connection: Connection
+def serve_in(
+    environment: dict[str, str],
+    rank: int,
+    world: int,
+    meeting: str,
+    timeout: float,
+    deterministic: tuple[bool, bool],
+    connection: Connection,
 ) -> None:
     """Join the group as a rank, then run functions until the pool closes the connection.
 
-    meeting: the URL of the rendezvous, as `init_process_group` takes it. timeout: seconds of a collective operation.
-    deterministic: whether algorithms must be deterministic, and whether torch only warns of those that are not.
+    environment: that of the process that started the rank. meeting: the URL of the rendezvous, as `init_process_group`
+    takes it. timeout: seconds of a collective operation. deterministic: whether algorithms must be deterministic, and
+    whether torch only warns of those that are not.
     """
+    _take_over(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     dist.init_process_group(
-        "gloo",
-        init_method=meeting,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout),
+        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
     while True:
         try:
@@ -101,12 +105,6 @@ def _take_over(environment: dict[str, str]) -> None:
     assert wanted == current, f"TRITON_INTERPRET was {current} and is {wanted}: set it before the first pool is started"
     os.environ.clear()
     os.environ.update(environment)
-
-
-def serve_in(environment: dict[str, str], *args: Any) -> None:
-    """Run `serve` with the environment of the process that started the rank."""
-    _take_over(environment)
-    serve(*args)
 
 
 def _server() -> Any:

@@ -11,11 +11,9 @@ class Stage:
     """A stage of a pipeline: consecutive layers, with what comes before the first layer or after the last one."""
 
     index: int
-    # the numbers of its layers in the model
-    layers: range
-    # whether it has the model's input, and its output
-    first: bool
-    last: bool
+    layers: range  # the numbers of its layers in the model
+    first: bool  # whether it has the model's input
+    last: bool  # whether it has the model's output
 
 
 def whole_model(layers: int) -> Stage:
@@ -27,10 +25,8 @@ def whole_model(layers: int) -> Stage:
 class Cost:
     """What a part of a model costs."""
 
-    # floating-point operations for a token
-    flops: int
-    # number of parameters
-    parameters: int
+    flops: int  # floating-point operations for a token
+    parameters: int  # number of parameters
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.parameters + other.parameters)

@@ -4,7 +4,7 @@ Every rank builds the whole model. The pipeline then frees what belongs to the s
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,12 @@ from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
 from tpfuse.parallel.pipeline.plan import PipelinePlan
-from tpfuse.parallel.pipeline.runner import Passes, Runner
+from tpfuse.parallel.pipeline.runner import Engine, Runner
 from tpfuse.parallel.pipeline.timeline import predicted
 
 MicroBatch = tuple[Tensor, ...]
 Function = Callable[..., Tensor]
 End = Function | tuple[Function, Iterable[Part]]  # a module, or a function with the modules and parameters that it uses
-
-
-class Engine(Passes, Protocol):
-    """What a pipeline needs of the engines that `tpfuse.zero.shard` returns."""
-
-    def start(self, *, last: bool, backwards: int = 1, again: bool = False) -> None:
-        """Begin a step with this number of backward passes, even if `ZeroOptimizer.zero_grad()` has begun it."""
 
 
 class Pipeline:
@@ -96,7 +89,11 @@ class Pipeline:
             set_timeout(group)
         if self._ends is not None:
             set_timeout(self._ends)
-            _make_equal([local_tensor(model.get_parameter(name)) for name in shared], self._ends)
+            for x in (local_tensor(model.get_parameter(name)) for name in shared):
+                if has_values(x):  # on the meta device there is nothing to replace
+                    sent = x.contiguous()
+                    broadcast_([sent], self._ends)
+                    x.copy_(sent)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         modules = {stage.index: as_modules(parts.of(stage)) for stage in self.stages}
         self._stage_of = {stage.index: stage for stage in self.stages}
@@ -238,14 +235,6 @@ def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGr
         return group
     ends: dist.ProcessGroup = dist.new_group([ranks[0], ranks[last]], use_local_synchronization=True)
     return ends
-
-
-def _make_equal(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace the tensors by those of the group's first rank. On the meta device there is nothing to replace."""
-    for x in filter(has_values, tensors):
-        sent = x.contiguous()
-        broadcast_([sent], group)
-        x.copy_(sent)
 
 
 def _described(x: Tensor) -> str:

@@ -12,17 +12,13 @@ from tpfuse.parallel.pipeline.timeline import Timeline, most_in_flight
 class PipelinePlan:
     """The plan of a pipeline, which is the same on all its ranks."""
 
-    # the order of a step
-    order: Order
-    # the stages of all ranks, and the cost of each as it is counted for the cut
-    stages: tuple[Stage, ...]
-    costs: tuple[Cost, ...]
+    order: Order  # the order of a step
+    stages: tuple[Stage, ...]  # of all ranks
+    costs: tuple[Cost, ...]  # of each stage, as it is counted for the cut
     # what carries messages: "fused", "direct" or "collective" (`tpfuse.switches`), or "local" for one rank
     implementation: str
-    # why
-    reason: str
-    # a step whose passes take the time that is expected of them
-    predicted: Timeline
+    reason: str  # why
+    predicted: Timeline  # a step whose passes take the time that is expected of them
 
     @property
     def idle(self) -> list[float]:

@@ -39,10 +39,13 @@ Compute = Callable[[int, Tensor | None, Any], Tensor]
 _Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sent, and its route and message to release
 
 
-class Passes(Protocol):
-    """What the stages of a rank tell an engine of `tpfuse.zero`, which takes their gradients."""
+class Engine(Protocol):
+    """What a pipeline needs of the engines that `tpfuse.zero.shard` returns, which take the gradients of its stages."""
 
     accumulate: Accumulate
+
+    def start(self, *, last: bool, backwards: int = 1, again: bool = False) -> None:
+        """Begin a step with this number of backward passes, even if `ZeroOptimizer.zero_grad()` has begun it."""
 
     def backward_pass(self, parameters: set[nn.Parameter], complete: set[nn.Parameter]) -> AbstractContextManager[None]:
         """Mark a pass of a step that computes gradients of these parameters, around that pass.
@@ -55,16 +58,11 @@ class Passes(Protocol):
 class _Flight:
     """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass."""
 
-    # the input, a leaf; None on the first stage
-    x: Tensor | None
-    # where the backward pass begins
-    output: Tensor | GradientEdge
-    # the messages that are released at the end
-    taken: list[tuple[int, Message]]
-    # the gradient of the output; None on the last stage
-    gradient: Tensor | None = None
-    # what torch keeps between the two parts of a split backward pass
-    groups: Any = None
+    x: Tensor | None  # the input, a leaf; None on the first stage
+    output: Tensor | GradientEdge  # where the backward pass begins
+    taken: list[tuple[int, Message]]  # the messages that are released at the end
+    gradient: Tensor | None = None  # the gradient of the output; None on the last stage
+    groups: Any = None  # what torch keeps between the two parts of a split backward pass
 
 
 def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) -> None:
@@ -171,7 +169,7 @@ class Runner:
             implementation, reason = choice.implementation, reason_of(choice)
         return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason, predicted)
 
-    def train(self, batches: Sequence[Any], engine: Passes | None = None) -> list[Tensor]:
+    def train(self, batches: Sequence[Any], engine: Engine | None = None) -> list[Tensor]:
         """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.
 
         Gradients are accumulated as by `backward`. Hooks of torch's register_post_accumulate_grad_hook run once for
@@ -226,7 +224,7 @@ class Runner:
             self._handed.clear()
         return [outputs[number] for number in sorted(outputs)]
 
-    def _backward_pass(self, action: Action, engine: Passes | None) -> AbstractContextManager[None]:
+    def _backward_pass(self, action: Action, engine: Engine | None) -> AbstractContextManager[None]:
         """Mark an action that computes gradients of a stage's weights, if the engine reduces them.
 
         After the last one of a stage those of its parameters are complete that no stage with later ones has.

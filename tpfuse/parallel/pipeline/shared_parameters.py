@@ -11,7 +11,6 @@ class SharedParameters:
     # Names of those that several stages of this rank use, with the number of these stages. The gradient of such a
     # parameter arrives once for each stage and backward pass.
     uses: Mapping[str, int] = field(default_factory=dict)
-    # Names of those that the first and the last stage share, on ranks that have one of both.
-    tied: Sequence[str] = ()
+    tied: Sequence[str] = ()  # names of those that the first and the last stage share, on ranks that have one of both
     # On all ranks alike: the ranks along "pp" of the first and the last stage if they share parameters, else None.
     ends: tuple[int, int] | None = None
