@@ -66,6 +66,11 @@ class BucketLayout:
         """Return the dtype of the master and the moments: float32 for parameters of a half type."""
         return summed_dtype(self.dtype)
 
+    @property
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """Return (first element, rows, columns) of the parameters that are matrices."""
+        return [(s.start, s.shape[:-1].numel(), s.shape[-1]) for s in self.segments if len(s.shape) > 1]
+
     def view(self, flat: Tensor, segment: Segment) -> Tensor:
         """Return the segment of the flat buffer [size] as a view in its parameter's local shape."""
         return flat[segment.start : segment.stop].view(segment.shape)

@@ -17,8 +17,7 @@ in which gradients are large. The part of this rank's M outside of P's span, M -
 gradient, so every part of a gradient is sent eventually. (The paper subtracts P Q'ᵀ instead, which gives the same total
 over ranks; but the differences between the ranks would grow in the remainders without being used.)
 
-This module does not use torch's powerSGD_hook: the hook takes a GradBucket, which only DDP can make, it averages, it
-waits for the device, and a NaN stays in its state for ever.
+torch's powerSGD_hook takes a GradBucket, which only DDP can make, it averages, and a NaN stays in its state for ever.
 """
 
 from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -112,14 +112,14 @@ def shard(
         raise ValueError("shard got a model in DDP, which it replaces: expected the model, its .module")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
-    for name, given, kind in (
+    for name, choice, kind in (
         ("gradient_dtype", gradient_dtype, GradientDtype),
         ("reduce_dtype", reduce_dtype or gradient_dtype, GradientDtype),
         ("accumulate", accumulate, Accumulate),
     ):
-        if given not in get_args(kind):
+        if choice not in get_args(kind):
             names = " or ".join(f'"{each}"' for each in get_args(kind))
-            raise ValueError(f"shard: {name} is {shown(given)}: expected {names}")
+            raise ValueError(f"shard: {name} is {shown(choice)}: expected {names}")
     for name, given, usual, stages in (
         ("replicas", replicas, 1, (3,)),
         ("gradient_dtype", gradient_dtype, "float32", (0, 1, 2)),
@@ -196,10 +196,8 @@ def adamw(
     (kernels/adamw.py); Muon's momentum is never bfloat16. Raise ValueError for bfloat16 moments of float64 parameters,
     and, on every rank, if a rank cannot use the folder.
     """
-    options = {
-        "betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": muon or MuonOptions(),
-        "state_dtype": state_dtype,
-    }  # fmt: skip
+    options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    options |= {"muon": muon, "state_dtype": state_dtype}
     problem, offload = "", engine.offload
     try:
         if isinstance(engine, FullySharded):
@@ -221,8 +219,8 @@ def adamw(
     if isinstance(engine, FullySharded):
         if isinstance(store, FileStore):
             engine.move_shards(store)
-        return ShardedAdamW(engine, store=None if offload == "none" else store, **options)  # type: ignore[arg-type]
-    return FlatAdamW(engine, store=store, **options)  # type: ignore[arg-type]
+        return ShardedAdamW(engine, store=None if offload == "none" else store, **options)
+    return FlatAdamW(engine, store=store, **options)
 
 
 def _check_mesh(mesh: object) -> None:

@@ -8,51 +8,37 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from tpfuse.choices import MomentDtype
 from tpfuse.comm.layout import local_slices
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.muon import Muon, MuonOptions, update_momentum
-from tpfuse.zero.offload import MemoryStore, moment_dtype
+from tpfuse.zero.muon import Muon, update_momentum
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.base import GradientReducer
-from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
+from tpfuse.zero.reducer.shard_update import ShardUpdate, Staging
+from tpfuse.zero.shard_adamw import ShardAdamW
 from tpfuse.zero.shard_slices import StateKind, StateRectangle, state_rectangles
 
-MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
-
-class FlatAdamW:
+class FlatAdamW(ShardAdamW):
     """AdamW that keeps the state of this rank's shards only. At stage 0 a rank's shards are the whole buckets.
-
-    betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
-    weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;
-    they may be changed too. state_dtype: as for `tpfuse.zero.adamw`. store: the memory of the moments and float32
-    masters, by default on the device of the parameters (`tpfuse.zero.offload`).
 
     Values that are written into parameters of a half type between two updates (for example by load_state_dict) replace
     the masters, except those equal to the rounded master.
     """
 
-    def __init__(
-        self,
-        buckets: GradientBuckets,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        muon: MuonOptions | None = None,
-        state_dtype: MomentDtype = "float32",
-        store: StateStore | None = None,
-    ) -> None:
-        self._buckets, self.betas, self.eps, self.weight_decay = buckets, betas, eps, weight_decay
-        self.muon = muon or MuonOptions()
-        device = buckets.device
-        self._store, self._state_dtype = MemoryStore(device) if store is None else store, state_dtype
-        self._state = {bucket: self._new_state(bucket) for bucket in buckets.buckets}
+    _engine: GradientBuckets
+
+    def _allocate(self) -> None:
+        buckets = self._engine
+        self._state: dict[Bucket, dict[StateKind, Tensor]] = {}
+        for bucket in buckets.buckets:
+            layout, size = bucket.layout, len(bucket.shard)
+            half = layout.dtype in HALF
+            self._state[bucket] = {"model": self._store.tensor("model", size, layout.state_dtype)} if half else {}
+            self._state[bucket] |= self._moments(size, layout.state_dtype, layout.muon)
         state_device = self._state[buckets.buckets[0]]["exp_avg"].device
-        self._staging = None if state_device == device else Staging()
+        self._staging = None if state_device == buckets.device else Staging()
         self._step = torch.zeros((), dtype=torch.float32, device=state_device)
         for bucket, state in self._state.items():
             if "model" in state:
@@ -66,15 +52,15 @@ class FlatAdamW:
             for piece in self._rectangles(bucket, {"model": self._state[bucket].get("model", bucket.shard_values)})
         ]
         self._masters = [piece.tensor for piece in masters]
-        self._muon = None
         if buckets.matrices:
             slices = [(piece.name, piece.slices) for piece in masters]
             dtype = self._matrices[0].layout.state_dtype
-            self._muon = Muon(buckets.matrices, slices, buckets.stage_group, dtype, device, buckets.matrix_traffic)
+            group, traffic = buckets.stage_group, buckets.matrix_traffic
+            self._muon = Muon(buckets.matrices, slices, group, dtype, buckets.device, traffic)
 
     def _current_versions(self) -> dict[str, int]:
         """Return how often each parameter was written; writes into the bucket do not count."""
-        return {name: parameter._version for name, parameter in self._buckets.trained.items()}
+        return {name: parameter._version for name, parameter in self._engine.trained.items()}
 
     def _take_written(self) -> None:
         """Copy parameters that other code has written since the last update into their masters."""
@@ -90,14 +76,6 @@ class FlatAdamW:
                     master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
         self._store.release()
 
-    def _new_state(self, bucket: Bucket) -> dict[StateKind, Tensor]:
-        layout, size = bucket.layout, len(bucket.shard)
-        moments = MOMENTS[:1] if layout.muon else MOMENTS
-        kinds: tuple[StateKind, ...] = ("model", *moments) if layout.dtype in HALF else moments
-        kept = layout.state_dtype if layout.muon else moment_dtype(self._state_dtype, layout.state_dtype)
-        dtypes = {name: kept if name in MOMENTS else layout.state_dtype for name in kinds}
-        return {name: self._store.tensor(name, size, dtype) for name, dtype in dtypes.items()}
-
     def step(self, lr: float, factor: float = 1.0, muon_lr: float | None = None) -> None:
         """Update the parameters with the buckets' gradients times `factor`. Then every rank has all new parameters.
 
@@ -105,11 +83,11 @@ class FlatAdamW:
         the buckets were not finished (`finish()`) since the last update. Raise PeerTimeout; some parameters may then be
         new and others old, so continue from a checkpoint.
         """
-        self._buckets.take_sums()
+        self._engine.take_sums()
         self._take_written()
         self._step += 1
         self._update_matrices(self.muon.rate(lr, muon_lr), factor)
-        rates = Rates(lr, *self.betas, self.eps, self.weight_decay, self._step, factor)
+        rates = self._rates(lr, factor)
         updates: dict[GradientReducer, list[ShardUpdate | None]] = {}
         following: tuple[Tensor, ...] = ()
         for bucket, state in reversed(self._state.items()):
@@ -128,9 +106,9 @@ class FlatAdamW:
             )
             following = update.state
             updates.setdefault(bucket.reducer, []).insert(0, update)
-        for reducer in self._buckets.reducers:
+        for reducer in self._engine.reducers:
             reducer.update(updates[reducer])
-        count_write(list(self._buckets.trained.values()))
+        count_write(list(self._engine.trained.values()))
         self._versions = self._current_versions()
 
     def _update_matrices(self, lr: float, factor: float) -> None:
@@ -163,20 +141,20 @@ class FlatAdamW:
             if "model" in state:
                 for part in self._store.blocks([state["model"]]):
                     bucket.shard_values[part].copy_(state["model"][part])
-        for reducer in self._buckets.reducers:
+        for reducer in self._engine.reducers:
             reducer.publish()
         self._versions = self._current_versions()
         self._store.release()
 
     def rectangles(self) -> Iterator[StateRectangle]:
         """Yield the masters and moments that this rank holds, as rectangles for checkpoints; one rank owns each."""
-        for bucket in self._buckets.buckets:
+        for bucket in self._engine.buckets:
             yield from self._rectangles(bucket, self.state(bucket))
 
     def _rectangles(self, bucket: Bucket, state: Mapping[StateKind, Tensor]) -> Iterator[StateRectangle]:
         """Yield the rectangles of this rank's shard of a bucket. state: flat tensors of the shard by kind."""
         for index, (segment, part) in enumerate(bucket.layout.segments_in(bucket.shard)):
-            parameter = self._buckets.model.get_parameter(segment.name)
+            parameter = self._engine.model.get_parameter(segment.name)
             local = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
             yield from state_rectangles(
                 segment.name,
@@ -184,18 +162,5 @@ class FlatAdamW:
                 local_slices(parameter),
                 range(part.start - segment.start, part.stop - segment.start),
                 {kind: flat[local] for kind, flat in state.items()},
-                self._buckets.is_owner(bucket, index),
+                self._engine.is_owner(bucket, index),
             )
-
-    def release(self) -> None:
-        """Release the memory that is not needed after a checkpoint has read the state."""
-        self._store.release()
-
-    @property
-    def updates(self) -> int:
-        """Return the number of updates that the moments contain."""
-        return int(self._step)
-
-    @updates.setter
-    def updates(self, count: int) -> None:
-        self._step.fill_(count)

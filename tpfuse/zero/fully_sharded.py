@@ -6,20 +6,18 @@ PyTorch's `fully_shard` does the work. This module makes it an engine like the b
   "whole", they are accumulated over micro-batches without communication.
 - Parameters in a half type have float32 masters: the shards are float32, and the gathered parameters are rounded. The
   initial weights are drawn in the half type and then widened, so they equal those of the other stages.
-- Offload: shards of parameters and gradients are in the host's memory, pinned for GPUs (`CPUOffloadPolicy`). A unit's
-  shards are copied to the device each time that it is gathered, and its sums to the host when it is reduced. Sums of
-  further micro-batches are added there. If the place is a folder, the shards of parameters move to its file
-  (`move_shards`), from which a unit is read when it is gathered, and nothing is pinned.
+- Offload: shards of parameters and gradients are in the host's memory, pinned for GPUs (`CPUOffloadPolicy`): copied to
+  the device each time that a unit is gathered, and to the host when it is reduced. If the place is a folder, the shards
+  of parameters move to its file (`move_shards`), from which a unit is read when it is gathered; nothing is pinned.
 - Communication between CPU ranks goes through `tpfuse.comm.collectives` (`tpfuse.zero.collectives_with_traffic`).
-- Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
-  reduced over the groups, once in a step, in its last micro-batch (before torch 2.13 and with offload in each one).
-  Neighbouring ranks form a group, so that parameters are gathered within a node.
-- Pipelines: in a step of many forward and backward passes, parameters stay gathered from their first use to `finish()`:
-  otherwise every micro-batch would gather all of them again. The reduction of a unit starts with the last gradient of
-  its parameters in a pass that computes some of them, while the backward pass continues; if `accumulate` is "whole", in
-  the last such pass of a step alone (`backward_pass`). All ranks reduce the units of a pass in the same order: from the
-  last one to the first one, and then the model. They are at the same point of the schedule then, since the ranks that
-  reduce a unit have the same stages: no pass waits for what a later pass of another rank computes.
+- Replicas: groups of neighbouring ranks, so that parameters are gathered within a node, each hold the whole model in
+  shards; sums of shards are then reduced over the groups, once in a step, in its last micro-batch (before torch 2.13
+  and with offload in each one).
+- Pipelines: in a step of many passes, parameters stay gathered from their first use to `finish()`: otherwise every
+  micro-batch would gather all of them again. The reduction of a unit starts with the last gradient of its parameters in
+  a pass that computes some of them; if `accumulate` is "whole", in the last such pass of a step alone
+  (`backward_pass`). All ranks reduce the units of a pass in one order: from the last one to the first one, and then the
+  model. They are at the same point of the schedule then, since the ranks that reduce a unit have the same stages.
 """
 
 from collections import Counter
@@ -73,9 +71,8 @@ class ShardedParameter:
     name: str
     sharded: Parameter  # the DTensor of its shards, float32 for half types
     decay: bool
-    # Exactly one of the ranks with the same shard adds it to the norm, and exactly one saves it.
-    in_norm: bool
-    is_owner: bool
+    in_norm: bool  # true on exactly one of the ranks with the same shard
+    is_owner: bool  # whether this rank saves it: exactly one of them does
 
     @property
     def gradient(self) -> Tensor:
@@ -375,7 +372,10 @@ class FullySharded(MicroBatches):
         self._check_gathered()
         if self._kept_whole:
             self._start_reductions(complete=False)
-            self._free_whole()
+            self._keep_whole(False)
+            for group in _parameter_groups(*self._units):
+                group.post_backward()
+            self._units[-1]._get_fsdp_state()._root_post_backward_final_callback()
         elif self._has_whole_gradients:
             self._unreduced = self._reduction_order  # no pass has come after a local micro-batch
             self._start_reductions(complete=False)
@@ -435,12 +435,6 @@ class FullySharded(MicroBatches):
             for group in _parameter_groups(unit):
                 group.post_backward()  # it frees no parameters: this pass may still compute with them
             unit.set_requires_gradient_sync(False, recurse=False)
-
-    def _free_whole(self) -> None:
-        self._keep_whole(False)
-        for group in _parameter_groups(*self._units):
-            group.post_backward()
-        self._units[-1]._get_fsdp_state()._root_post_backward_final_callback()
 
     def _watch_gradients(self, unit: nn.Module, _: Any) -> None:
         """Register the hook that takes the gradients of a unit's gathered parameters.

@@ -3,24 +3,20 @@
 One engine implements ZeRO's stages 0, 1 and 2 (arXiv:1910.02054). Parameters are packed into flat buffers in the
 reverse of their order in the model, which is about the order in which their gradients arrive (the scheme of PyTorch's
 DDP, arXiv:2006.15704). A hook takes each gradient. When a bucket has all its gradients in a backward pass that is
-reduced, its reduction starts while the pass continues. All ranks reduce the buckets in the same order, even if their
-gradients arrive in different orders, or if some gradients do not arrive at all. Gradients are summed, not averaged: the
-loss is already divided by the number of tokens of the whole batch.
+reduced, its reduction starts while the pass continues. All ranks reduce the buckets in the same order, whatever the
+order in which gradients arrive, if they do. Gradients are summed, not averaged: the loss is already divided by the
+number of tokens of the whole batch.
 
 At stages 0 and 1 the last micro-batch of a step is reduced. At stage 2 each one is, and its sum is added to that of the
-rank's shard, unless gradients accumulate whole: then it is as at stage 1. The buckets are then reduced once in each
-backward pass; in a pipeline those that have a parameter of the pass's stage. A pass ends by a callback of autograd, so
-that a rank knows when no more gradients come. Its last reductions run while the next pass computes: their results are
-waited for when their memory is needed.
+rank's shard, unless gradients accumulate whole. The buckets are then reduced once in each backward pass; in a pipeline
+those that have a parameter of the pass's stage. A pass ends by a callback of autograd, so that a rank knows when no
+more gradients come. The next pass computes while its last reductions run.
 
-A parameter that the first and the last stage of a pipeline share is in a bucket of the replicas of both stages. Its
-reduction starts in `finish()`, after those of all other buckets, which all belong to ranks of one stage. These ranks
-are at the same point of the pipeline's schedule whenever they wait for each other (`backward_pass`). The ranks of both
-ends are not: a rank that waited for the other end before sending its last gradient could deadlock, because the other
-end may be waiting for that gradient. So the gradients of such a parameter accumulate whole at stage 2 too. It costs no
-time, because the first stage is the last to compute.
-
-`tpfuse.zero.reducer.base` describes the reduction.
+A parameter that the first and the last stage of a pipeline share is in a bucket of the replicas of both stages, and
+accumulates whole. Its reduction starts in `finish()`, after all others, which belong to ranks of one stage: these are
+at the same point of the schedule whenever they wait for each other (`backward_pass`). The ranks of both ends are not: a
+rank that waited for the other end before sending its last gradient could deadlock, because the other end may be waiting
+for that gradient. It costs no time, because the first stage is the last to compute.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -162,11 +158,7 @@ class GradientBuckets(MicroBatches):
             bucket.keep_gradients()
         self._record_parameters()
 
-    def _open(
-        self,
-        layouts: list[BucketLayout],
-        group_of: Mapping[Kind, dist.ProcessGroup | None],
-    ) -> list[Bucket]:
+    def _open(self, layouts: list[BucketLayout], group_of: Mapping[Kind, dist.ProcessGroup | None]) -> list[Bucket]:
         """Make one reducer for the buckets of each group and dtype; return the buckets in the order of `layouts`."""
         families: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[BucketLayout]] = {}
         for layout in layouts:
@@ -175,7 +167,7 @@ class GradientBuckets(MicroBatches):
         opened: dict[int, Bucket] = {}  # by the layout's id, since layouts may be equal
         self.reducers: list[GradientReducer] = []
         for (group, sent), family in families.items():
-            specs = [_spec(layout, sent) for layout in family]
+            specs = [BucketSpec(layout.size, layout.dtype, sent, layout.matrices) for layout in family]
             reducer, reason = make_reducer(specs, self.stage, group, self.device, compression=self.compression)
             self.reducers.append(reducer)
             self.reasons.append(reason)
@@ -269,8 +261,10 @@ class GradientBuckets(MicroBatches):
         self._begin_pass(first=first, backwards=backwards)
         for parameter in self.trained.values():
             parameter.grad = None
-            if isinstance(parameter, DTensor) and _has_hooks(parameter):
-                withdraw_leaf(parameter)
+            if isinstance(parameter, DTensor):
+                hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+                if parameter._backward_hooks or any(not isinstance(hook, _Taking) for hook in hooks):
+                    withdraw_leaf(parameter)
         self._passes = _Passes.WAITING if reduces else _Passes.LOCAL
         self._more, self._ended = not last, set()
 
@@ -428,22 +422,9 @@ def _trained(model: nn.Module) -> dict[str, Parameter]:
     return trained
 
 
-def _has_hooks(parameter: Tensor) -> bool:
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return bool(parameter._backward_hooks) or any(not isinstance(hook, _Taking) for hook in hooks)
-
-
 def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:
     """Raise ValueError for a tied parameter that several tensor-parallel ranks would add to the norm."""
-    for name in tied:
-        if name in trained and not is_sharded(trained[name]) and any(map(_is_on_several_ranks, trained.values())):
+    on_several = any(isinstance(p, DTensor) and p.device_mesh.size() > 1 and is_sharded(p) for p in trained.values())
+    for name in tied if on_several else ():
+        if name in trained and not is_sharded(trained[name]):
             raise ValueError(f"{name} is tied and replicated: expected a shard on each tensor-parallel rank")
-
-
-def _spec(layout: BucketLayout, sent: torch.dtype) -> BucketSpec:
-    matrices = [(s.start, s.shape[:-1].numel(), s.shape[-1]) for s in layout.segments if len(s.shape) > 1]
-    return BucketSpec(layout.size, layout.dtype, sent, tuple(matrices))
-
-
-def _is_on_several_ranks(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 and is_sharded(parameter)

@@ -32,12 +32,10 @@ class StepState(Enum):
 class RankGroups:
     """The groups over which an engine communicates; None stands for this rank alone."""
 
-    # Ranks with the same parameters and different tokens.
-    data: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None  # ranks with the same parameters and different tokens
     # Ranks of data × tensor parallelism with this rank's stages: gradients that are partial sums are summed over them.
     stage: dist.ProcessGroup | None = None
-    # All ranks that train the model.
-    world: dist.ProcessGroup | None = None
+    world: dist.ProcessGroup | None = None  # all ranks that train the model
     # Ranks that share the tied parameters of both ends of a pipeline: at stages 0 to 2 the replicas of both ends with
     # this tensor-parallel rank, at stage 3 only those with this data-parallel rank too. None elsewhere.
     ends: dist.ProcessGroup | None = None

@@ -50,10 +50,8 @@ class HiddenMatrix:
     name: str
     shape: tuple[int, int]
     boxes: tuple[Box, ...]
-    # Whether it is stored as [features in, features out].
-    transposed: bool
-    # The dimension of the parameter that numbers packed matrices; None if it has two dimensions.
-    packed_dim: int | None
+    transposed: bool  # whether it is stored as [features in, features out]
+    packed_dim: int | None  # the dimension of the parameter that numbers packed matrices; None if it has two dimensions
 
     def parts(self, slices: Slices) -> Iterator[tuple[tuple[slice | int, ...], Slices]]:
         """Yield what a rectangle of the parameter has of the matrix: (index in the rectangle, slices of the matrix)."""

@@ -33,12 +33,7 @@ class UnitOrder:
     """
 
     def __init__(
-        self,
-        groups: Sequence[dist.ProcessGroup],
-        device: torch.device,
-        describe: Callable[[int], str],
-        *,
-        each: bool,
+        self, groups: Sequence[dist.ProcessGroup], device: torch.device, describe: Callable[[int], str], *, each: bool
     ) -> None:
         self._groups, self._device, self._describe, self._each = groups, device, describe, each
         self._digest = 0

@@ -22,7 +22,7 @@ of all nodes: each of them owns a part of that shard. Of a bucket that is reduce
 has been added up, once. Sources: ZeRO, arXiv:1910.02054; the order of sums is rule 1 of docs/architecture.md.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import NamedTuple
@@ -234,7 +234,8 @@ class DirectReducer(GradientReducer):
             parts = [gradients[node_shard] for gradients in self._rank_gradients(index, turn)]
             out = self._separate_sums.get(index, parts[self.memory.rank])
             squares, scratch = 0.0, torch.empty(min(CPU_BLOCK, len(out)) if again else 0, dtype=out.dtype)
-            for a, b in _blocks(len(out)):
+            for a in range(0, len(out), CPU_BLOCK):
+                b = min(a + CPU_BLOCK, len(out))
                 self._sum_block(parts, a, b, scratch[: b - a] if again else out[a:b])
                 if again:
                     out[a:b] += scratch[: b - a]
@@ -371,8 +372,3 @@ def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     aligned = [-(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT for size in sizes]
     *starts, end = accumulate(aligned, initial=0)
     return starts, end
-
-
-def _blocks(size: int) -> Iterator[tuple[int, int]]:
-    for a in range(0, size, CPU_BLOCK):
-        yield a, min(a + CPU_BLOCK, size)

@@ -7,22 +7,20 @@ that crosses nodes, and the parameters of a state that is in the host's memory.
 
 A gradient buffer of stage 2 is written again after the sum of the next bucket, which is earlier on the stream or has
 been joined. Every rank begins that sum after it has read this buffer, and the sum ends after every rank has begun it.
-If there is one bucket alone, and it is reduced again in the same step, a barrier takes the place of that sum.
-
-The kernel overwrites its output. The sum of a bucket that is reduced again in the same step is therefore written to a
-buffer of its own and added from there, by the next kernel of the same stream.
+If there is one bucket alone, and it is reduced again in the same step, a barrier takes the place of that sum. The
+kernel overwrites its output: the sum of a bucket that is reduced again is written to a buffer of its own and added from
+there, by the next kernel of the same stream.
 
 Where each rank has a GPU of its own, the sum of a bucket begins beside the backward pass on the memory's second stream,
 as soon as the bucket is complete. It starts `RESERVED` programs, while a launch on the computing stream may start one
 for each multiprocessor. Events order the two streams: a sum waits for the gradients of its bucket; the computing stream
 waits for a sum before it writes to the buffers that the sum has read, and for all of them when the backward pass ends.
 
-No ranks wait in a circle. The programs of a sum wait for peers, and so do those of products, which may need nearly a
-whole multiprocessor each. A `Reservation` keeps them apart: both grids fit on the GPU together, wherever the programs
-of either are, and the sums of all reducers are on one stream. So neither waits for the other's place. All other kernels
-end by themselves. A sum therefore waits only for the same sum on other ranks, which waits for what those ranks
-computed before it. Every rank begins the sums in one order, so that the first sum that has not ended can end, unless
-its rank waits for a later one. It never does: before the end of the backward pass it waits for earlier sums alone.
+No ranks wait in a circle. The programs of a sum wait for peers, and so do those of products. A `Reservation` keeps them
+apart: both grids fit on the GPU together, so neither waits for the other's place. The sums of all reducers are on one
+stream, and all other kernels end by themselves. A sum therefore waits only for the same sum on other ranks, which waits
+for what those ranks computed before it. Every rank begins the sums in one order, so that the first sum that has not
+ended can end: before the end of the backward pass its rank waits for earlier sums alone.
 
 Sums begin later, on the computing stream, if layers have opened channels. Those that were opened before the reducer
 would leave no multiprocessors. If layers use the reducer's own memory, its operations would wait for each other, and
