@@ -25,7 +25,7 @@ from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.dispatch import connected, symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import FIRST_WAIT, set_settings
-from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
+from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.testing.ranks import on_ranks, pool
@@ -344,31 +344,6 @@ def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
     memory.barrier()
 
 
-def _refused(kind: str) -> str:
-    rank = dist.get_rank()
-    calls = StandIn(_group())
-    calls.device = torch.device("cuda", rank)
-    if kind == "missing" and rank == 1:
-        calls.reason = "torch 2.1 has no symmetric memory"
-    elif kind == "one":
-        calls.device, calls.name, calls.allowed = torch.device("cuda:0"), "the only one", False
-    elif kind == "mps":
-        calls.device, calls.name, calls.mps = torch.device("cuda:0"), "the only one", True
-    elif kind == "other numbers":
-        calls.name, calls.allowed = "the only one", False
-    elif kind == "models" and rank == 1:
-        calls.kind = "H200"
-    elif kind == "folders" and rank == 1:
-        calls.folder = "/scratch"
-    elif kind == "blind" and rank == 2:
-        calls.blind = "gpu 0"
-    try:
-        CudaMemory(_group(), calls.device, 10.0, calls)
-    except Unavailable as error:
-        return str(error)
-    return "made"
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -381,19 +356,30 @@ def _refused(kind: str) -> str:
         ("folders", "rank 0 (cuda:0) and rank 1 (cuda:1) have torch's sockets in /tmp and /scratch: set TMPDIR to one"),
     ],
 )
+@on_ranks(3)
 def test_every_rank_gets_the_reason_why_gpus_cannot_share_memory(kind: str, message: str) -> None:
-    found = pool(3).run(_refused, kind)
-    assert found == [found[0]] * 3 and found[0].startswith(message)
+    rank, calls = dist.get_rank(), StandIn(_group())
+    calls.device = torch.device("cuda", rank if kind not in ("one", "mps") else 0)
+    if kind in ("one", "mps", "other numbers"):
+        calls.name, calls.allowed, calls.mps = "the only one", kind == "mps", kind == "mps"
+    elif kind == "missing" and rank == 1:
+        calls.reason = "torch 2.1 has no symmetric memory"
+    elif kind == "models" and rank == 1:
+        calls.kind = "H200"
+    elif kind == "folders" and rank == 1:
+        calls.folder = "/scratch"
+    elif kind == "blind" and rank == 2:
+        calls.blind = "gpu 0"
+    with pytest.raises(Unavailable, match=f"^{re.escape(message)}"):
+        CudaMemory(_group(), calls.device, 10.0, calls)
 
 
-def _programs(gpu: str) -> int:
-    memory = CudaMemory(_group(), torch.device("cpu"), 60.0, StandIn(_group(), gpu=gpu))
-    return open_channel(memory, "channel", 16, 132)[1].programs
-
-
+@on_ranks(2)
 def test_ranks_that_share_a_gpu_start_fewer_programs() -> None:
-    assert pool(2).run(_programs, "the only one") == [32, 32]
-    assert pool(2).run(_programs, "") == [132, 132]
+    for gpu, programs in (("the only one", 32), ("", 132)):
+        memory = CudaMemory(_group(), torch.device("cpu"), 60.0, StandIn(_group(), gpu=gpu))
+        assert open_channel(memory, "channel", 16, 132)[1].programs == programs
+        assert open_channel(memory, "small", 16, 8)[1].programs == 8
 
 
 @on_ranks(2)
@@ -405,19 +391,6 @@ def test_ranks_that_leave_different_numbers_of_multiprocessors_disagree() -> Non
         open_channel(memory, "channel", 16, programs)
 
 
-def _fails(where: str) -> list[str]:
-    memory, calls = _memory()
-    if memory.rank == 1:
-        calls.fails.add(where)
-    with pytest.raises(Unavailable) as buffer:
-        memory.buffer("x", (2**15,), torch.float32)
-    with pytest.raises(Unavailable) as connection:
-        CudaMemory(_group(), torch.device("cpu"), 60.0, calls)
-    calls.fails.clear()
-    memory.buffer("x", (2**15,), torch.float32)
-    return [str(buffer.value), str(connection.value)]
-
-
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -425,9 +398,18 @@ def _fails(where: str) -> list[str]:
         ("rendezvous", "rank 1: GPU memory for {1} cannot be shared: CUDA driver error: invalid device ordinal"),
     ],
 )
+@on_ranks(2)
 def test_memory_that_one_rank_cannot_share_is_refused_on_all(where: str, message: str) -> None:
     """Ranks try it when they connect, and have a reason to communicate in another way."""
-    assert pool(2).run(_fails, where) == [[message.format(2**17, "x"), message.format(2**20, "signals")]] * 2
+    memory, calls = _memory()
+    if memory.rank == 1:
+        calls.fails.add(where)
+    with pytest.raises(Unavailable, match=f"^{message.format(2**17, 'x')}"):
+        memory.buffer("x", (2**15,), torch.float32)
+    with pytest.raises(Unavailable, match=f"^{message.format(2**20, 'signals')}"):
+        CudaMemory(_group(), torch.device("cpu"), 60.0, calls)
+    calls.fails.clear()
+    memory.buffer("x", (2**15,), torch.float32)
 
 
 @on_ranks(2)
@@ -566,22 +548,16 @@ def test_torch_sees_two_variables_at_a_rendezvous_alone(before: str | None, monk
     assert seen == [[b"1", b"1"]] and [getenv(name.encode()) for name in names] == after
 
 
-def _connect() -> tuple[str, ...]:
-    found = []
-    for device in ("cuda:0", "cuda:0", "meta"):
-        with pytest.raises(Unavailable) as caught:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without GPUs")
+@on_ranks(2)
+def test_connect_gives_the_reason_why_there_is_no_memory() -> None:
+    no_gpu = "^rank 0: there is no GPU that this torch can use$"
+    for device, reason in (("cuda:0", no_gpu), ("cuda:0", no_gpu), ("meta", "^tensors on meta: expected a CPU or a C")):
+        with pytest.raises(Unavailable, match=reason):
             symmetric_memory(_group(), torch.device(device))
-        found.append(str(caught.value))
     memory = symmetric_memory(_group(), torch.device("cpu"))
     assert memory is symmetric_memory(_group(), torch.device("cpu")) and memory in connected()
-    assert isinstance(memory, LocalMemory if memory.world == 1 else SharedMemory)
-    return tuple(found)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without GPUs")
-def test_connect_gives_the_reason_why_there_is_no_memory() -> None:
-    reason = "rank 0: there is no GPU that this torch can use"
-    assert pool(2).run(_connect) == [(reason, reason, "tensors on meta: expected a CPU or a CUDA GPU")] * 2
+    assert isinstance(memory, SharedMemory)
 
 
 @pytest.mark.parametrize(

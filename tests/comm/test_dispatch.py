@@ -1,6 +1,5 @@
 """The implementation that is chosen, and its reason, also for GPUs, which these tests do not need."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tpfuse.comm import dispatch
 from tpfuse.comm.dispatch import Choice
 from tpfuse.comm.errors import Unavailable
 from tpfuse.switches import use
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 F32, F64 = torch.float32, torch.float64
 
@@ -22,8 +21,8 @@ class Group:
 
 
 @pytest.fixture
-def group() -> Iterator[Any]:
-    yield Group()
+def group() -> Any:
+    return Group()
 
 
 @pytest.fixture
@@ -110,16 +109,11 @@ def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch
     assert asked[-1] == (other, "cpu")
 
 
-def _memories() -> list[str]:
-    group = dist.new_group()
-    found = []
+@pytest.mark.parametrize(("world", "backend"), [(1, "local"), (2, "shm")])
+@on_ranks("world")
+def test_every_implementation_of_a_group_has_the_same_memory(backend: str) -> None:
+    group, found = dist.new_group(), []
     for name in ("fused", "direct", "auto"):
         with use(implementation=name):  # type: ignore[arg-type]
-            found.append(dispatch.choose_implementation(torch.device("cpu"), F32, group))
-    assert found[0].memory is found[1].memory is found[2].memory is not None
-    return [made.memory.backend for made in found if made.memory is not None]
-
-
-def test_every_implementation_of_a_group_has_the_same_memory() -> None:
-    assert pool(1).run(_memories) == [["local"] * 3]
-    assert pool(2).run(_memories) == [["shm"] * 3] * 2
+            found.append(dispatch.choose_implementation(torch.device("cpu"), torch.float32, group).memory)
+    assert found[0] is found[1] is found[2] is not None and found[0].backend == backend

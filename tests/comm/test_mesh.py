@@ -34,14 +34,11 @@ def test_shards_are_those_of_torch_chunk(size: int, world: int) -> None:
     assert torch.equal(torch.cat(pieces), torch.arange(size))
 
 
-def _ranks_of_groups() -> tuple[list[int], list[int]]:
-    mesh = mesh_of(2, 2)
-    groups = group_of(mesh["tp"]), group_of(mesh["dp"])
-    return dist.get_process_group_ranks(groups[0]), dist.get_process_group_ranks(groups[1])
-
-
+@on_ranks(4)
 def test_neighbouring_ranks_are_a_tensor_parallel_group() -> None:
-    assert pool(4).run(_ranks_of_groups) == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    rank, mesh = dist.get_rank(), mesh_of(2, 2)
+    assert dist.get_process_group_ranks(group_of(mesh["tp"])) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(group_of(mesh["dp"])) == [rank % 2, rank % 2 + 2]
 
 
 def _context_groups(ulysses: int) -> list[list[int]]:
@@ -64,17 +61,14 @@ def test_context_parallel_ranks_are_neighbours_and_ulysses_ranks_too() -> None:
     ]
 
 
-def _pipelines() -> tuple[tuple[str, ...] | None, list[list[int]], str]:
-    mesh = mesh_of(1, 2, pp=2)
-    groups = mesh.get_group("pp"), flat_group(mesh, "dp", "tp"), mesh.get_group("tp")
-    return mesh.mesh_dim_names, [dist.get_process_group_ranks(group) for group in groups], named(dist.get_rank())
-
-
+@on_ranks(4)
 def test_the_ranks_of_a_pipeline_are_farthest_apart() -> None:
-    names, groups, name = pool(4).run(_pipelines)[2]
-    assert names == ("pp", "dp", "tp")
-    assert groups == [[0, 2], [2, 3], [2, 3]]
-    assert name == "rank 2 (pp 1, tp 0)"
+    rank, mesh = dist.get_rank(), mesh_of(1, 2, pp=2)
+    assert mesh.mesh_dim_names == ("pp", "dp", "tp")
+    assert dist.get_process_group_ranks(mesh.get_group("pp")) == [rank % 2, rank % 2 + 2]
+    for group in (flat_group(mesh, "dp", "tp"), mesh.get_group("tp")):
+        assert dist.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert named(rank) == f"rank {rank} (pp {rank // 2}, tp {rank % 2})"
 
 
 def test_sums_by_nccl_have_no_more_programs_than_products_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +84,9 @@ def test_sums_by_nccl_have_no_more_programs_than_products_leave(monkeypatch: pyt
     assert made["backend_override"] is None
 
 
-def _most_programs() -> list[list[int]]:
-    """Return `max_ctas` of the groups of data-parallel ranks that are made from a mesh, as NCCL would have them."""
+@on_ranks(4)
+def test_groups_of_a_mesh_have_no_more_programs_than_products_leave() -> None:
+    """Check `max_ctas` of the groups of data-parallel ranks that are made from a mesh, as NCCL would have them."""
     mesh, made, options = mesh_of(2, 2), list[list[int]](), lambda: SimpleNamespace(config=SimpleNamespace())
 
     def make(self: DeviceMesh, *_: Any, backend_override: Any) -> Any:
@@ -107,24 +102,18 @@ def _most_programs() -> list[list[int]]:
         data_mesh(mesh, 1)
         data_mesh(mesh, 2)
         flat_group(mesh, "dp", "tp")
-    return made
-
-
-def test_groups_of_a_mesh_have_no_more_programs_than_products_leave() -> None:
-    half = RESERVED // 2
-    assert pool(4).run(_most_programs) == [[[RESERVED] * 2, [half] * 2, [half]]] * 4
+    assert made == [[RESERVED] * 2, [RESERVED // 2] * 2, [RESERVED // 2]]
 
 
 @on_ranks(2)
 def test_wrong_meshes_are_refused() -> None:
-    with pytest.raises(ValueError, match="dp 1 x cp 3 x tp 2 needs 6 ranks, but 2 are running"):
-        build_mesh("cpu", dp=1, cp=3, tp=2)
-    with pytest.raises(ValueError, match="ulysses 3 does not divide cp 2"):
-        build_mesh("cpu", dp=1, cp=2, tp=1, ulysses=3)
-    with pytest.raises(ValueError, match="dp 2 x tp 3 needs 6 ranks, but 2 are running"):
-        build_mesh("cpu", dp=2, tp=3)
-    with pytest.raises(ValueError, match="pp 2 x dp 2 x cp 3 x tp 1 needs 12 ranks, but 2 are running"):
-        build_mesh("cpu", dp=2, tp=1, cp=3, pp=2)
+    for sizes, message in (
+        ({"dp": 1, "cp": 2, "tp": 1, "ulysses": 3}, "ulysses 3 does not divide cp 2"),
+        ({"dp": 2, "tp": 3}, "dp 2 x tp 3 needs 6 ranks, but 2 are running"),
+        ({"dp": 2, "tp": 1, "cp": 3, "pp": 2}, "pp 2 x dp 2 x cp 3 x tp 1 needs 12 ranks, but 2 are running"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_mesh("cpu", **sizes)
     with pytest.raises(ValueError, match=r'slice it, as in mesh\["tp"\]'):
         group_of(mesh_of(1, 2))
 
@@ -169,15 +158,10 @@ def test_all_ranks_refuse_a_slice_that_is_out_of_order_on_some_of_them() -> None
         check_order(DeviceMesh("cpu", [[2, 3], [0, 1]]))
 
 
-def _single() -> None:
-    assert group_of(mesh_of(1, 1)["tp"]) is None
-    assert flat_group(mesh_of(1, 1), "dp", "tp") is None
-    assert context_mesh(mesh_of(1, 1)) is None
-
-
+@on_ranks(1)
 def test_one_rank_has_no_group() -> None:
-    assert group_of(None) is None
     assert rank_and_size(None) == (0, 1)
-    assert flat_group(None, "dp") is None
-    assert context_mesh(None) is None
-    pool(1).run(_single)
+    for mesh in (None, mesh_of(1, 1)):
+        assert group_of(mesh and mesh["tp"]) is None
+        assert flat_group(mesh, "dp", "tp") is None
+        assert context_mesh(mesh) is None

@@ -14,7 +14,7 @@ from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
 from tpfuse.comm.settings import set_settings
 from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.reducer.base import BucketSpec
 from tpfuse.zero.reducer.dispatch import make_reducer
 
@@ -103,10 +103,9 @@ def test_a_group_that_is_not_the_world_is_split_by_its_members_alone() -> None:
     ]
 
 
-def _other_numbers_of_groups() -> tuple[list[tuple[list[int], list[int]]], int, int]:
-    """Make the same groups twice; before the second time some ranks have made newer groups.
-
-    Return how many names these groups have, and how many names torch has beyond those of the groups."""
+@on_ranks(4)
+def test_ranks_in_different_numbers_of_groups_can_split_a_group() -> None:
+    """Make the same groups twice; before the second time some ranks have made newer groups."""
     members, names = [], set()
     count = len(dist.distributed_c10d._world.pg_names)
     with pretended_nodes(2, 2) as group:
@@ -119,50 +118,36 @@ def _other_numbers_of_groups() -> tuple[list[tuple[list[int], list[int]]], int, 
             for made in own:
                 dist.destroy_process_group(made)
             own = []
-    return members, len(names), len(dist.distributed_c10d._world.pg_names) - count - 6
+    assert members[0] == members[1] and [len(each) for each in members[0]] == [2, 2] and len(names) == 4
+    assert len(dist.distributed_c10d._world.pg_names) == count + 6, "no name stands for a group that is not there"
 
 
-def test_ranks_in_different_numbers_of_groups_can_split_a_group() -> None:
-    for (first, second), names, more in pool(4).run(_other_numbers_of_groups):
-        assert first == second and len(first[0]) == len(first[1]) == 2
-        assert names == 4 and more == 0
-
-
-def _deadline() -> list[float]:
+@on_ranks(4)
+def test_new_groups_have_the_deadline_of_the_settings() -> None:
     set_settings(timeout=7.0)
     try:
         with pretended_nodes(2, 2) as group:
             found = split_by_node(group)
             assert found is not None
-            backends = [each._get_backend(CPU) for each in (found.within, found.across)]
-            return [backend.options._timeout.total_seconds() for backend in backends]
+            for each in (found.within, found.across):
+                assert each._get_backend(CPU).options._timeout.total_seconds() == 7.0
     finally:
         set_settings(timeout=60.0)
 
 
-def test_new_groups_have_the_deadline_of_the_settings() -> None:
-    assert pool(4).run(_deadline) == [[7.0, 7.0]] * 4
-
-
-def _late() -> str:
+@on_ranks(4)
+def test_a_rank_that_does_not_come_is_named() -> None:
     with pretended_nodes(2, 2) as group:
         dist.barrier()
-        if dist.get_rank() == 2:
-            dist.barrier()
-            return "late"
-        set_settings(timeout=patient(0.5))
-        try:
-            split_by_node(group)
-        except PeerTimeout as error:
-            return f"{error.op} {error.peer}"
-        finally:
-            set_settings(timeout=60.0)
-            dist.barrier()
-    return "split"
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    assert pool(4).run(_late) == ["split by node 2"] * 2 + ["late"] + ["split by node 2"]
+        if dist.get_rank() != 2:
+            set_settings(timeout=patient(0.5))
+            try:
+                with pytest.raises(PeerTimeout) as caught:
+                    split_by_node(group)
+                assert (caught.value.op, caught.value.peer) == ("split by node", 2)
+            finally:
+                set_settings(timeout=60.0)
+        dist.barrier()
 
 
 def _reach() -> tuple[str, str, str]:

@@ -189,7 +189,8 @@ def test_two_threads_in_one_group_are_refused() -> None:
         pass
 
 
-def _nothing_in_dev_shm() -> list[str]:
+@on_ranks(2)
+def test_nothing_is_in_dev_shm() -> None:
     memory = _memory()
     buffer = memory.buffer("x", (1000,), torch.float32)
     check_ring(memory, ring(memory, 50, 0))
@@ -197,56 +198,37 @@ def _nothing_in_dev_shm() -> list[str]:
     assert buffer.local.shape == (1000,)
     places = [*links, *Path("/proc/self/maps").read_text().split()]
     # Python's locks between processes, which an earlier test of the same ranks may have made, are sem.* there.
-    return [place for place in places if "/dev/shm" in place and "/dev/shm/sem." not in place]
-
-
-def test_nothing_is_in_dev_shm() -> None:
-    assert pool(2).run(_nothing_in_dev_shm) == [[], []]
-
-
-def _exhausted(rank: int, name: str) -> tuple[str, bool]:
-    memory = _memory()
-    before = _open()
-    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    with pytest.MonkeyPatch.context() as patch:
-        if memory.rank == rank:
-            patch.setattr(rank_state if name == "_map" else os, name, full)
-        with pytest.raises(Unavailable) as caught:
-            memory.buffer("x", (100,), torch.float32)
-    message = str(caught.value)
-    del caught  # Its traceback keeps what was open.
-    clean = _open() == before
-    assert memory.buffer("x", (100,), torch.float32).local.shape == (100,)  # The next attempt may succeed.
-    return message, clean
+    assert not [place for place in places if "/dev/shm" in place and "/dev/shm/sem." not in place]
 
 
 @pytest.mark.parametrize(
     ("function", "ranks"),
-    [
-        ("posix_fallocate", (2,)),
-        ("_map", (0,)),
-        *exhaustive(("memfd_create", (0, 2)), ("posix_fallocate", (0,)), ("_map", (2,))),
-    ],
+    [("posix_fallocate", (2,)), ("_map", (0,)), *exhaustive(("memfd_create", (0,)), ("_map", (2,)))],
 )
+@on_ranks(3)
 def test_no_memory_on_one_rank_is_reported_on_all(function: str, ranks: tuple[int, ...]) -> None:
-    for rank in ranks:
-        found = pool(3).run(_exhausted, rank, function)
-        for message, clean in found:
-            assert message.startswith(f"rank {rank}: 400 bytes of shared memory for x cannot be ")
-            assert message.endswith("No space left on device")
-            assert clean
-
-
-def _too_large() -> str:
     memory = _memory()
-    with pytest.raises(Unavailable) as caught:
-        memory.buffer("weights", (2**50,), torch.float64)
-    return str(caught.value)
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    for rank in ranks:
+        before, message = (
+            _open(),
+            f"^rank {rank}: 400 bytes of shared memory for x cannot be .*No space left on device$",
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            if memory.rank == rank:
+                patch.setattr(rank_state if function == "_map" else os, function, full)
+            with pytest.raises(Unavailable, match=message) as caught:
+                memory.buffer("x", (100,), torch.float32)
+        del caught  # Its traceback keeps what was open.
+        assert _open() == before
+        assert memory.buffer("x", (100,), torch.float32).local.shape == (100,)  # The next attempt may succeed.
+        memory.free("x")
 
 
+@on_ranks(2)
 def test_a_request_for_more_memory_than_there_is_is_refused() -> None:
-    for message in pool(2).run(_too_large):
-        assert f"'weights' takes {2**53} bytes on each of 2 ranks; this machine has " in message
+    with pytest.raises(Unavailable, match=f"'weights' takes {2**53} bytes on each of 2 ranks; this machine has "):
+        _memory().buffer("weights", (2**50,), torch.float64)
 
 
 def test_a_memory_of_one_rank_needs_no_peer() -> None:

@@ -20,14 +20,7 @@ def _weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: gather_whole(parameter) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype"),
-    [
-        (2, torch.bfloat16),
-        (3, torch.float32),
-        *exhaustive((4, torch.float64)),
-    ],
-)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), *exhaustive((4, torch.float64))])
 def test_weights_have_the_same_bits_in_every_layout(world: int, dtype: torch.dtype) -> None:
     alone = GPT(CONFIG, dtype=dtype)
     initialize(alone, 3)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tpfuse.comm.collectives.fused import FusedCollectives, open_channel
+from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.explore import SimulatedMemory, explore
 from tpfuse.testing.one_process import OneProcess, OneProcessMemory, set_epochs
@@ -95,15 +95,6 @@ def test_signal_ahead_satisfies_every_wait_and_other_waits_time_out() -> None:
     ranks.timeout = 0.5
     with pytest.raises(PeerTimeout, match="rank 1 waited"):
         ranks.alone(1, program)
-
-
-def test_grids_of_ranks_that_share_a_device_are_limited() -> None:
-    memory = OneProcess(2, CPU).memories[0]
-    assert open_channel(memory, "all", 16, 132)[1].programs == 132
-    memory.resident_programs = 64
-    slots, endpoint = open_channel(memory, "shared", 16, 132)
-    assert endpoint.programs == 64 and slots.shape == (2, 16)
-    assert open_channel(memory, "small", 16, 8)[1].programs == 8
 
 
 def test_epochs_of_every_channel_can_be_set() -> None:

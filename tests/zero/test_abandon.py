@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,8 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
-from tpfuse.zero import shard
-from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.sharded_adamw import ShardedAdamW
+from tpfuse.testing.ranks import on_ranks
+from tpfuse.zero import adamw, shard
 
 
 class _Failure(RuntimeError):
@@ -47,17 +44,15 @@ def _fail(gradient: Tensor) -> Tensor:
     raise _Failure
 
 
-def _engine(stage: int) -> tuple[_Model, GradientBuckets | FullySharded, FlatAdamW | ShardedAdamW]:
+def _engine(stage: int) -> tuple[_Model, Any, Any]:
     torch.manual_seed(0)
     model = _Model()
-    if stage == 3:
-        engine = shard(model, mesh_of(dist.get_world_size(), 1), stage=3, units=list(model.layers))
-        return model, engine, ShardedAdamW(engine)
-    buckets = shard(model, stage=stage, bucket_bytes=200)
-    return model, buckets, FlatAdamW(buckets)
+    mesh = mesh_of(dist.get_world_size(), 1)
+    engine = shard(model, mesh, stage=stage, bucket_bytes=200, units=list(model.layers))
+    return model, engine, adamw(engine)
 
 
-def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fails_in: Callable[[int], str]) -> None:
+def _step(model: _Model, engine: Any, seed: int, fails_in: Callable[[int], str]) -> None:
     for number in range(2):
         engine.start(last=number == 1)
         model.fails = fails_in(number)
@@ -66,13 +61,6 @@ def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fail
         finally:
             model.fails = ""
     engine.finish()
-
-
-def _compare(implementation: Implementation, stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> None:
-    with use(implementation=implementation):
-        runs = [_trained(stage, where, micro_batch, on_all_ranks), _trained(stage, "", 0, on_all_ranks)]
-    for failed, whole in zip(*runs, strict=True):
-        assert torch.equal(failed, whole)
 
 
 def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> list[Tensor]:
@@ -116,7 +104,10 @@ def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> li
         pytest.param("direct", 3, "forward", 0, False, marks=[pytest.mark.exhaustive, STAGE_3_ABANDONS]),
     ],
 )
+@on_ranks(2)
 def test_training_continues_after_an_abandoned_step(
     implementation: Implementation, stage: int, where: str, micro_batch: int, on_all_ranks: bool
 ) -> None:
-    pool(2).run(_compare, implementation, stage, where, micro_batch, on_all_ranks)
+    with use(implementation=implementation):
+        runs = [_trained(stage, where, micro_batch, on_all_ranks), _trained(stage, "", 0, on_all_ranks)]
+    assert all(torch.equal(failed, whole) for failed, whole in zip(*runs, strict=True))

@@ -30,8 +30,7 @@ def _engine(model: nn.Module, stage: int, dp: int, tp: int, cp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dp", "tp", "cp"),
-    [(2, 2, 1, 1), (3, 1, 1, 2), *exhaustive((1, 2, 2, 1), (3, 2, 1, 2))],
+    ("stage", "dp", "tp", "cp"), [(2, 2, 1, 1), (3, 1, 1, 2), *exhaustive((1, 2, 2, 1), (3, 2, 1, 2))]
 )
 @on_ranks("dp", "tp", "cp")
 def test_all_ranks_begin_with_the_first_ranks_weights(stage: int, dp: int, tp: int, cp: int) -> None:

@@ -1,6 +1,5 @@
 """Muon on shards: every layout trains to the weights of torch.optim.Muon and torch.optim.AdamW on one rank."""
 
-import copy
 import inspect
 from collections import Counter
 from dataclasses import asdict, replace
@@ -10,19 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from tests.support.decoders import decoder
-from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import (
     ADAMW,
-    BATCH,
     CLIP,
     CONFIG,
-    LR,
     STEPS,
     Layout,
     Result,
@@ -34,7 +28,6 @@ from tests.support.zero_training import (
     micro_batches,
     plain,
     run,
-    torchs_adamw,
     toy,
     train_step,
     whole,
@@ -185,58 +178,6 @@ def test_masters_are_rounded_into_parameters_of_a_half_type(stage: int, by: Impl
     first, second = pool(2).run(half_parameters, stage, by)
     for name in hidden_matrices(toy().model):
         assert torch.equal(first[name], second[name]) and not torch.equal(first[name], start[name]), name
-
-
-def own_loop(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train by ZeroOptimizer, and go on with its state in another one. Return the weights, and torch's."""
-    ranks = dist.get_world_size()
-    rows = torch.arange(BATCH).chunk(ranks)[dist.get_rank()]
-    options = {"betas": ADAMW["betas"], "eps": ADAMW["eps"], "weight_decay": ADAMW["weight_decay"]}
-    decoupled = MuonOptions(lr=3 * LR, weight_decay=0.2, momentum=0.8)
-    case, state = toy(), None
-    for steps in (range(3), range(3, STEPS)):
-        units = case.units if stage == 3 else ()
-        made: dict[str, Any] = {"stage": stage, "units": units, "algorithm": "muon", "muon": decoupled, "lr": LR}
-        optimizer = ZeroOptimizer(case.model, mesh_of(ranks, 1), **made, **options)
-        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        if state is not None:
-            optimizer.load_state_dict(state["optimizer"])
-            scheduler.load_state_dict(state["scheduler"])
-        for step in steps:
-            with optimizer.no_sync():
-                (case.loss(rows[:1], step) * ranks).backward()
-            (case.loss(rows[1:], step) * ranks).backward()
-            optimizer.clip_grad_norm_(CLIP)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        state = copy.deepcopy({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
-        weights = whole(optimizer.engine)
-        case = toy()
-        case.model.load_state_dict(weights, strict=False)
-    return weights, torchs_loop(decoupled)
-
-
-def torchs_loop(options: MuonOptions) -> dict[str, Tensor]:
-    case = toy()
-    matrices, others = matrices_and_others({name: p for name, p in case.model.named_parameters() if p.requires_grad})
-    theirs, rest = TorchsMuon(matrices.values(), **asdict(options)), torchs_adamw(others)
-    schedulers = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in (theirs.muon, rest)]
-    for step in range(STEPS):
-        case.loss(torch.arange(BATCH), step).backward()
-        for parameter in (*matrices.values(), *others.values()):
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        nn.utils.clip_grad_norm_(case.model.parameters(), CLIP)
-        for each in (theirs, rest, *schedulers):
-            each.step()
-        case.model.zero_grad()
-    return {name: p.detach() for name, p in case.model.named_parameters()}
-
-
-@pytest.mark.parametrize("stage", [2, *exhaustive(0, 3)])
-def test_own_loops_with_schedulers_and_saved_state(stage: int) -> None:
-    for found, expected in pool(2).run(own_loop, stage):
-        check_same(found, expected)
 
 
 def test_own_loops_say_which_matrices_muon_updates() -> None:

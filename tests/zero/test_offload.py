@@ -22,7 +22,7 @@ from tpfuse.choices import Accumulate
 from tpfuse.comm.traffic import Traffic
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import MuonOptions, adamw, offload
 from tpfuse.zero.bucket_layout import BucketLayout, Segment
 from tpfuse.zero.fully_sharded import _parameter_groups, _parameters_of
@@ -330,14 +330,11 @@ def test_shards_of_stage_3_are_in_the_memory_of_the_host(
         assert found == pytest.approx(norms, rel=tolerance, abs=0.0)
 
 
-def _freeze(place: str) -> None:
-    case, engine = engine_of("toy", Layout(dp=2), offload=place)
+@on_ranks(2)
+def test_a_parameter_that_was_frozen_before_its_shard_moved_is_refused(tmp_path: Path) -> None:
+    case, engine = engine_of("toy", Layout(dp=2), offload=str(tmp_path))
     next(x for x in case.model.parameters() if x.requires_grad).requires_grad_(False)
     with mock.patch.object(offload, "_IN_MEMORY", ()):
         adamw(engine, **ADAMW)
     with pytest.raises(ValueError, match="requires_grad is False now"):
         engine.start(last=True)
-
-
-def test_a_parameter_that_was_frozen_before_its_shard_moved_is_refused(tmp_path: Path) -> None:
-    pool(2).run(_freeze, str(tmp_path))

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,19 +19,23 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.meshes import mesh_from, mesh_of
 from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import torchs_adamw
+from tests.support.zero_training import TorchsMuon, torchs_adamw
 from tpfuse.choices import Implementation
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.layout import gather_whole
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero import offload
+from tpfuse.zero import MuonOptions, offload
 from tpfuse.zero.compression import PowerSGDCompression
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 BATCH, CLIP = 18, 0.05
 BETAS, DECAY = (0.8, 0.95), 0.3
+MUON: dict[str, Any] = {
+    "algorithm": "muon", "muon": MuonOptions(lr=0.03, weight_decay=0.2, momentum=0.8),
+    "matrices": {"0.weight": 1, "3.weight": 1},
+}  # fmt: skip
 ROWS = torch.arange(BATCH)
 SCHEDULES: dict[str, Callable[[Any], LRScheduler]] = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
@@ -83,34 +89,41 @@ def loss_of(model: nn.Module, step: int, rows: Tensor) -> Tensor:
     return loss
 
 
-def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
+def one_rank(schedule: str, muon: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Train with torch's AdamW, and its Muon for the matrices; return the weights and the norms of the gradients."""
     model = made()
     named = dict(model.named_parameters())
-    optimizer = torchs_adamw(named, betas=BETAS, eps=1e-8, weight_decay=DECAY)
-    scheduler = SCHEDULES[schedule](optimizer)
+    matrices = {name: named[name] for name in MUON["matrices"]} if muon else {}
+    others = {name: p for name, p in named.items() if name not in matrices}
+    parts: list[Any] = [torchs_adamw(others, betas=BETAS, eps=1e-8, weight_decay=DECAY)]
+    if muon:
+        parts.append(TorchsMuon(matrices.values(), **asdict(MUON["muon"])))
+    schedulers = [SCHEDULES[schedule](getattr(each, "muon", each)) for each in parts]
+    optimizer: Any = SimpleNamespace(step=lambda: [each.step() for each in parts], zero_grad=model.zero_grad)
+    scheduler: Any = SimpleNamespace(step=lambda: [each.step() for each in schedulers])
     norms = loop(model, optimizer, scheduler, partial(nn.utils.clip_grad_norm_, named.values()), ROWS, range(4))
     return {name: p.detach() for name, p in named.items()}, norms
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "schedule", "local"),
+    ("world", "stage", "schedule", "local", "muon"),
     [
-        (2, 1, "lambda", (0, 1)),
-        (2, 2, "cosine", ()),
-        (2, 3, "cosine", (1,)),
-        *exhaustive((3, 0, "lambda", (0, 1)), (2, 2, "cosine", (0, 2)), (3, 3, "lambda", (0, 2))),
+        (2, 1, "lambda", (0, 1), True),
+        (2, 2, "cosine", (), False),
+        (2, 3, "cosine", (1,), False),
+        *exhaustive((3, 0, "lambda", (0, 1), False), (2, 2, "cosine", (0, 2), True), (3, 3, "lambda", (0, 2), True)),
     ],
 )
 @on_ranks("world")
-def test_a_loop_trains_like_adamw_on_one_rank(stage: int, schedule: str, local: tuple[int, ...]) -> None:
+def test_a_loop_trains_like_one_rank(stage: int, schedule: str, local: tuple[int, ...], muon: bool) -> None:
     """The loop has a scheduler, clipping and accumulation, and its gradient is the mean over ranks.
 
     From stage 2 on it may have several passes outside of `no_sync()`, and after the last one such a block.
     """
-    expected, expected_norms = one_rank(schedule)
+    expected, expected_norms = one_rank(schedule, muon)
     assert min(expected_norms) > CLIP
     model = made()
-    optimizer = optimizer_of(model, stage, lr=1e-2, betas=BETAS, weight_decay=DECAY)
+    optimizer = optimizer_of(model, stage, lr=1e-2, betas=BETAS, weight_decay=DECAY, **(MUON if muon else {}))
     # Every rank has the same number of rows of each micro-batch.
     rows = ROWS.view(3, dist.get_world_size(), -1)[:, dist.get_rank()].flatten()
     scheduler = SCHEDULES[schedule](optimizer)
@@ -174,10 +187,7 @@ def masks(step: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("world", "stage", "accumulation", "store"),
-    [
-        (2, 1, 3, False),
-        *exhaustive((3, 2, 2, False), (3, 3, 3, False), (2, 1, 3, True)),
-    ],
+    [(2, 1, 3, False), *exhaustive((3, 2, 2, False), (3, 3, 3, False), (2, 1, 3, True))],
 )
 @on_ranks("world")
 def test_the_gradient_of_sums_is_divided_by_the_labels_of_all_ranks(stage: int, accumulation: int, store: bool) -> None:
@@ -266,14 +276,16 @@ def test_a_miscount_is_one_line_on_every_rank(kind: str, count: int, message: st
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "optimizer_first"),
+    ("stage", "dtype", "optimizer_first", "muon"),
     [
-        (2, torch.bfloat16, True),
-        *exhaustive((0, torch.float16, False), (1, torch.float32, True), (3, torch.bfloat16, False)),
+        (2, torch.bfloat16, True, True),
+        *exhaustive(
+            (0, torch.float16, False, False), (1, torch.float32, True, False), (3, torch.bfloat16, False, True)
+        ),
     ],
 )
 @on_ranks(2)
-def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimizer_first: bool) -> None:
+def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimizer_first: bool, muon: bool) -> None:
     """Save and load after two of four steps; weights and state equal those of the uninterrupted run."""
 
     def run(model: nn.Module, optimizer: ZeroOptimizer, scheduler: LRScheduler, steps: range) -> None:
@@ -285,7 +297,7 @@ def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimi
         model = made(dtype)
         with torch.no_grad():
             model[0].weight.add_(seed)
-        optimizer = optimizer_of(model, stage, lr=1e-2 + seed, betas=BETAS)
+        optimizer = optimizer_of(model, stage, lr=1e-2 + seed, betas=BETAS, **(MUON if muon else {}))
         models.append(model)
         optimizers.append(optimizer)
         schedulers.append(SCHEDULES["cosine"](optimizer))
@@ -305,7 +317,8 @@ def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimi
     assert all(torch.equal(x, second["state"][name]) for name, x in first["state"].items())
     assert all(first[key] == second[key] for key in ("param_groups", "updates"))
     state = saved[1]
-    assert state["updates"] == 2 and [group["weight_decay"] for group in state["param_groups"]] == [1e-2, 0.0]
+    assert state["updates"] == 2
+    assert [group["weight_decay"] for group in state["param_groups"]] == [1e-2, 0.0] + [0.2] * muon
     masters = [name for name in state["state"] if name.startswith("model.")]
     assert bool(masters) == (dtype in (torch.bfloat16, torch.float16) and stage < 3)
     before = copy.deepcopy(second)

@@ -176,11 +176,7 @@ def train(zero: int, schedule: str) -> Owned:
 
 @pytest.mark.parametrize(
     ("zero", "schedule"),
-    [
-        (3, "1f1b"),
-        (2, "interleaved_1f1b"),
-        *exhaustive((0, "1f1b"), (1, "zero_bubble"), (3, "zbv"), (2, "zbv")),
-    ],
+    [(3, "1f1b"), (2, "interleaved_1f1b"), *exhaustive((0, "1f1b"), (1, "zero_bubble"), (3, "zbv"), (2, "zbv"))],
 )
 def test_ranks_train_and_save_each_element_once(zero: int, schedule: str) -> None:
     """Some parameters have gradients in few passes of one replica, others in none."""

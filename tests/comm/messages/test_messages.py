@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.message_rings import ring
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm.dispatch import choice_for
@@ -51,15 +52,6 @@ def content(number: int, source: int, *shape: int, dtype: torch.dtype = torch.fl
 
 def same(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(x.contiguous().view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
-
-
-def ring(world: int, slots: int) -> list[Route]:
-    """Return the routes from every rank to both of its neighbours."""
-    return [
-        Route(f"numbers {way} from rank {rank}", rank, (rank + step) % world, slots)
-        for step, way in ((1, "up"), (-1, "down"))
-        for rank in range(world)
-    ]
 
 
 def _send_around(name: Implementation, slots: int, turns: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -210,10 +202,7 @@ def test_routes_that_cannot_be_are_refused() -> None:
         open_messages(_world(), CPU, torch.float32, [Route("x", 0, 1, 1)], 0)
     for name in IMPLEMENTATIONS:
         assert opened(name, [], 4, dist.new_group()).finish() is None
-        with (
-            use(implementation=name),
-            pytest.raises(ValueError, match=r"rank \d opens .* rank \d opens .* expected"),
-        ):
+        with use(implementation=name), pytest.raises(ValueError, match=r"rank \d opens .* rank \d opens .* expected"):
             open_messages(_world(), CPU, torch.float32, [Route("x", 0, 1, 1 + dist.get_rank())], 4)
 
 

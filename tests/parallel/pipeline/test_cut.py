@@ -102,19 +102,14 @@ def test_stages_know_their_layers_and_the_ends_of_the_model() -> None:
     assert whole == [whole_model(6)] == [Stage(0, range(6), True, True)]
 
 
-def _refused(text: str) -> str:
-    with pytest.raises(ValueError) as refused:
-        explicit_cut(text, 6, 3)
-    return str(refused.value)
-
-
 def test_cuts_that_cannot_be_made_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^2 layers cannot be cut into 3 pipeline stages: expected at least one"):
         cut_layers([Cost(1, 1)] * 2, NOTHING, NOTHING, range(3))
-    assert _refused("3,x,2") == "'3,x,2': expected a number of layers for each stage, such as 3,5,4,4"
-    assert _refused("") == "'': expected a number of layers for each stage, such as 3,5,4,4"
-    expected = "expected 3 stages of at least one layer and 6 layers together"
-    assert _refused("3,3") == f"3,3 has 2 stages and 6 layers: {expected}"
-    assert _refused("3,1,1") == f"3,1,1 has 3 stages and 5 layers: {expected}"
-    assert _refused("3,0,3") == f"3,0,3 has 3 stages and 6 layers: {expected}"
-    assert _refused("4,-1,3") == f"4,-1,3 has 3 stages and 6 layers: {expected}"
+    for text, message in (
+        ("3,x,2", "'3,x,2': expected a number of layers for each stage, such as 3,5,4,4$"),
+        ("3,3", "3,3 has 2 stages and 6 layers: expected 3 stages of at least one layer and 6 layers together$"),
+        ("3,1,1", "3,1,1 has 3 stages and 5 layers: "),
+        ("4,-1,3", "4,-1,3 has 3 stages and 6 layers: "),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            explicit_cut(text, 6, 3)

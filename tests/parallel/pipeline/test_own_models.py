@@ -17,7 +17,6 @@ from tpfuse.parallel.pipeline.parts import Parts
 from tpfuse.parallel.pipeline.pipeline import MicroBatch, Pipeline
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero.optimizer import ZeroOptimizer
 
 VOCABULARY, WIDTH, SEQUENCES, TOKENS, BLOCKS, MICRO_BATCHES, STEPS = 13, 6, 2, 5, 7, 6, 3
 TIED, HEAD_FIRST = "tied", "head first"  # how the head and the table are one: the head may come first in the model
@@ -40,8 +39,6 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A language model of torch's layers. kind: "" if the head has a matrix of its own."""
 
-    summed = False  # whether the loss is the sum over the labels of a micro-batch, or their mean / MICRO_BATCHES
-
     def __init__(self, kind: str = "", mesh: DeviceMesh | None = None, blocks: int = BLOCKS) -> None:
         super().__init__()
         if kind == HEAD_FIRST:
@@ -61,8 +58,7 @@ class Model(nn.Module):
 
     def loss(self, x: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
         logits = self.head(self.norm(x))
-        reduction, divisor = ("sum", 1) if self.summed else ("mean", MICRO_BATCHES)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction) / divisor
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICRO_BATCHES
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(ids, targets)
@@ -189,52 +185,6 @@ def test_a_pipeline_trains_like_one_process(
     assert len(names) == len(whole) + extra, "only a tied parameter is on two ranks"
 
 
-@pytest.mark.parametrize(
-    ("zero", "schedule", "kind", "masked"),
-    [
-        (2, "1f1b", HEAD_FIRST, False),
-        (3, "zbv", TIED, True),
-        (1, "zbv", TIED, False),
-        *exhaustive((0, "zero_bubble", "", True), (3, "1f1b", TIED, False)),
-    ],
-)
-@on_ranks(4)
-def test_an_engine_takes_the_gradients_of_a_pipeline(zero: int, schedule: str, kind: str, masked: bool) -> None:
-    """Data-parallel ranks have other micro-batches; `ZeroOptimizer` clips, and updates with the mean gradient.
-
-    masked: micro-batches have different numbers of labels, some none, and the mean is that over all labels.
-    """
-    mesh = mesh_of(2, 1, pp=2)
-    model = model_of(kind, seed=1 + mesh.get_local_rank("dp"))  # the replicas begin with the weights of the first
-    pipeline = pipeline_of(model, mesh["pp"], schedule=schedule)
-    optimizer = ZeroOptimizer(
-        model, mesh, stage=zero, units=pipeline.blocks, shared=pipeline.shared, lr=0.01, weight_decay=0.0
-    )
-    whole = model_of(kind)
-    model.summed = whole.summed = masked
-    torchs = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
-    for step in range(STEPS):
-        batches = batches_of(step, 2 * MICRO_BATCHES)
-        if masked:
-            for number, (_, targets) in enumerate(batches):
-                targets.flatten()[: 3 * number - 1] = -100  # from 10 labels to none
-        labels = [int((targets != -100).sum()) for _, targets in batches]
-        optimizer.zero_grad()
-        pipeline.step(batches[mesh.get_local_rank("dp") :: 2], optimizer.engine)
-        for number in labels[mesh.get_local_rank("dp") :: 2] if masked else ():
-            optimizer.divide_by(number)
-        torchs.zero_grad()
-        one_step(whole, batches)
-        for parameter in whole.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= sum(labels) if masked else 2
-        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
-        check_close(optimizer.clip_grad_norm_(0.3), expected.detach())
-        optimizer.step()
-        torchs.step()
-        check_weights(model, whole)
-
-
 @on_ranks(2)
 def test_frozen_stages_are_passed_through() -> None:
     """Gradients pass through a stage of frozen parameters, and end before a first one."""
@@ -283,10 +233,7 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
         (two, r"3 layers cannot be cut into 4 pipeline stages: expected at least one layer each"),
         ({"blocks": outside}, r"blocks\[3\] \(Linear\) is not in the model"),
         ({"embed": (print, [model.wte, "wpe"])}, r"embed\[1\] \(str\) is not in the model"),
-        (
-            {"embed": [model.wte]},
-            r"embed is a list: expected a module of the model, or \(function, \[modules that it",
-        ),
+        ({"embed": [model.wte]}, r"embed is a list: expected a module of the model, or \(function, \[modules that it"),
         ({"head": model.head}, "norm.weight is in no block: add it, or the module that has it, to `embed` or `head`"),
         ({"layers": [2]}, "2 has 1 stages and 2 layers: expected 1 stages of at least one layer and 3 layers together"),
         ({"micro_batches": 0}, "0 micro-batches of each rank in a step: schedule 1f1b on 1 ranks accepts 1 or more"),

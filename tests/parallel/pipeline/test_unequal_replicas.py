@@ -1,4 +1,7 @@
-"""Data-parallel replicas of a pipeline may use different parameters: no rank waits for a gradient that never comes."""
+"""Data-parallel replicas of a pipeline may use different parameters: no rank waits for a gradient that never comes.
+
+`ZeroOptimizer` clips, and updates with the mean gradient over the labels of all ranks.
+"""
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero.optimizer import ZeroOptimizer
 
-BLOCKS, WIDTH, MICRO_BATCHES = 16, 6, 4
+BLOCKS, WIDTH, ROWS, MICRO_BATCHES = 16, 6, 3, 4
 
 
 class Block(nn.Module):
@@ -46,14 +49,20 @@ def computing(blocks: nn.Sequential, replica: int) -> nn.Sequential:
     return blocks
 
 
-def loss(x: Tensor, *_: Tensor) -> Tensor:
-    return x.sin().sum()
+def loss(x: Tensor, _: Tensor, labelled: Tensor) -> Tensor:
+    """Return the sum of the losses of the labelled rows."""
+    return (x.sin().sum(1) * labelled).sum()
 
 
-@pytest.mark.parametrize(
-    ("zero", "schedule"),
-    [(2, "interleaved_1f1b"), (3, "zbv"), *exhaustive((2, "zero_bubble"))],
-)
+def batches_of(step: int, replica: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the micro-batches of a replica, which have different numbers of labels, the first one none."""
+    return [
+        (normal(100 * step + 10 * replica + number, ROWS, WIDTH).double(), torch.arange(ROWS) < number * (1 + replica))
+        for number in range(MICRO_BATCHES)
+    ]
+
+
+@pytest.mark.parametrize(("zero", "schedule"), [(2, "interleaved_1f1b"), (3, "zbv"), *exhaustive((2, "zero_bubble"))])
 @on_ranks(4)
 def test_replicas_that_use_other_parameters_train_like_one_process(zero: int, schedule: str) -> None:
     mesh = mesh_of(2, 1, pp=2)
@@ -61,7 +70,7 @@ def test_replicas_that_use_other_parameters_train_like_one_process(zero: int, sc
     model, whole = model_of(replica), model_of(0)
     pipeline = Pipeline(
         model,
-        embed=lambda x: x,
+        embed=lambda x, labelled: x,
         blocks=model,
         head=loss,
         device_mesh=mesh["pp"],
@@ -86,17 +95,21 @@ def test_replicas_that_use_other_parameters_train_like_one_process(zero: int, sc
         )
     torchs = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
     for step in range(2):
-        batches = [
-            [(normal(100 * step + 10 * each + number, 2, WIDTH).double(),) for number in range(MICRO_BATCHES)]
-            for each in (0, 1)
-        ]
+        batches = [batches_of(step, each) for each in (0, 1)]
+        labels = [[int(labelled.sum()) for _, labelled in of_replica] for of_replica in batches]
+        assert labels == [[0, 1, 2, 3], [0, 2, 3, 3]]
         optimizer.zero_grad()
         pipeline.step(batches[replica], engine)
+        for number in labels[replica]:
+            optimizer.divide_by(number)
+        norm = optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         torchs.zero_grad()
         for each in (0, 1):
-            for (x,) in batches[each]:
-                (loss(computing(whole, each)(x)) / 2).backward()  # type: ignore[no-untyped-call]
+            for x, labelled in batches[each]:
+                (loss(computing(whole, each)(x), x, labelled) / sum(labels[0] + labels[1])).backward()
+        expected_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        assert expected_norm > 0.1 and (norm / expected_norm - 1).abs() <= 1e-12
         torchs.step()
         for name, parameter in model.named_parameters():
             expected = whole.get_parameter(name).detach()

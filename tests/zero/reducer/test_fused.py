@@ -21,7 +21,7 @@ from tpfuse.explore.planting import Fault, replace
 from tpfuse.kernels.launch import RESERVED, Reservation
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.offload import MemoryStore
@@ -92,7 +92,8 @@ BESIDE = {
 }  # faults, and the stage that shows them
 
 
-def _on_gpus() -> None:
+@on_ranks(2)
+def test_sums_beside_the_backward_pass_have_multiprocessors_of_their_own() -> None:
     """Check the programs of sums beside the backward pass, and that products leave multiprocessors to them."""
     group, launched = dist.group.WORLD, list[int]()
     assert group is not None
@@ -124,10 +125,6 @@ def _on_gpus() -> None:
         with pytest.raises(Disagreement, match="fourth: channel, sums beside the backward pass: slots"):
             FusedReducer(specs, 1, memory, "fourth")
     assert not Reservation.held
-
-
-def test_sums_beside_the_backward_pass_have_multiprocessors_of_their_own() -> None:
-    pool(2).run(_on_gpus)
 
 
 def test_each_event_of_the_second_stream_is_needed() -> None:
