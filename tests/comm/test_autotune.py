@@ -27,7 +27,7 @@ from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.host import replace_file
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.switches import chosen_kernels
-from tpfuse.testing.ranks import RankError, pool
+from tpfuse.testing.ranks import RankError, on_ranks, pool
 
 CPU = torch.device("cpu")
 
@@ -171,22 +171,16 @@ def test_groups_of_one_job_decide_alike(tmp_path: Path) -> None:
         assert read_decisions(Path(f"{file} {rank}"), machine("cpu"))[case].taken == one
 
 
-def _disagreeing(known: bool, file: str) -> str:
+@pytest.mark.parametrize("known", [False, True])
+@on_ranks(2)
+def test_ranks_that_disagree_end_with_both_sides_named(known: bool, tmp_path: Path) -> None:
     group = dist.new_group()
     rank = group.rank()
     case, before = ("one case", {"one case": Decision("ab"[rank])}) if known else (f"case {rank}", {})
-    candidates = {"a": _nothing, "b": _nothing}
-    with autotune(600, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
+    both = ("'one case with a'", "'one case with b'") if known else ("'case 0'", "'case 1'")
+    candidates, message = {"a": _nothing, "b": _nothing}, f"^rank 0 measures {both[0]}, rank 1 {both[1]}$"
+    with autotune(600, known=before, file=tmp_path / "file"), pytest.raises(Disagreement, match=message):
         decide(group, CPU, case, candidates, "a", _nothing)
-    return str(error.value)
-
-
-def test_ranks_that_disagree_end_with_both_sides_named(tmp_path: Path) -> None:
-    file = str(tmp_path / "decisions.json")
-    texts = pool(2).run(_disagreeing, False, file)
-    assert texts == ["rank 0 measures 'case 0', rank 1 'case 1'"] * 2
-    texts = pool(2).run(_disagreeing, True, file)
-    assert texts == ["rank 0 measures 'one case with a', rank 1 'one case with b'"] * 2
 
 
 def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], list[str]]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.tiers import exhaustive
 from tpfuse.comm import host, rank_state, waits
 from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.dispatch import symmetric_memory
@@ -42,7 +41,7 @@ def _exchange(texts: list[str]) -> list[list[str]]:
     return [control.exchange(f"{text}{control.rank}" if len(text) < 4000 else text, "test") for text in texts]
 
 
-@pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 4)])
+@pytest.mark.parametrize("world", [1, 3])
 def test_an_exchange_returns_the_texts_of_all_ranks(world: int) -> None:
     texts = ["", "short", "ü" * 500, "x", "y" * 4088, "after the longest"]
     for results in pool(world).run(_exchange, texts):

@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from tests.support.cuda_stand_in import StandIn
 from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
-from tests.support.tiers import exhaustive
 from tpfuse.comm import stream_watchdog
 from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.comm.cuda_calls import CudaCalls
@@ -42,8 +41,7 @@ def _memory(timeout: float = 60.0) -> tuple[CudaMemory, StandIn]:
     return CudaMemory(_group(), torch.device("cpu"), timeout, calls), calls
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(2)])
-@on_ranks("world")
+@on_ranks(3)
 def test_buffers_begin_at_their_offset() -> None:
     memory, _ = _memory()
     dtypes = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex128)

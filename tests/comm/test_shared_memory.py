@@ -19,7 +19,7 @@ from tpfuse.comm.channel import slot_size
 from tpfuse.comm.errors import Disagreement, Unavailable
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn),
@@ -33,7 +33,7 @@ def _memory(timeout: float = 60.0) -> SharedMemory:
     return SharedMemory(group, timeout)
 
 
-@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
+@pytest.mark.parametrize("world", [1, 3])
 @on_ranks("world")
 def test_every_rank_reads_and_writes_every_ranks_part() -> None:
     check_buffers(_memory(), DTYPES)
@@ -83,7 +83,7 @@ def test_buffers_leave_nothing_open() -> None:
     assert _open() == before
 
 
-@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
+@pytest.mark.parametrize("world", [1, 3])
 @on_ranks("world")
 def test_signals_set_and_order_words() -> None:
     memory = _memory()
@@ -100,7 +100,7 @@ def test_signals_set_and_order_words() -> None:
     assert flags.local.tolist() == [0, 0, 0] and memory.generation == 1
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(3, 500), *exhaustive((2, 2000), (3, 2000), (4, 2000))])
+@pytest.mark.parametrize(("world", "rounds"), [(3, 500), *exhaustive((2, 2000), (4, 2000))])
 @on_ranks("world")
 def test_data_is_there_when_its_signal_is(rounds: int) -> None:
     """Ranks are late at random."""
@@ -129,39 +129,26 @@ def test_an_allocation_within_an_operation_raises_the_disagreement_that_the_watc
     memory.buffer("after", (3,), torch.float32)
 
 
-def _disagree() -> list[str]:
-    memory, messages = _memory(), []
-    last = memory.rank == memory.world - 1
-    asked: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
-        ("x", (2, 3) if last else (3, 2), torch.float32),
-        ("x", (2, 3), torch.int32 if last else torch.float32),
-        ("y" if last else "x", (2, 3), torch.float32),
-    )
-    for key, shape, dtype in asked:
-        with pytest.raises(Disagreement) as caught:
-            memory.buffer(key, shape, dtype)
-        messages.append(str(caught.value))
-    with pytest.raises(Disagreement) as caught:
-        memory.barrier("a" if last else "b")
-    messages.append(str(caught.value))
-    memory.buffer("x", (2, 3), torch.float32)
-    return messages
-
-
+@on_ranks(3)
 def test_all_ranks_get_both_sides_of_a_disagreement() -> None:
+    memory = _memory()
+    last = memory.rank == memory.world - 1
     sides = [
-        ("buffer 'x' torch.float32 (3, 2)", "buffer 'x' torch.float32 (2, 3)"),
-        ("buffer 'x' torch.float32 (2, 3)", "buffer 'x' torch.int32 (2, 3)"),
-        ("buffer 'x' torch.float32 (2, 3)", "buffer 'y' torch.float32 (2, 3)"),
-        ("b", "a"),
+        (("x", (3, 2), torch.float32), ("x", (2, 3), torch.float32)),
+        (("x", (2, 3), torch.float32), ("x", (2, 3), torch.int32)),
+        (("x", (2, 3), torch.float32), ("y", (2, 3), torch.float32)),
     ]
-    for rank, messages in enumerate(pool(3).run(_disagree)):
-        for message, (first, last) in zip(messages, sides, strict=True):
-            others = [
-                f"rank {other} runs {first}, rank 2 runs {last}" for other in (0, 1)
-            ]  # The order depends on the rank that came first.
-            told = others if rank == 2 else [f"rank 2 runs {last}, rank {rank} runs {first}"]
-            assert message.endswith(tuple(told)), message
+    for both in sides:
+        with pytest.raises(Disagreement) as caught:
+            memory.buffer(*both[last])
+        first, other = (f"buffer {key!r} {dtype} {shape}" for key, shape, dtype in both)
+        # Rank 2 names the one of the others that it compared with first.
+        others = tuple(f"rank {rank} runs {first}, rank 2 runs {other}" for rank in (0, 1))
+        told = others if last else (f"rank 2 runs {other}, rank {memory.rank} runs {first}",)
+        assert str(caught.value).endswith(told)
+    with pytest.raises(Disagreement, match="runs a, rank . runs b" if not last else "runs b, rank 2 runs a"):
+        memory.barrier("a" if last else "b")
+    memory.buffer("x", (2, 3), torch.float32)
 
 
 @on_ranks(2)

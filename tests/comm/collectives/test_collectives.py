@@ -54,7 +54,7 @@ def _collect_one(name: Implementation, dtype: torch.dtype, rows: int, columns: i
 def test_every_collective_is_exact(name: Implementation, dtypes: tuple[torch.dtype, ...]) -> None:
     """The sizes are empty, small and above a slot; kernels, which are interpreted, have another test of the latter."""
     for dtype in dtypes:
-        for rows, columns in ((7, 9), (0, 3), *[(10_003, 70)] * (name == "direct")):
+        for rows, columns in ((7, 9), (0, 3), *[(10_003, 70)] * (name == "direct" and dtype.itemsize == 8)):
             _collect_one(name, dtype, rows, columns)
 
 

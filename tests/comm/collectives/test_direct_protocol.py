@@ -15,7 +15,6 @@ class TestDirectCollectives(ProtocolSuite):
     modules = (channel, direct)
     needed = (channel, direct)
     worlds = ((3, 1), (2, 1), (1, 1))  # Three ranks take two shots, two ranks one.
-    seeds = 50
     faults = (
         Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
         Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait_signal")),

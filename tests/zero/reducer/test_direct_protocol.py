@@ -164,7 +164,6 @@ class TestDirectReducer(ProtocolSuite):
         ): "it sets the counter early; `begin` sets it otherwise"
     }
     worlds = ((2, 1), (3, 1), (1, 1))
-    seeds = 30
 
     def program(self, memory: SimulatedMemory) -> None:
         """Run all stages one after another, and stage 1 with a second node."""
