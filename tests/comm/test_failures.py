@@ -219,6 +219,7 @@ def test_a_run_whose_ranks_all_stop_goes_on(operation: str, tmp_path: Path) -> N
 
 
 def _one_stays_away(rank: Rank, operation: str, timeout: float) -> int:
+    set_settings(flight_folder=Path("/nowhere"))  # a disk that fails does not hide the error
     memory = connect(rank)
     memory.step = 7
     total = Sum(memory)
@@ -233,6 +234,8 @@ def _one_stays_away(rank: Rank, operation: str, timeout: float) -> int:
             _spin(memory)
         else:
             memory.barrier("end of the epoch")
+    (note,) = caught.value.__notes__
+    assert note.startswith("the flight record could not be written: ") and "nowhere" in note
     rank.tell(caught.value)
     rank.hear()
     be_patient(memory)
@@ -294,23 +297,6 @@ def test_the_flight_record_has_the_last_operations_of_every_rank(tmp_path: Path)
         assert str(error).endswith("last seen in sum")
         running.connections[0].send("go")
         assert isinstance(running.result(0)[1], PeerTimeout)
-
-
-def _no_disk(rank: Rank, folder: Path) -> list[str]:
-    set_settings(flight_folder=folder / "missing")
-    memory = connect(rank)
-    flags = memory.signals("flags", 1)
-    memory.timeout = memory.control.timeout = 0.3
-    with pytest.raises(PeerTimeout) as caught, memory.guard("test"):
-        memory.wait_signal(flags, 1 - rank.rank, 0, 1, op="test")
-    return caught.value.__notes__
-
-
-def test_a_disk_that_fails_does_not_hide_the_error(tmp_path: Path) -> None:
-    with ranks(2, tmp_path, _no_disk, tmp_path) as running:
-        for rank in range(2):
-            (note,) = running.result(rank)[1]
-            assert note.startswith("the flight record could not be written: ") and "missing" in note
 
 
 def _fingerprints(rank: Rank) -> list[str]:

@@ -8,25 +8,20 @@ from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import gather_whole
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import draw, initialize
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12)
 
 
-def _weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    torch.manual_seed(torch.distributed.get_rank())
-    model = GPT(CONFIG, device_mesh=tensor_mesh(), dtype=dtype)
-    initialize(model, 3)
-    return {name: gather_whole(parameter) for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), *exhaustive((4, torch.float64))])
-def test_weights_have_the_same_bits_in_every_layout(world: int, dtype: torch.dtype) -> None:
-    alone = GPT(CONFIG, dtype=dtype)
-    initialize(alone, 3)
-    for weights in pool(world).run(_weights, dtype):
-        for name, parameter in alone.named_parameters():
-            assert torch.equal(weights[name], parameter), name
+@on_ranks("world")
+def test_weights_have_the_same_bits_in_every_layout(dtype: torch.dtype) -> None:
+    torch.manual_seed(torch.distributed.get_rank())
+    alone, model = GPT(CONFIG, dtype=dtype), GPT(CONFIG, device_mesh=tensor_mesh(), dtype=dtype)
+    for each in (alone, model):
+        initialize(each, 3)
+    for (name, parameter), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(gather_whole(parameter), whole), name
 
 
 def test_weights_have_the_right_distributions() -> None:

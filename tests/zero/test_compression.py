@@ -66,27 +66,22 @@ def _counted() -> Iterator[Traffic]:
         yield found
 
 
-def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple[int, int]]:
-    group, traffic = dist.group.WORLD, (Traffic(), Traffic())
-    x = _wide(dist.get_rank(), size)
-    with _counted() as half:
-        shard = Bf16Compression().reduce_scatter(x.clone(), 0, (), group, traffic[0])
-    with _counted() as both:
-        Bf16Compression().all_reduce(x, 0, (), group, traffic[1])
-    assert traffic == (half, both)
-    return x, shard, *((each.sent, each.received) for each in traffic)
-
-
 @pytest.mark.parametrize(("world", "size"), [(2, 63), (3, 1000), *exhaustive((3, 63), (4, 2))])
-def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
-    truth = sum(_wide(rank, size).bfloat16().float() for rank in range(world))
+@on_ranks("world")
+def test_bf16_is_summed_in_float32_in_rank_order(size: int) -> None:
+    rank, world, traffic = dist.get_rank(), dist.get_world_size(), (Traffic(), Traffic())
+    x = _wide(rank, size)
+    with _counted() as half:
+        shard = Bf16Compression().reduce_scatter(x.clone(), 0, (), dist.group.WORLD, traffic[0])
+    with _counted() as both:
+        Bf16Compression().all_reduce(x, 0, (), dist.group.WORLD, traffic[1])
+    truth = sum(_wide(each, size).bfloat16().float() for each in range(world))
     shard_size = -(-size // world)
     padded = torch.cat([truth, torch.zeros(world * shard_size - size)]).view(world, shard_size)
-    whole = truth if world == 2 else truth.bfloat16().float()
-    for rank, (found, shard, half, both) in enumerate(pool(world).run(_bf16, size)):
-        assert torch.equal(found, whole) and torch.equal(shard, padded[rank])
-        assert half == (2 * (world - 1) * shard_size,) * 2
-        assert both == ((2 * size,) * 2 if world == 2 else (4 * (world - 1) * shard_size,) * 2)
+    assert torch.equal(x, truth if world == 2 else truth.bfloat16().float()) and torch.equal(shard, padded[rank])
+    times = 2 * (world - 1) * shard_size
+    assert traffic == (half, both) and (half.sent, half.received) == (times, times)
+    assert (both.sent, both.received) == ((2 * size,) * 2 if world == 2 else (2 * times,) * 2)
 
 
 def _whole_numbers(rank: int) -> tuple[torch.Tensor, tuple[int, int]]:

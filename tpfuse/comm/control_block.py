@@ -213,8 +213,8 @@ class ControlBlock:
     def first_left(self) -> int | None:
         """Return the first rank that has left before it ended this rank's last operation; None if there is none."""
         number = self.local.begun
-        others = (rank for rank in range(self.world) if rank != self.rank)
-        return next((rank for rank in others if self.has_left(rank) and not self.states[rank].is_through(number)), None)
+        left = (rank for rank in self._others if self.has_left(rank) and not self.states[rank].is_through(number))
+        return next(left, None)
 
     def slowest(self) -> int | None:
         """Return the rank that has begun the fewest operations; None if that is as many as this rank has begun."""

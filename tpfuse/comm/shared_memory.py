@@ -51,11 +51,10 @@ class SharedMemory(HostCoordinatedMemory):
         try:
             location = None if mapping is None else (self.control.pids[self.rank], mapping.descriptor)
             locations, mappings = self.collect(reason, f"buffer {key}", location), []
+            assert mapping is not None
             try:
                 for rank, (pid, descriptor) in enumerate(locations):
-                    mappings.append(
-                        mapping if rank == self.rank and mapping is not None else Mapping(key, size, (pid, descriptor))
-                    )
+                    mappings.append(mapping if rank == self.rank else Mapping(key, size, (pid, descriptor)))
             except Unavailable as error:
                 # That rank had reported success and was killed before this rank opened its memory: the kernel closes
                 # a process's files before it ends the process.

@@ -128,25 +128,18 @@ def test_collectives_of_overlapping_groups_do_not_interfere() -> None:
         assert torch.equal(out, whole.sum(0))
 
 
-def _halves() -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
-    both = []
-    for limit in (0, 2**20):
+@pytest.mark.parametrize("world", [2, 3, 4])
+@on_ranks("world")
+def test_sums_are_rounded_once_and_the_same_on_all_ranks() -> None:
+    ranks = range(dist.get_world_size())
+    x = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in ranks]
+    total = x[0].float()
+    for part in x[1:]:
+        total += part.float()
+    for limit in (0, 2**20):  # two shots, and one
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(direct, "ONE_SHOT_BYTES", limit)
-            both.append(collectives.all_reduce(x, dist.group.WORLD))
-    return both[0], both[1]
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_sums_are_rounded_once_and_the_same_on_all_ranks(world: int) -> None:
-    results = pool(world).run(_halves)
-    x = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)).bfloat16().float() for rank in range(world)]
-    total = x[0].clone()
-    for part in x[1:]:
-        total += part
-    for in_two, in_one in results:
-        assert torch.equal(in_two, total.bfloat16()) and torch.equal(in_one, in_two)
+            assert torch.equal(collectives.all_reduce(x[dist.get_rank()], dist.group.WORLD), total.bfloat16())
 
 
 def _late(objects: bool, deadline: float) -> str:
