@@ -39,7 +39,9 @@ def make_reducer(
         return (FusedReducer if kind == "fused" else DirectReducer)(specs, stage, memory, name, inter_node)
 
     reducer, reason = None, "one rank"
-    if group is not None and group.size() > 1:
+    if group is not None and group.size() == 1:
+        group = None
+    if group is not None:
         choice = choose_implementation(device, specs[0].sent, group)
         reason = f"{choice.implementation}: {choice.reason}"
         if choice.memory is not None:
@@ -55,7 +57,7 @@ def make_reducer(
             else:
                 reason += f"; {why_not_split(group) if within is None else within.reason}"
     if reducer is None:
-        reducer = CollectiveReducer(specs, stage, None if reason == "one rank" else group, device)
+        reducer = CollectiveReducer(specs, stage, group, device)
     if reducer.reservation is not None:
         reason += f"; products leave {RESERVED} multiprocessors to {reducer.reservation.owner}"
     return reducer, reason
