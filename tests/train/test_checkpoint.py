@@ -276,17 +276,17 @@ def save_wrong(run: Path, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
-        ("gap", "ValueError: w cannot be saved: no slice holds 4", "ValueError: w cannot be saved: no slice holds 4"),
-        ("overlap", "ValueError: w cannot be saved: the slice", "ValueError: w cannot be saved: the slice"),
-        ("scalar", "ValueError: w cannot be saved: the slice ()", "ValueError: w cannot be saved: the slice ()"),
-        ("shape", "ValueError: w is F32 (11, 2) on rank 1", "ValueError: w is F32 (11, 2) on rank 1"),
+        ("gap", "ValueError: w cannot be saved: no slice holds 4", ""),
+        ("overlap", "ValueError: w cannot be saved: the slice", ""),
+        ("scalar", "ValueError: w cannot be saved: the slice ()", ""),
+        ("shape", "ValueError: w is F32 (11, 2) on rank 1", ""),
         ("raise", "RuntimeError: stopped by an error on rank 1: AttributeError", "AttributeError"),
         ("state", "TypeError", "RuntimeError: stopped by an error on rank 0: TypeError"),
     ],
 )
 def test_errors_of_one_rank_reach_all(tmp_path, what, first, second):
     messages = pool(2).run(save_wrong, tmp_path, what)
-    assert messages[0].startswith(first) and messages[1].startswith(second)
+    assert messages[0].startswith(first) and messages[1].startswith(second or first)
     assert names(tmp_path) == ["step-2"]
 
 
@@ -294,14 +294,8 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 10, 9, 30):
         assert save_whole(tmp_path, step, keep=3 if step > 2 else 0)
     assert names(tmp_path) == ["step-10", "step-30", "step-9"]
-    save_whole(tmp_path, 31, keep=1)
-    assert names(tmp_path) == ["step-31"]
-
-
-def test_a_step_saved_later_than_newer_steps_is_kept(tmp_path):
-    for step in (10, 20, 5):
-        save_whole(tmp_path, step, keep=1)
-    assert names(tmp_path) == ["step-20", "step-5"]
+    save_whole(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["step-30", "step-5"], "a step that is saved later than a newer one is kept"
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
@@ -475,8 +469,10 @@ def test_flaws_of_partitions_agree_with_counting_every_element():
     pinwheel = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
     assert manifest.flaw((3, 3), pinwheel) is None
     assert "holds 1" in str(manifest.flaw((3, 3), pinwheel[:-1]))
-    covered = [((0, 5), (0, 1)), ((1, 2), (1, 2)), ((3, 4), (0, 1))]  # the first overlaps the second and the third
-    assert "overlaps" in str(manifest.flaw((5, 2), covered))
+    covered = [((0, 5), (0, 1)), ((1, 2), (1, 2)), ((3, 4), (0, 1))]  # the first overlaps the third
+    turned = [((0, 2), (0, 1)), ((1, 2), (0, 2))]  # a partition if the dimensions of one of them change places
+    for shape, saved in (((5, 2), covered), ((2, 2), turned)):
+        assert "overlaps" in str(manifest.flaw(shape, saved))
     for _ in range(300):
         shape = tuple(choose.randint(1, 5) for _ in range(choose.randint(1, 3)))
         saved = random_partition(choose, shape, choose.randint(0, 8))

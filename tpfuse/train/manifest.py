@@ -19,6 +19,8 @@ import hashlib
 import json
 import math
 import re
+import secrets
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,49 +91,27 @@ def index_within(slices: Slices, inside: Slices) -> tuple[slice, ...]:
 
 
 def flaw(shape: tuple[int, ...], saved: list[Slices]) -> str | None:
-    """Return why these rectangles are not a partition of the shape, or None if they are."""
+    """Return why these rectangles are not a partition of the shape, or None if they are.
+
+    Each place along a dimension has a random mass, and the mass of a rectangle is the product of those of its sides. If
+    the masses of all rectangles add up to that of the whole, they are a partition, but for a chance of about 2**-64.
+    """
     for slices in saved:
         inside = len(slices) == len(shape) and all(0 <= a < b <= n for (a, b), n in zip(slices, shape, strict=True))
         if not inside:
             return f"the slice {slices} has no elements or is not inside the shape {shape}"
-    overlapping = _overlapping(saved, len(shape))
-    if overlapping is not None:
-        return f"the slice {overlapping} of the shape {shape} overlaps another one"
+    before: defaultdict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(64))  # the mass before a place
+
+    def mass(slices: Slices) -> int:
+        return math.prod(before[axis, stop] - before[axis, start] for axis, (start, stop) in enumerate(slices))
+
+    if sum(map(mass, saved)) == mass(tuple((0, size) for size in shape)):
+        return None
+    for index, slices in enumerate(saved):
+        if any(intersection(slices, other) is not None for other in saved[:index]):
+            return f"the slice {slices} of the shape {shape} overlaps another one"
     missing = math.prod(shape) - sum(math.prod(extent(slices)) for slices in saved)
-    return f"no slice holds {missing} of the elements of the shape {shape}" if missing else None
-
-
-def _overlapping(saved: list[Slices], dimensions: int) -> Slices | None:
-    """Return a rectangle that has elements in common with an earlier one in the list, or None.
-
-    Planes separate the rectangles, one dimension after the other, until each is alone. This takes n log n steps for
-    rectangles that sharding makes. Only rectangles that no plane separates are compared pair by pair.
-    """
-    waiting = [(saved, 0, 0)]  # rectangles, the dimension to try next, how many dimensions have not separated them
-    while waiting:
-        together, dimension, tried = waiting.pop()
-        if tried == dimensions:
-            for index, slices in enumerate(together):
-                if any(intersection(slices, other) is not None for other in together[:index]):
-                    return slices
-            continue
-        groups = _separated(together, dimension)
-        tried = tried + 1 if len(groups) == 1 else 0
-        waiting += [(group, (dimension + 1) % dimensions, tried) for group in groups if len(group) > 1]
-    return None
-
-
-def _separated(saved: list[Slices], dimension: int) -> list[list[Slices]]:
-    """Return the rectangles in groups that have no coordinate of this dimension in common."""
-    groups: list[list[Slices]] = []
-    reached = 0
-    for slices in sorted(saved, key=lambda slices: slices[dimension]):
-        start, stop = slices[dimension]
-        if not groups or start >= reached:
-            groups.append([])
-        groups[-1].append(slices)
-        reached = max(reached, stop)
-    return groups
+    return f"no slice holds {missing} of the elements of the shape {shape}"
 
 
 def check_shard(name: str, shard: Shard) -> None:
