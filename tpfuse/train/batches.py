@@ -40,18 +40,6 @@ class MicroBatch(NamedTuple):
     length: int | None = None
 
 
-def window_starts(
-    seed: int, stream: str, number: int, count: int, limit: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return `count` window starts in [0, limit), which depend on (seed, stream, number) alone.
-
-    stream: "train" or "val". number: the step, or the number of the validation batch.
-    """
-    digest = hashlib.blake2b(f"{seed} {stream} {number}".encode(), digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return generator.integers(0, limit, size=count)
-
-
 def permuted(key: bytes, places: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
     """Return what a permutation of range(size) makes of `places`. key: chooses the permutation, 64 bytes.
 
@@ -87,9 +75,9 @@ class Mixture(NamedTuple):
 class Windows:
     """Windows of `length` tokens, and for each of their tokens the one that follows.
 
-    tokens: the tokens of a run, more than `length` from each source. ahead: in the order `shuffled`, the number of
-    sequences read before batch 0, which may be negative: a run that resumes with another batch has read other sequences
-    than `batch` for each step.
+    tokens: the tokens of a run, more than `length` from each source. stream: "train" or "val". ahead: in the order
+    `shuffled`, the number of sequences read before batch 0, which may be negative: a run that resumes with another
+    batch has read other sequences than `batch` for each step.
     """
 
     def __init__(
@@ -137,8 +125,11 @@ class Windows:
         for source in np.unique(sources).tolist():
             here = sources == source
             if self.order == "random":
-                stream, limit = _named(self.stream, source), len(self.tokens.sources[source]) - self.length
-                starts[here] = window_starts(self.seed, stream, number, self.batch, limit)[start:stop][here]
+                limit = len(self.tokens.sources[source]) - self.length
+                name = f"{self.seed} {_named(self.stream, source)} {number}"
+                key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+                drawn = np.random.Generator(np.random.Philox(key=key)).integers(0, limit, size=self.batch)
+                starts[here] = drawn[start:stop][here]
             else:
                 starts[here] = self._shuffled(source, places[here])
         windows = [

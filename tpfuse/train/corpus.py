@@ -87,15 +87,6 @@ class Corpus:
                 raise
             self.left_out.append(str(error))
 
-    def warn(self) -> None:
-        """Warn of what the last reading has left out."""
-        if self.left_out:
-            first = "; ".join(self.left_out[:_NAMED])
-            more = f"; and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
-            warn(f"{len(self.left_out)} of {len(self.paths)} files of {self.source} are left out: {first}{more}")
-        if self.empty and not self.several:
-            warn(f"{self.empty} documents of {self.source} have no text")
-
 
 def _status(path: Path) -> tuple[int, int]:
     """Return a file's size in bytes, and when its contents or its permissions changed last; zeros if it has none."""
@@ -177,7 +168,12 @@ def encoded(corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None = No
         if progress is not None:
             progress.pieces += len(batch)
         yield np.concatenate(parts)
-    corpus.warn()
+    if left_out := corpus.left_out:
+        first_ones = "; ".join(left_out[:_NAMED])
+        more = f"; and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+        warn(f"{len(left_out)} of {len(corpus.paths)} files of {corpus.source} are left out: {first_ones}{more}")
+    if corpus.empty and not corpus.several:
+        warn(f"{corpus.empty} documents of {corpus.source} have no text")
 
 
 def _ended(pieces: Iterator[Piece]) -> Iterator[Piece]:

@@ -5,6 +5,7 @@ checkpoint needs no other file, and can be sampled, exported and resumed when FO
 model on a rank with `tpfuse.parallelize`. Its parameters have the names and the shapes of Hugging Face in checkpoints.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpfuse.comm.layout import Slices, copy_whole_
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
@@ -47,7 +49,6 @@ from tpfuse.train.errors import instead_of
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages
 from tpfuse.train.rank_model import Drawing, LanguageModel
-from tpfuse.train.shape_mesh import shape_mesh
 
 _USUAL_LENGTH = 1024  # tokens of a training sequence, unless the model's context is shorter or the user says otherwise
 _FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -195,20 +196,25 @@ class DecoderConfig:
         """Raise ValueError if context-parallel ranks cannot share the model's sequences."""
         check_context(self.empty(torch.float32), ONE_RANK, tp)
 
-    def check_documents(self) -> None:
-        """Raise ValueError if transformers cannot mask the documents of the model's sequences.
-
-        It does so by their positions, for the models whose attention context-parallel ranks can share.
-        """
-        try:
-            self.check_context(1)
-        except ValueError as error:
-            reason = str(error).removeprefix("context parallelism: ")
-            raise ValueError(f"--data.documents mask: {reason}: give --data.documents attend") from None
-
     def find_weights(self, folder: Path) -> dict[str, list[StoredTensor]]:
         """Return the tensors in a folder's files for each parameter, by its name. Raise ValueError."""
         return find_weights(self.empty(torch.float32), folder)
+
+
+@contextlib.contextmanager
+def shape_mesh(tp: int) -> Iterator[DeviceMesh | None]:
+    """Yield a mesh for shapes alone of `tp` tensor-parallel ranks, None for one rank.
+
+    This process, which must not have a process group, is the first rank; a fake process group stands in for the others.
+    """
+    if tp == 1:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+    try:
+        yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
 
 
 @lru_cache(maxsize=8)
@@ -237,7 +243,9 @@ class DecoderModel(LanguageModel):
         self.config, self.device = config, device
         model: Any = config.empty(dtype)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._flops = _flops_per_token(config, model)
+        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        looked_up = sum(table.numel() for table in tables if table is not model.get_output_embeddings().weight)
+        self._flops = 6 * (_count(model) - looked_up) + config.n_layer * config.attention_flops()
         self._takes_labels = takes_labels(model)  # else its forward computes another loss from them, or none
         schedule = options.parallel.cp_schedule
         self.context = ContextParallel(context_mesh(mesh), schedule)
@@ -261,7 +269,8 @@ class DecoderModel(LanguageModel):
                     module._gradient_checkpointing_func = partial(offloaded, module._gradient_checkpointing_func)
         self.module = model
         self._forward: Any = model  # in training
-        self._drops = any(isinstance(value, float) and value for value in _dropouts(config.settings))
+        dropouts = (value for name, value in config.settings.items() if name.endswith(("dropout", "pdrop")))
+        self._drops = any(isinstance(value, float) and value for value in dropouts)
 
     def draw(self, seed: int) -> None:
         """Fill the parameters as transformers initialises the model after `torch.manual_seed(seed)`, on each rank."""
@@ -370,16 +379,6 @@ def _draws(drawing: Drawing, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
         return torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
 
     return draw
-
-
-def _dropouts(settings: dict[str, Any]) -> Iterator[Any]:
-    return (value for name, value in settings.items() if name.endswith(("dropout", "pdrop")))
-
-
-def _flops_per_token(config: DecoderConfig, model: Any) -> int:
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    looked_up: int = sum(table.numel() for table in tables if table is not model.get_output_embeddings().weight)
-    return 6 * (_count(model) - looked_up) + config.n_layer * config.attention_flops()
 
 
 def _count(module: nn.Module) -> int:

@@ -33,12 +33,12 @@ def check_at_least(options: Mapping[str, tuple[float | None, float]]) -> None:
             raise UserError(f"--{name} {value}: expected at least {least}" + (", and finite" if value == inf else ""))
 
 
-def optional_package(name: str, needed: str) -> Any:
-    """Return a package of the extra `data`. Raise UserError, which says what needs it, if it is not installed."""
+def optional_package(name: str, needed: str, extra: str = "data") -> Any:
+    """Return a package of an extra. Raise UserError, which says what needs it, if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise UserError(f"{needed} needs the package {name}: pip install 'tpfuse[data]'") from None
+        raise UserError(f"{needed} needs the package {name}: pip install 'tpfuse[{extra}]'") from None
 
 
 class CheckpointError(Exception):

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,8 +35,12 @@ def export(run: Path, folder: Path) -> str:
         module.to(_dtype(config, model)).save_pretrained(folder)  # type: ignore[operator]
     left_out = f" (no tokenizer: Hugging Face has none for {description['kind']})"
     if description["kind"] == "tokenizers":
-        end = tokenizer.end_of_text
-        _write_tokenizer(folder, description["json"], longest(config), None if end is None else tokenizer.decode([end]))
+        # With GPT-2's class, every tokenizer would be treated as byte-level BPE.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest(config)}
+        if tokenizer.end_of_text is not None:
+            settings |= dict.fromkeys(("bos_token", "eos_token"), tokenizer.decode([tokenizer.end_of_text]))
+        (folder / "tokenizer.json").write_text(description["json"], encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         left_out = ""
     for name, text in config.files.items() if isinstance(config, DecoderConfig) else ():
         (folder / name).write_text(text, encoding="utf-8")
@@ -49,15 +52,3 @@ def _dtype(config: DecoderConfig, model: LanguageModel) -> torch.dtype:
     own: torch.dtype = next(model.module.parameters()).dtype
     named = getattr(torch, str(config.settings.get("dtype") or config.settings.get("torch_dtype")), None)
     return named if own != torch.float64 and isinstance(named, torch.dtype) else own
-
-
-def _write_tokenizer(folder: Path, text: str, context: int, end: str | None) -> None:
-    """Write the tokenizer's files and name the library's own class.
-
-    GPT-2's class would treat every tokenizer as byte-level BPE.
-    """
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
-    if end is not None:
-        settings |= dict.fromkeys(("bos_token", "eos_token"), end)
-    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -109,7 +109,12 @@ def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
     are damaged.
     """
     if isinstance(config, DecoderConfig):
-        return _decoder_source(options.model.from_ or Path(), config)
+        folder = options.model.from_ or Path()
+        weighted = any((*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")))
+        if weighted:
+            with refusing("--model.from "):
+                config.find_weights(folder)
+        return Source(f"--model.from {folder}", folder if weighted else None, config, None)
     name = options.init_from
     if name is None:
         return None
@@ -125,15 +130,6 @@ def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
             )
     _check_shape(source, options.model)
     return source
-
-
-def _decoder_source(folder: Path, config: DecoderConfig) -> Source:
-    name = f"--model.from {folder}"
-    if not [*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")]:
-        return Source(name, None, config, None)
-    with refusing("--model.from "):
-        config.find_weights(folder)
-    return Source(name, folder, config, None)
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], place: str) -> str:

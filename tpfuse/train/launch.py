@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,7 +85,11 @@ def join(info: RankInfo, device: torch.device, timeout: float) -> None:
     """
     limit = timedelta(seconds=timeout)
     try:
-        store = _meet(_store(info, limit), info, limit)
+        if info.store is None:
+            shared, _, _ = next(rendezvous("env://", info.rank, info.world, timeout=limit))
+        else:  # the store is not given the number of ranks: with it, the last rank would remove the file
+            shared = dist.FileStore(info.store)  # type: ignore[attr-defined]
+        store = _meet(shared, info, limit)
         if device.type == "cuda":
             _check_gpus(store, info, str(torch.cuda.get_device_properties(device).uuid))
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
@@ -136,14 +141,6 @@ def _message(error: BaseException) -> str:
     return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
 
-def _store(info: RankInfo, limit: timedelta) -> Any:
-    if info.store is None:
-        store, _, _ = next(rendezvous("env://", info.rank, info.world, timeout=limit))
-        return store
-    # The store is not given the number of ranks: with it, the last rank would remove the file.
-    return dist.FileStore(info.store)  # type: ignore[attr-defined]
-
-
 def _meet(store: Any, info: RankInfo, limit: timedelta) -> Any:
     """Wait until all ranks have started, and return a store that only they use.
 
@@ -184,6 +181,31 @@ def _check_gpus(store: Any, info: RankInfo, gpu: str) -> None:
     for rank, name in enumerate(names):
         if (other := first.setdefault(store.get(name).decode(), rank)) != rank:
             raise UserError(f"ranks {other} and {rank} have the same GPU: start at most one rank for each GPU")
+
+
+class StopRequest:
+    """Tell whether this process was asked to stop, by Ctrl-C or SIGTERM. The ranks act on it together, between steps.
+
+    The constructor installs the handlers, on the main thread. insistent: whether a second signal ends the process at
+    once, for a rank without a parent that would end it.
+    """
+
+    def __init__(self, *, insistent: bool) -> None:
+        self._wanted, self._insistent = False, insistent
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they were blocked while this rank was starting
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self._wanted and self._insistent:
+            sys.exit(128 + number)
+        self._wanted = True
+        if not self._insistent:  # the parent repeats the signal, which would interrupt calls inside a collective
+            # The signals are blocked and not ignored: for a pending signal, Python would report that it has no handler.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def __call__(self) -> bool:
+        return self._wanted
 
 
 @dataclass

@@ -41,7 +41,7 @@ from tpfuse.train.hardware import (
 )
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.language_model import as_json as model_as_json
-from tpfuse.train.launch import RankInfo, device_of, in_group, join
+from tpfuse.train.launch import RankInfo, StopRequest, device_of, in_group, join
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.pipeline_options import predicted_timeline
@@ -50,7 +50,6 @@ from tpfuse.train.report import conclude, introduce, measured
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import PreparedRun, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
-from tpfuse.train.stop import StopRequest
 from tpfuse.train.tokenizer import document_start
 from tpfuse.train.trainer import StepResult, Trainer
 
@@ -79,7 +78,11 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
         join(info, device, comm.timeout)
     loop: TrainingLoop | None = None
     cure = "use a smaller --train.micro-batch, --train.recompute full or more ranks"
-    with in_group(info, lambda: _when(loop), cure), ExitStack() as stack:
+
+    def when() -> str:
+        return "preparation" if loop is None else f"step {loop.trainer.step}"
+
+    with in_group(info, when, cure), ExitStack() as stack:
         if info.world > 1:
             stack.enter_context(offered_stack(run.folder))
         parallel, mesh = run.options.parallel, None
@@ -92,10 +95,6 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
             stack.callback(loop.trainer.graph.release)
         loop.run_to_end()
     return 0
-
-
-def _when(loop: "TrainingLoop | None") -> str:
-    return "preparation" if loop is None else f"step {loop.trainer.step}"
 
 
 class TrainingLoop:
@@ -302,6 +301,8 @@ class TrainingLoop:
         result = results[-1]
         speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
         flops = speed * self.trainer.language_model.flops_per_token() / self.info.world
+        measured = zip(*(each.idle for each in results if each.idle), strict=True)  # for each rank, of each step
+        measured_idle = [round(fmean(of_rank), 6) for of_rank in measured] or None
         idle: list[float] | None = None
         if self.predicted is not None:
             size = self.info.world // self.options.parallel.pp  # ranks with the same stages follow each other
@@ -311,7 +312,7 @@ class TrainingLoop:
         return Row(
             self.trainer.step, result.loss, self.val_loss if evaluated else None, result.lr, result.grad_norm, speed,
             flops / self.peak, memory_bytes(self.device), seconds, result.sent, result.received,
-            fmean(each.loss for each in results), _means([each.idle for each in results if each.idle]), idle,
+            fmean(each.loss for each in results), measured_idle, idle,
         )  # fmt: skip
 
     def _evaluate(self) -> None:
@@ -359,11 +360,6 @@ class TrainingLoop:
         gpus = "" if self.prediction is None else f"{self.info.world:,} x {self.prediction.cluster.gpu.name}"
         draw_pipeline(self.run.folder, self.predicted, measured, self.trainer.step, gpus)
         return NAME
-
-
-def _means(values: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return each rank's mean over steps, to the microsecond. values: for each step, of each rank; None if empty."""
-    return [round(fmean(of_rank), 6) for of_rank in zip(*values, strict=True)] or None
 
 
 def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:

@@ -12,17 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm.layout import local_tensor
 from tpfuse.nearest import nearest
 from tpfuse.plan.memory import RankMemory, memories, uncounted
-from tpfuse.plan.sizes import ModelSizes
 from tpfuse.plan.states import rank_parameters
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named, listed
+from tpfuse.train.decoder import shape_mesh
 from tpfuse.train.errors import UserError, check_at_least, instead_of
 from tpfuse.train.language_model import ModelConfig, outlined, parameter_count
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, rank_count
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.setup import model_config, with_layout
-from tpfuse.train.shape_mesh import shape_mesh
 from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer
 
@@ -75,10 +74,8 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
         parallel, tp=command.tp or parallel.tp, cp=command.cp or parallel.cp, pp=command.pp or parallel.pp
     )
     ranks = command.ranks or parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
-    if command.recompute is not None:
-        train = replace(train, recompute=command.recompute)
-    if command.micro_batch:
-        train = replace(train, micro_batch=command.micro_batch)
+    recompute, micro_batch = command.recompute or train.recompute, command.micro_batch or train.micro_batch
+    train = replace(train, recompute=recompute, micro_batch=micro_batch)
     return with_layout(replace(options, parallel=replace(parallel, dp=None), train=train), ranks)
 
 
@@ -121,23 +118,17 @@ def memory_of(
     if not share or share % sequences:
         raise UserError(f"micro-batches of {sequences} do not divide the {share} sequences of each rank")
     sizes, program = sizes_of("the model", config), program_of(options, config.n_head)
-    _check_shards(sizes, config, mesh)
+    if mesh is not None:
+        held = sum(local_tensor(parameter).numel() for parameter in outlined(config, mesh, torch.float32).parameters())
+        counted = rank_parameters(sizes, mesh.size())
+        if abs(held / counted - 1) > _EXACT:
+            raise UserError(
+                f"a rank of tp {mesh.size()} has {held:,} parameters, and {counted:,} if the ranks shared all layers:"
+                " the memory is not known for models of which tpfuse.parallelize leaves layers alone: count it for tp 1"
+            )
     layout = replace(layout_of(options), zero=stage)
     found = memories(sizes, layout, program, stage_blocks(options, config))
     return max(found.items(), key=lambda each: each[1].total)
-
-
-def _check_shards(sizes: ModelSizes, config: ModelConfig, mesh: DeviceMesh | None) -> None:
-    """Raise UserError if tensor-parallel ranks do not share the parameters as the formula says."""
-    if mesh is None:
-        return
-    held = sum(local_tensor(parameter).numel() for parameter in outlined(config, mesh, torch.float32).parameters())
-    counted = rank_parameters(sizes, mesh.size())
-    if abs(held / counted - 1) > _EXACT:
-        raise UserError(
-            f"a rank of tp {mesh.size()} has {held:,} parameters, and {counted:,} if the ranks shared all layers: the"
-            " memory is not known for models of which tpfuse.parallelize leaves layers alone: count it for tp 1"
-        )
 
 
 def _table(name: str, options: TrainCommand, config: ModelConfig, found: dict[int, tuple[int, RankMemory]]) -> str:

@@ -2,11 +2,10 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 from tpfuse.comm.trace import Kind, Span, observed
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import optional_package
 
 DOMAIN = "tpfuse"
 
@@ -21,14 +20,9 @@ _COLOURS: dict[Kind, int] = {  # alpha, red, green, blue
 }
 
 
-def nvtx_package() -> ModuleType:
+def nvtx_package() -> Any:
     """Return the package nvtx. Raise UserError if it is not installed."""
-    try:
-        import nvtx
-    except ImportError:
-        raise UserError("--profile.nvtx needs the package nvtx: pip install 'tpfuse[profile]'") from None
-    module: ModuleType = nvtx
-    return module
+    return optional_package("nvtx", "--profile.nvtx", "profile")
 
 
 class NvtxRanges:

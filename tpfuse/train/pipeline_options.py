@@ -1,20 +1,17 @@
 """What the options of a run mean for its pipeline: the order of a step, and the stages of the model."""
 
-from typing import Protocol
+import contextlib
+from typing import TYPE_CHECKING
 
 from tpfuse.parallel.pipeline.cut import Cost, Stage, cut_layers, explicit_cut, stage_costs
 from tpfuse.parallel.pipeline.order import Order, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.timeline import Timeline, predicted
 from tpfuse.train.options import ParallelOptions, TrainCommand
 
+if TYPE_CHECKING:
+    from tpfuse.train.language_model import ModelConfig
+
 _ROUNDS = 4  # micro-batches for each pipeline rank, by default
-
-
-class Described(Protocol):
-    """What a pipeline needs of the description of a model (`tpfuse.train.language_model.ModelConfig`)."""
-
-    def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
-        """Return the costs of each block, of what comes before the blocks, and of what comes after them."""
 
 
 def rank_count(parallel: ParallelOptions) -> int:
@@ -47,17 +44,13 @@ def micro_batch_size(options: TrainCommand) -> int:
     share, ranks = options.train.batch // options.parallel.data_ranks, options.parallel.pp
     if options.train.micro_batch or ranks == 1:
         return options.train.micro_batch or share
-    counts = [count for count in range(1, share + 1) if share % count == 0 and _accepts(options.parallel, count)]
+    counts = []
+    for count in (count for count in range(1, share + 1) if share % count == 0):
+        with contextlib.suppress(ValueError):
+            order(options.parallel.pp_schedule, ranks, stages_per_rank(options.parallel), count)
+            counts.append(count)
     enough = [count for count in counts if count >= _ROUNDS * ranks]
     return share // (enough[0] if enough else counts[-1] if counts else share)
-
-
-def _accepts(parallel: ParallelOptions, micro_batches: int) -> bool:
-    try:
-        order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
-    except ValueError:
-        return False
-    return True
 
 
 def pipeline_order(options: TrainCommand) -> Order:
@@ -71,17 +64,17 @@ def pipeline_order(options: TrainCommand) -> Order:
     return order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
 
 
-def predicted_timeline(options: TrainCommand, config: Described) -> Timeline:
+def predicted_timeline(options: TrainCommand, config: "ModelConfig") -> Timeline:
     """Return a step whose passes take time by their operations alone, in operations for each token."""
     return predicted(pipeline_order(options), pipeline_costs(options, config))
 
 
-def pipeline_costs(options: TrainCommand, config: Described) -> list[Cost]:
+def pipeline_costs(options: TrainCommand, config: "ModelConfig") -> list[Cost]:
     """Return the costs of the stages, as they are counted for the cut. Raise as `pipeline_stages` does."""
     return stage_costs(pipeline_stages(options, config), *config.part_costs())
 
 
-def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
+def pipeline_stages(options: TrainCommand, config: "ModelConfig") -> list[Stage]:
     """Return the stages of the model on all pipeline ranks. Raise ValueError for layers that cannot be cut so."""
     owners, costs = stage_owners(options.parallel), config.part_costs()
     if options.parallel.pp_layers:
@@ -89,7 +82,7 @@ def pipeline_stages(options: TrainCommand, config: Described) -> list[Stage]:
     return cut_layers(*costs, owners)
 
 
-def own_stages(options: TrainCommand, config: Described, rank: int) -> list[Stage]:
+def own_stages(options: TrainCommand, config: "ModelConfig", rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank. Raise as `pipeline_stages` does."""
     owners = stage_owners(options.parallel)
     return [stage for stage, owner in zip(pipeline_stages(options, config), owners, strict=True) if owner == rank]

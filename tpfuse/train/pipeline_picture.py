@@ -58,7 +58,10 @@ def picture(predicted: Timeline, measured: Timeline | None, step: int, gpus: str
     figure = Figure(figsize=(_WIDTH, 0.9 + len(panels) * (_MARGIN + _ROW * order.ranks)), dpi=_DPI)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", h_pad=0.1)
-    figure.suptitle(_title(order), fontsize=14, fontweight="bold")
+    turns = order.stages // order.ranks
+    stages = f" with {turns} stages each" if turns > 1 else ""
+    text = f"{order.schedule}: {order.micro_batches} micro-batches on {order.ranks} pipeline ranks{stages}"
+    figure.suptitle(text, fontsize=14, fontweight="bold")
     (column,) = figure.subplots(len(panels), 1, squeeze=False).T
     for axes, (title, timeline) in zip(column, panels, strict=True):
         _draw_panel(axes, timeline, title)
@@ -71,12 +74,6 @@ def picture(predicted: Timeline, measured: Timeline | None, step: int, gpus: str
         column[1].xaxis.set_major_formatter(lambda x, _: f"{x * 1e3:g}")
     _draw_legend(figure, order)
     return figure
-
-
-def _title(order: Order) -> str:
-    turns = order.stages // order.ranks
-    stages = f" with {turns} stages each" if turns > 1 else ""
-    return f"{order.schedule}: {order.micro_batches} micro-batches on {order.ranks} pipeline ranks{stages}"
 
 
 def _draw_panel(axes: Axes, timeline: Timeline, title: str) -> None:

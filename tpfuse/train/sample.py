@@ -3,7 +3,6 @@
 Data-parallel ranks share the texts. Each text is drawn with a seed of its own, so it is the same in any layout.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,18 +31,19 @@ def sample(folder: Path, options: SampleCommand) -> str | int:
     return on_ranks(texts, options.parallel, options.comm, folder, options)
 
 
-@dataclass(frozen=True)
-class _Continued:
-    """What the first rank has found. ends: the tokens that end a text."""
+def _continued(
+    ranks: ModelRanks, folder: Path, options: SampleCommand
+) -> tuple[SavedModel, list[int], tuple[int, ...]]:
+    """Return the model, the prompt and the tokens that end a text, on the first rank.
 
-    saved: SavedModel
-    prompt: list[int]
-    ends: tuple[int, ...]
-
-
-def _continued(ranks: ModelRanks, folder: Path, options: SampleCommand) -> _Continued:
-    """Return what is to be continued. Raise UserError, and CheckpointError if all checkpoints are damaged."""
-    text = _prompt(options)
+    Raise UserError, and CheckpointError if all checkpoints are damaged.
+    """
+    text = options.prompt
+    if options.prompt_file is not None:
+        if text != SampleCommand.prompt:
+            raise UserError("--prompt and --prompt-file were both given: expected one of them")
+        with reading(f"--prompt-file {options.prompt_file}"):
+            text = read_text(options.prompt_file)
     saved = ranks.find(folder)
     prompt, config, end = saved.tokenizer.encode(text).tolist(), saved.config, saved.tokenizer.end_of_text
     if not prompt:
@@ -53,30 +53,21 @@ def _continued(ranks: ModelRanks, folder: Path, options: SampleCommand) -> _Cont
         ends = config.ends or ends
         if len(prompt) >= config.longest:
             raise UserError(f"the prompt has {len(prompt)} tokens: expected fewer than the model's {config.longest}")
-    return _Continued(saved, prompt, ends)
+    return saved, prompt, ends
 
 
 def texts(ranks: ModelRanks, folder: Path, options: SampleCommand) -> str:
     """Return the texts of `sample`, on all ranks."""
-    task = ranks.from_first(lambda: _continued(ranks, folder, options))
-    ranks.load(task.saved)
+    saved, prompt, ends = ranks.from_first(lambda: _continued(ranks, folder, options))
+    ranks.load(saved)
     start, stop = shard_range(options.samples, ranks.replica, ranks.replicas)
     own = []
     if start < stop:
-        ids = torch.tensor(task.prompt, device=ranks.device).expand(stop - start, -1)
+        ids = torch.tensor(prompt, device=ranks.device).expand(stop - start, -1)
         drawing = Drawing(options.temperature, options.top_k, options.top_p, options.seed + start)
-        for tokens in ranks.generate(ids, options.tokens, drawing, task.ends).tolist():
+        for tokens in ranks.generate(ids, options.tokens, drawing, ends).tolist():
             # up to the token that ends a text, which is left out
-            ending = (place for place in range(len(task.prompt), len(tokens)) if tokens[place] in task.ends)
-            own.append(task.saved.tokenizer.decode(tokens[: next(ending, len(tokens))]))
+            ending = (place for place in range(len(prompt), len(tokens)) if tokens[place] in ends)
+            own.append(saved.tokenizer.decode(tokens[: next(ending, len(tokens))]))
     of_replicas = dict(ranks.gathered((ranks.replica, own)))
     return BETWEEN.join(text for replica in sorted(of_replicas) for text in of_replicas[replica])
-
-
-def _prompt(options: SampleCommand) -> str:
-    if options.prompt_file is None:
-        return options.prompt
-    if options.prompt != SampleCommand.prompt:
-        raise UserError("--prompt and --prompt-file were both given: expected one of them")
-    with reading(f"--prompt-file {options.prompt_file}"):
-        return read_text(options.prompt_file)

@@ -89,16 +89,17 @@ def check_options(options: TrainCommand) -> None:
     if options.profile.nvtx:
         nvtx_package()
     profiled_steps(options.profile.steps)
-    for check in (
-        _check_ranges,
-        _check_schedule,
-        _check_muon,
-        _check_pipeline,
-        _check_zero,
-        _check_batch,
-        _check_graph,
-    ):
+    for check in (_check_ranges, _check_schedule, _check_muon, _check_pipeline, _check_zero, _check_batch):
         check(options)
+    if options.train.cuda_graph == "yes" and (found := graph_obstacle(options)):
+        raise UserError(f"--train.cuda-graph is not for {found[0]}, {found[1]}: leave one of them out")
+
+
+def _changed(options: Any, section: str, prefix: str) -> str:
+    """Return the flags that begin with a prefix and do not have their defaults; "" for none."""
+    own = (item for item in fields(options) if item.name.startswith(prefix))
+    changed = [item.name for item in own if getattr(options, item.name) != item.default]
+    return ", ".join(f"--{section}.{name.replace('_', '-')}" for name in changed)
 
 
 def _check_ranges(options: TrainCommand) -> None:
@@ -167,13 +168,9 @@ def _check_batch(options: TrainCommand) -> None:
 def _check_pipeline(options: TrainCommand) -> None:
     """Raise UserError for options of pipelines that do not fit together."""
     parallel, train = options.parallel, options.train
-    changed = [
-        f"--parallel.{item.name.replace('_', '-')}"
-        for item in fields(ParallelOptions)
-        if item.name.startswith("pp_") and getattr(parallel, item.name) != item.default
-    ]
+    changed = _changed(parallel, "parallel", "pp_")
     if changed and parallel.pp == 1:
-        raise UserError(f"{', '.join(changed)}: only for --parallel.pp of at least 2")
+        raise UserError(f"{changed}: only for --parallel.pp of at least 2")
     with refusing(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: "):
         stage_owners(parallel)
     if train.compile and parallel.pp_schedule in ("zero_bubble", "zbv"):
@@ -198,13 +195,9 @@ def _check_schedule(options: TrainCommand) -> None:
 def _check_muon(options: TrainCommand) -> None:
     """Raise UserError for options that no Muon has, and for options of Muon beside another optimizer."""
     optim = options.optim
-    changed = [
-        f"--optim.{item.name.replace('_', '-')}"
-        for item in fields(optim)
-        if item.name.startswith("muon_") and getattr(optim, item.name) != item.default
-    ]
+    changed = _changed(optim, "optim", "muon_")
     if changed and optim.name != "muon":
-        raise UserError(f"{', '.join(changed)}: only for --optim.name muon")
+        raise UserError(f"{changed}: only for --optim.name muon")
     if optim.muon_lr is not None and not optim.lr:
         raise UserError("--optim.muon-lr follows the schedule of --optim.lr, which is 0: expected more than 0")
     with refusing("--optim.name muon: "):
@@ -233,19 +226,12 @@ def _check_zero(options: TrainCommand) -> None:
     if parallel.replicas != 1 and (zero.stage < 3 or parallel.replicas < 1 or ranks % parallel.replicas):
         expected = f"a number that divides the {ranks} data-parallel ranks" if zero.stage == 3 else "1 below stage 3"
         raise UserError(f"--parallel.replicas {parallel.replicas}: expected {expected}")
-    for name, value, usual in (
-        ("compression", zero.compression, "none"),
-        ("gradient-dtype", zero.gradient_dtype, "float32"),
-    ):
-        if zero.stage == 3 and value != usual:
-            raise UserError(f"--zero.{name} {value} is for --zero.stage 0, 1 and 2, not for 3")
+    usual = {"compression": "none", "gradient_dtype": "float32"}
+    for name in usual:
+        if zero.stage == 3 and (value := getattr(zero, name)) != usual[name]:
+            raise UserError(f"--zero.{name.replace('_', '-')} {value} is for --zero.stage 0, 1 and 2, not for 3")
     with refusing("--zero."):
         compression_of(zero.compression)
-
-
-def _check_graph(options: TrainCommand) -> None:
-    if options.train.cuda_graph == "yes" and (found := graph_obstacle(options)):
-        raise UserError(f"--train.cuda-graph is not for {found[0]}, {found[1]}: leave one of them out")
 
 
 def _check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) -> None:
@@ -281,18 +267,18 @@ def _check_lengths(options: TrainCommand, data: RunData) -> None:
     fraction, context, evaluates = options.data.val_fraction, options.model.n_positions, options.train.eval_every
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
-    found = []
-    more = "more text in --data.val-path" if data.val else "more text, a larger --data.val-fraction,"
-    for files in data.train.files:
-        val = 0 if data.val else int(files.count * fraction)
-        found += [(files, files.count - val, "training", "")]
-        found += [] if data.val else [(files, val, "validation", more)]
-    found += [(files, files.count, "validation", more) for files in (data.val.files if data.val else ())]
+    ways = "more text in --data.val-path" if data.val else "more text, a larger --data.val-fraction,"
+    kept = 0.0 if data.val else fraction  # of each source
+    found = [(files, files.count - int(files.count * kept), "training", "") for files in data.train.files]
+    if evaluates:
+        sources, share = (data.val.files, 1.0) if data.val else (data.train.files, kept)
+        way = f" ({ways} or --train.eval-every 0)"
+        found += [(files, int(files.count * share), "validation", way) for files in sources]
     for files, count, purpose, way in found:
-        if count <= context and (purpose == "training" or evaluates):
-            needs = f"a context of {context} needs {context + 1}"
-            ways = f" ({way} or --train.eval-every 0)" if way else ""
-            raise UserError(f"{files.source} has {count} tokens for {purpose}; {needs}{ways}")
+        if count <= context:
+            raise UserError(
+                f"{files.source} has {count} tokens for {purpose}; a context of {context} needs {context + 1}{way}"
+            )
 
 
 def _check_documents(files: TokenFiles) -> None:
@@ -355,16 +341,6 @@ def check_layout(options: TrainCommand, config: ModelConfig, name: Path) -> None
         _check_cut(options, config)
 
 
-def _check_shared(parallel: ParallelOptions, config: ModelConfig) -> None:
-    """Raise ValueError, or UserError, if the ranks of a layout cannot share the layers or sequences of a model."""
-    config.check(parallel.tp)
-    if isinstance(config, DecoderConfig):
-        if parallel.cp == 1:
-            return
-        config.check_context(parallel.tp)
-    _check_context(parallel, config)
-
-
 def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
     """Raise UserError if the layers of the model cannot be cut into the stages of the options."""
     given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
@@ -389,13 +365,23 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
     with refusing(f"--model.from {folder}: "):
         config = DecoderConfig.read(folder, options.model.n_positions)
         _check_shared(parallel, config)
-        if options.data.documents == "mask":
-            config.check_documents()
+    if options.data.documents == "mask":  # transformers masks them where context-parallel ranks can share the attention
+        try:
+            config.check_context(1)
+        except ValueError as error:
+            reason = str(error).removeprefix("context parallelism: ")
+            mask = f"--data.documents mask: {reason}: give --data.documents attend"
+            raise UserError(f"--model.from {folder}: {mask}") from None
     return config
 
 
-def _check_context(parallel: ParallelOptions, config: ModelConfig) -> None:
-    """Raise ValueError, or UserError, if context-parallel ranks cannot share the model's sequences."""
+def _check_shared(parallel: ParallelOptions, config: ModelConfig) -> None:
+    """Raise ValueError, or UserError, if the ranks of a layout cannot share the layers or sequences of a model."""
+    config.check(parallel.tp)
+    if isinstance(config, DecoderConfig):
+        if parallel.cp == 1:
+            return
+        config.check_context(parallel.tp)
     if parallel.cp_ulysses and parallel.cp_schedule != "ulysses_ring":
         given = f"--parallel.cp-ulysses {parallel.cp_ulysses}"
         raise UserError(f"{given} is for --parallel.cp-schedule ulysses_ring, not {parallel.cp_schedule}")

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from tpfuse.comm import trace
 from tpfuse.profile.recording import kernels_compiled_for_traces, layer_spans, record
@@ -15,7 +16,8 @@ from tpfuse.train.config import profiled_steps
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import NvtxRanges
 from tpfuse.train.options import ProfileOptions
-from tpfuse.train.torch_profile import TorchProfile
+
+_EVENTS = 200_000  # the last allocations that a snapshot keeps
 
 
 class StepProfile:
@@ -40,7 +42,7 @@ class StepProfile:
         self._group, self._device = group, device
         self._steps = profiled_steps(options.steps)
         self._wanted = bool(options.trace or options.torch) or (options.nvtx and device.type == "cuda")
-        self._torch: TorchProfile | None = None
+        self._torch: profile | None = None  # while it records
         self._whole = contextlib.ExitStack()  # of all steps
         self._stack = contextlib.ExitStack()  # of the steps to profile
 
@@ -51,9 +53,7 @@ class StepProfile:
             if self._model is not None:
                 self._whole.enter_context(layer_spans(self._model))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish()
         self._whole.close()
 
@@ -78,7 +78,7 @@ class StepProfile:
             self._stack.enter_context(_captured(self._device))
         if self._options.torch is not None:
             rank = 0 if self._group is None else self._group.rank()
-            self._torch = self._stack.enter_context(TorchProfile(self._options.torch, rank, self._device))
+            self._torch = self._stack.enter_context(torch_profile(self._options.torch, rank, self._device))
         if self._options.trace is not None:
             model = None if self._options.nvtx else self._model  # else each layer would have two spans
             self._stack.enter_context(record(self._options.trace, model, self._group, self._device, self._layout))
@@ -101,3 +101,35 @@ def _captured(device: torch.device) -> Iterator[None]:
         torch.cuda.synchronize(device)
     finally:
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def torch_profile(folder: Path, rank: int, device: torch.device) -> Iterator[profile]:
+    """Record the steps in the block by torch.profiler, whose `step` marks their ends, and write the files of a rank.
+
+    They are written after an error of a step too. FOLDER/rankN.json.gz is the trace, for ui.perfetto.dev. On GPUs
+    FOLDER/rankN.memory.pickle is a snapshot of the memory, for pytorch.org/memory_viz; on CPUs the trace itself has the
+    allocations. Raise OSError if they cannot be written.
+    """
+    on_gpu = device.type == "cuda"
+    profiler = profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+        schedule=lambda step: ProfilerAction.RECORD,  # with a schedule, the trace has a range for each step
+        record_shapes=True,
+        profile_memory=not on_gpu,
+    )
+    if on_gpu:
+        torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+    profiler.start()
+    try:
+        yield profiler
+    finally:
+        profiler.stop()  # a process whose profiler still runs crashes at its end
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if on_gpu:
+                torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.memory.pickle"))  # type: ignore[no-untyped-call]
+        finally:
+            if on_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        profiler.export_chrome_trace(str(folder / f"rank{rank}.json.gz"))

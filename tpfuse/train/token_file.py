@@ -164,7 +164,12 @@ def token_paths(path: Path) -> tuple[Path, ...] | None:
             _check_one_kind(path, files)
             return tuple(files) or None
         if is_pattern(path):
-            return _matching(path)
+            files = matches(path)
+            texts = [file for file in files if file.suffix not in (*SUFFIXES, ".idx")]
+            tokens = tuple(file for file in files if file.suffix in SUFFIXES)
+            if texts and tokens:
+                raise UserError(f"{path} matches {tokens[0]}, which holds tokens, and {texts[0]}: name them one by one")
+            return tokens or None
     except OSError as error:
         raise UserError(f"cannot read {of_disk(error)}") from None
     return (path,) if path.suffix in SUFFIXES else None
@@ -181,15 +186,6 @@ def matches(pattern: Path) -> list[Path]:
     if not files:
         raise UserError(f"no file matches {pattern}")
     return files
-
-
-def _matching(pattern: Path) -> tuple[Path, ...] | None:
-    files = matches(pattern)
-    texts = [file for file in files if file.suffix not in (*SUFFIXES, ".idx")]
-    tokens = tuple(file for file in files if file.suffix in SUFFIXES)
-    if texts and tokens:
-        raise UserError(f"{pattern} matches {tokens[0]}, which holds tokens, and {texts[0]}: name them one by one")
-    return tokens or None
 
 
 def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
@@ -290,18 +286,6 @@ def write_token_file(
     return TokenFiles((layout,), tokenizer, digest, source)
 
 
-def _read_description(path: Path) -> dict[str, Any]:
-    """Return the contents of the JSON file beside a token file. Raise UserError."""
-    beside = path.with_suffix(".json")
-    try:
-        description: dict[str, Any] = read_json(beside, {"tokenizer": {"kind": str}, "sha256": str})
-        return description
-    except OSError as error:
-        raise UserError(f"cannot read {beside}, which names the tokenizer of {path}: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"{beside} is not what `tpfuse prepare` writes beside {path.name}: {error}") from None
-
-
 def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the contents of the JSON file beside each file; an empty list if no file has one.
 
@@ -309,9 +293,16 @@ def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """
     if not any(path.with_suffix(".json").exists() for path in paths):
         return []
-    descriptions = [_read_description(path) for path in paths]
-    for path, description in zip(paths, descriptions, strict=True):
-        if description["tokenizer"] != descriptions[0]["tokenizer"]:
+    descriptions: list[dict[str, Any]] = []
+    for path in paths:
+        beside = path.with_suffix(".json")
+        try:
+            descriptions.append(read_json(beside, {"tokenizer": {"kind": str}, "sha256": str}))
+        except OSError as error:
+            raise UserError(f"cannot read {beside}, which names the tokenizer of {path}: {error.strerror}") from None
+        except Unreadable as error:
+            raise UserError(f"{beside} is not what `tpfuse prepare` writes beside {path.name}: {error}") from None
+        if descriptions[-1]["tokenizer"] != descriptions[0]["tokenizer"]:
             raise UserError(f"{path} has another tokenizer than {paths[0]}: one run takes one tokenizer")
     return descriptions
 

@@ -66,12 +66,8 @@ def token_layout(path: Path) -> TokenLayout:
         if index.is_file():
             return _of_megatron(path, size, index)
     header = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4")
-    if len(head) == HEADER_BYTES and header[0] in VERSIONS:
-        return _of_header(path, size, head, header)
-    return _without_header(path, size, head, header)
-
-
-def _of_header(path: Path, size: int, head: bytes, header: "np.ndarray[Any, Any]") -> TokenLayout:
+    if len(head) < HEADER_BYTES or header[0] not in VERSIONS:
+        return _without_header(path, size, head, header)
     magic, version = header[:2].tolist()
     count = int.from_bytes(head[8:16], "little")
     if version != VERSIONS[magic]:

@@ -267,7 +267,10 @@ class Trainer:
             factor *= optim.clip / (norm + 1e-6)
         with span("phase", "update"):
             self.optimizer.step(lr, factor, optim.muon_lr and lr * optim.muon_lr / optim.lr)
-        self._grow_scale()
+        if self._scales:
+            self.steps_since_overflow = (self.steps_since_overflow + 1) % _SCALE_INTERVAL
+            if not self.steps_since_overflow:
+                self._rescale(2.0)
         self.step += 1
         after = self.engine.traffic
         return replace(result, sent=after.sent - sent, received=after.received - received)
@@ -326,13 +329,6 @@ class Trainer:
             f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
             " update, so the last checkpoint is untouched"
         )
-
-    def _grow_scale(self) -> None:
-        if self._scales:
-            self.steps_since_overflow += 1
-            if self.steps_since_overflow == _SCALE_INTERVAL:
-                self._rescale(2.0)
-                self.steps_since_overflow = 0
 
     def _rescale(self, factor: float) -> None:
         """Scale the loss scale by `factor`, and the compression's remainders, which have the old scale, too."""
