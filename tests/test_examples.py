@@ -1,5 +1,6 @@
 """README and docs/ show the files of examples/ unchanged, and each of them runs by its first line."""
 
+import functools
 import json
 import os
 import re
@@ -20,8 +21,9 @@ PIPELINE = ROOT / "docs" / "pipeline.md"
 EXPLORER = ROOT / "docs" / "symmetric_memory.md"
 
 
+@functools.cache
 def _run(example: Path, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """Run the command in the example's first line by this Python. Return its output and errors together."""
+    """Run the command in the example's first line by this Python, once. Return its output and errors together."""
     settings, program, arguments = re.fullmatch(r"# ((?:\w+=\S+ )*)(torchrun|python) (.*)", _lines(example)[0]).groups()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -87,17 +89,22 @@ def test_an_example_runs_on_its_ranks(example: Path, server: "subprocess.Popen[s
     """The ranks have torchrun's variables; torchrun itself starts those of the pipeline below."""
     start = f"# OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node {_RANKS[example]} examples/{example.name}"
     assert _lines(example)[0] == start
+    assert _printed(example, _RANKS[example], server, tmp_path).strip(), "an example prints what it shows"
+
+
+def _printed(example: Path, world: int, server: "subprocess.Popen[str]", folder: Path) -> str:
+    """Return what the example prints on ranks that the server forks. folder: for a file."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(_RANKS[example]))
-    ranks = [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(_RANKS[example])]
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+    ranks = [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world)]
     assert server.stdin is not None and server.stdout is not None
-    print(json.dumps([str(example), str(tmp_path / "printed"), ranks]), file=server.stdin, flush=True)
+    print(json.dumps([str(example), str(folder / "printed"), ranks]), file=server.stdin, flush=True)
     statuses = json.loads(server.stdout.readline())
-    printed = (tmp_path / "printed").read_text()
-    assert statuses == [0] * len(ranks), printed
-    assert printed.strip(), "an example prints what it shows"
+    printed = (folder / "printed").read_text()
+    assert statuses == [0] * world, printed
+    return printed
 
 
 @pytest.mark.processes
@@ -111,14 +118,11 @@ def test_an_example_runs(example: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_pipeline_prints_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_the_pipeline_prints_the_losses_of_one_process(server: "subprocess.Popen[str]", tmp_path: Path) -> None:
     example = ROOT / "examples" / "pipeline.py"
-    text = example.read_text()
-    assert text.count("--nproc-per-node 2 examples/") == 1
-    (tmp_path / "pipeline.py").write_text(text.replace("--nproc-per-node 2 examples/", "--nproc-per-node 1 "))
-    done = [_run(example), _run(tmp_path / "pipeline.py", tmp_path)]
-    assert [each.returncode for each in done] == [0, 0], [each.stdout for each in done]
-    printed = [each.stdout for each in done]
+    done = _run(example)
+    assert done.returncode == 0, done.stdout
+    printed = [done.stdout, _printed(example, 1, server, tmp_path)]
     losses, expected = ([float(x) for x in re.findall(r"^step \d+: loss (.*)$", each, re.M)] for each in printed)
     (explained,) = re.findall(r"prints before the first step:\n\n```\n(.*?)^```$", PIPELINE.read_text(), re.M | re.S)
     assert printed[0].partition("step 0:")[0].endswith(explained)

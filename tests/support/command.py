@@ -62,11 +62,15 @@ class Command:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def wait_for(self, word: str) -> None:
-        """Read stdout until a line contains `word`."""
+    def wait_for(self, word: str) -> str:
+        """Read stdout until a line contains `word`, and return what was read."""
         assert self.process.stdout is not None
-        if not any(word in line for line in self.process.stdout):
-            raise AssertionError(f"ended without {word!r}: {self.process.communicate()[1]}")
+        said = ""
+        for line in self.process.stdout:
+            said += line
+            if word in line:
+                return said
+        raise AssertionError(f"ended without {word!r}: {self.process.communicate()[1]}")
 
     def wait_for_processes(self) -> None:
         """Return once no process with the mark is left."""

@@ -3,10 +3,13 @@
 No tp divides its vocabulary, no cp its sequences, and the tokens of a micro-batch are not always a multiple of tp.
 """
 
+import contextlib
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -23,13 +26,17 @@ from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
+from tpfuse.train import hardware
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import differing, newest_good, save
+from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.language_model import ModelConfig
+from tpfuse.train.launch import RankInfo, StopRequest
+from tpfuse.train.loop import TrainingLoop
 from tpfuse.train.options import DataOptions, OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.pipeline_options import rank_count
-from tpfuse.train.setup import ulysses_ranks
+from tpfuse.train.setup import PreparedRun, prepare_run, ulysses_ranks, with_layout
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero import offload
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -69,14 +76,19 @@ def ranks_of(options: TrainCommand) -> int:
     return rank_count(options.parallel)
 
 
+def _mesh(options: TrainCommand, config: ModelConfig) -> DeviceMesh | None:
+    parallel = options.parallel
+    if ranks_of(options) == 1:
+        return None
+    ulysses = ulysses_ranks(parallel, config.n_head // parallel.tp)
+    return mesh_of(parallel.data_ranks, parallel.tp, parallel.cp, ulysses, parallel.pp)
+
+
 def new_trainer(
     options: TrainCommand, config: ModelConfig = CONFIG, device: str = "cpu", mesh: DeviceMesh | None = None
 ) -> tuple[Trainer, Windows]:
     """Return a trainer on all ranks of the pool, and batches of a sequence that can be learned. mesh: that of GPUs."""
-    parallel = options.parallel
-    if ranks_of(options) > 1 and mesh is None:
-        ulysses = ulysses_ranks(parallel, config.n_head // parallel.tp)
-        mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp, ulysses, parallel.pp)
+    mesh = _mesh(options, config) if mesh is None else mesh
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)
     seed, batch, order = options.train.seed, options.train.batch, options.data.order
@@ -165,3 +177,18 @@ def check_same(found: Result, expected: Result, tolerance: float = 1e-10) -> Non
     for name, weight in expected[2].items():
         actual = found[2][name].reshape(weight.shape)  # tensor-parallel ranks keep a packed projection part by part
         torch.testing.assert_close(actual, weight, rtol=tolerance, atol=tolerance / 100, msg=name)
+
+
+def prepared(words: Sequence[object], world: int) -> PreparedRun:
+    """Return the run of the command line `tpfuse train WORDS` on the ranks of a pool."""
+    return prepare_run(with_layout(parse_train([*map(str, words)]), world))
+
+
+def looped(run: PreparedRun, stop: Callable[[], bool] = lambda: False) -> str:
+    """Take all steps of a run on this rank of a pool, and return what this rank prints. stop: whether it must stop."""
+    mesh = _mesh(run.options, run.config)
+    rank, world = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+    info = RankInfo(rank, world, rank, world, None)
+    with contextlib.redirect_stdout(io.StringIO()) as out, mock.patch.object(hardware, "PROBE_SECONDS", 0.01):
+        TrainingLoop(info, run, mesh, torch.device("cpu"), cast(StopRequest, stop)).run_to_end()
+    return out.getvalue()

@@ -26,11 +26,14 @@ def test_flags_override_the_file_which_overrides_the_preset_and_the_defaults(tmp
 
 
 def test_resolved_options_give_the_same_run_again(tmp_path: Path) -> None:
-    options = parse_train(["--model.n-embd", "64", "--data.path", "a/b.txt", "--optim.beta2", "0.5"])
+    lengths = "--optim.warmup 375e6tokens --optim.decay-steps 700"
+    options = parse_train(f"--model.n-embd 64 --data.path a/b.txt --optim.beta2 0.5 {lengths}".split())
+    assert (options.optim.warmup, options.optim.decay_steps) == ("375e6tokens", 700)
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(resolved(options)))
     again = parse_train(["--config", str(file)])
     assert resolved(again) == resolved(options)
+    assert parse_train(["--config", str(file), "--optim.warmup", "3"]).optim.warmup == 3
     assert resolved(parse_train(["--kernels", "torch"]))["kernels"] == "torch"
 
 
@@ -129,12 +132,3 @@ def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:
     for arguments in ([], ["--config", str(file)], ["--out"]):
         with pytest.raises(UserError, match=r"^--out FOLDER is needed"):
             parse_prepare(arguments)
-
-
-def test_lengths_of_the_schedule_are_steps_or_tokens(tmp_path: Path) -> None:
-    options = parse_train(["--optim.warmup", "375e6tokens", "--optim.decay-steps", "700"])
-    assert (options.optim.warmup, options.optim.decay_steps) == ("375e6tokens", 700)
-    file = tmp_path / "config.toml"
-    file.write_text(tomli_w.dumps(resolved(options)))
-    assert parse_train(["--config", str(file)]).optim == options.optim
-    assert parse_train(["--config", str(file), "--optim.warmup", "3"]).optim.warmup == 3

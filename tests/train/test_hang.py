@@ -86,18 +86,6 @@ def test_the_missing_rank_is_described(tmp_path: Path, commands: Commands, missi
     assert (silent in out) == (not missing["stack"])
 
 
-def test_the_cause_is_the_rank_that_waited_for_nobody(tmp_path: Path, commands: Commands) -> None:
-    """Rank 0 waits for rank 1, which waits for rank 2. Records of an earlier failure are left out."""
-    _write(tmp_path, 0, 1, MINE, _entry(1))
-    _write(tmp_path, 1, 2, _entry(1), _entry(2))
-    _write(tmp_path, 3, 9, MINE, _entry(3), written=-300.0, waited=99.0)
-    (tmp_path / "metrics.jsonl").write_text("no record")
-    assert commands.do("hang", tmp_path).startswith("In all_gather of step 41, rank 1 waited 60.0 s for rank 2.\n")
-    _write(tmp_path, 0, None, MINE, _entry(1))
-    (tmp_path / "flight_record_rank1.json").unlink()
-    assert "rank 0 waited 60.0 s, but no single rank was late." in commands.do("hang", tmp_path)
-
-
 @pytest.mark.parametrize("other", [0, 2])
 def test_the_stack_of_each_rank_is_shown_from_the_record_that_has_it(
     other: int, tmp_path: Path, commands: Commands
@@ -108,45 +96,37 @@ def test_the_stack_of_each_rank_is_shown_from_the_record_that_has_it(
     assert found == [(str(rank), "unknown" if rank == 2 - other else "File") for rank in range(3)]
 
 
+STEP = "In all_gather of step 41"
+LATE = {"waited": 0.0}
+
+
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([{"rank": 0, "missing": 1, "step": -1}], "In all_gather, rank 0 waited 60.0 s for rank 1.\n"),
+        ([(0, 1, {"step": -1})], "In all_gather, rank 0 waited 60.0 s for rank 1.\n"),
+        ([(0, None, {})], f"{STEP}, rank 0 waited 60.0 s, but no single rank was late."),
+        # Rank 0 waits for rank 1, which waits for rank 2. The record of an earlier failure is left out.
+        (
+            [(0, 1, {}), (1, 2, {}), (3, 9, {"written": -300.0, "waited": 99.0})],
+            f"{STEP}, rank 1 waited 60.0 s for rank 2.\n",
+        ),
+        # Rank 0 was missing, and comes when the others have given up.
+        ([(0, 0, LATE)], f"{STEP}, rank 0 came too late: the other ranks had stopped waiting for it."),
+        ([(0, 0, LATE), (1, 0, {"waited": 2.0}), (2, 0, {})], f"{STEP}, ranks 1, 2 waited 60.0 s for rank 0.\n"),
         # Ranks wait for each other; rank 2 came too late, which the others did not wait for.
         (
-            [
-                {"rank": 0, "missing": 1},
-                {"rank": 1, "missing": 0, "waited": 50.0},
-                {"rank": 2, "missing": 2, "waited": 90.0},
-            ],
-            "In all_gather of step 41, rank 0 waited 60.0 s for rank 1.\n",
+            [(0, 1, {}), (1, 0, {"waited": 50.0}), (2, 2, {"waited": 90.0})],
+            f"{STEP}, rank 0 waited 60.0 s for rank 1.\n",
         ),
         # A rank that is named is a cause before a stopped one.
-        (
-            [{"rank": 0, "missing": None, "waited": 90.0}, {"rank": 2, "missing": 3}],
-            "In all_gather of step 41, rank 2 waited 60.0 s for rank 3.\n",
-        ),
+        ([(0, None, {"waited": 90.0}), (2, 3, {})], f"{STEP}, rank 2 waited 60.0 s for rank 3.\n"),
     ],
 )
-def test_the_first_line_names_the_cause(
-    tmp_path: Path, commands: Commands, records: list[dict[str, Any]], said: str
-) -> None:
-    for record in records:
-        rank, missing = record.pop("rank"), record.pop("missing")
-        _write(tmp_path, rank, missing, MINE, _entry(1, state="T (stopped)"), _entry(2), _entry(3), **record)
+def test_the_first_line_names_the_cause(tmp_path: Path, commands: Commands, records: list[Any], said: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text("no record")
+    for rank, missing, more in records:
+        _write(tmp_path, rank, missing, MINE, _entry(1, state="T (stopped)"), _entry(2), _entry(3), **more)
     assert commands.do("hang", tmp_path).startswith(said)
-
-
-def test_a_rank_that_came_too_late_is_no_waiting_rank(tmp_path: Path, commands: Commands) -> None:
-    """Rank 0 was missing, and comes when the others have given up."""
-    _write(tmp_path, 0, 0, MINE, _entry(1), waited=0.0)
-    said = commands.do("hang", tmp_path)
-    assert said.startswith(
-        "In all_gather of step 41, rank 0 came too late: the other ranks had stopped waiting for it."
-    )
-    _write(tmp_path, 1, 0, MINE, _entry(1), waited=2.0)
-    _write(tmp_path, 2, 0, MINE, _entry(1), waited=60.0)
-    assert commands.do("hang", tmp_path).startswith("In all_gather of step 41, ranks 1, 2 waited 60.0 s for rank 0.\n")
 
 
 def test_a_stopped_rank_is_described_although_no_rank_was_late(tmp_path: Path, commands: Commands) -> None:

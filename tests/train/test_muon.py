@@ -53,7 +53,7 @@ LAYOUTS: list[Layout] = [
     {"cp": 4, "cp_schedule": "ulysses_ring", "stage": 2, "accumulation": 2},
     {},
 ]
-PAIRS = [(LAYOUTS[a], LAYOUTS[(a + step) % len(LAYOUTS)]) for step in (1, 5) for a in range(len(LAYOUTS))]
+PAIRS = [(layout, LAYOUTS[(place + 5) % len(LAYOUTS)]) for place, layout in enumerate(LAYOUTS)]
 FIRST = ({"pp": 2, "accumulation": 4}, {"dp": 2, "stage": 3, "accumulation": 2})
 
 
@@ -73,10 +73,8 @@ def test_a_run_goes_on_in_another_layout_as_on_one_rank(tmp_path: Path, before: 
     [
         ("gpt2", {"tp": 2}),
         *exhaustive(
-            ("phi3_shared", {"tp": 2}),
             ("phi3_shared", {"dp": 2, "stage": 3, "accumulation": 2}),
-            ("phi3", {"tp": 2, "dp": 2, "stage": 1}),
-            ("gpt2", {"tp": 2, "dp": 2, "stage": 2}),
+            ("phi3_shared", {"tp": 2, "dp": 2, "stage": 1}),
             ("gpt2", {"pp": 2, "dp": 2, "stage": 3, "accumulation": 2}),
             ("neox", {"tp": 2, "dp": 2, "stage": 3}),
             ("llama_three_kv_heads", {"tp": 2, "cp": 2, "stage": 1}),

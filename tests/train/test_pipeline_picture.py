@@ -1,7 +1,5 @@
 """The picture of a pipeline's step shows each computation where it was, and a run writes one."""
 
-import contextlib
-import io
 import itertools
 import re
 from pathlib import Path
@@ -10,26 +8,20 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
-from tests.support.meshes import mesh_of
-from tests.support.training import new_trainer, options_of
+from tests.support.training import looped, new_trainer, options_of, prepared
 from tpfuse.parallel.pipeline.order import Kind, order
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline, usual_seconds
 from tpfuse.testing.ranks import pool
-from tpfuse.train import hardware, loop, pipeline_picture
-from tpfuse.train.config import parse_train
-from tpfuse.train.launch import RankInfo
-from tpfuse.train.loop import TrainingLoop
+from tpfuse.train import loop, pipeline_picture
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.pipeline_options import pipeline_order
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture
 from tpfuse.train.predicted import prediction
-from tpfuse.train.setup import PreparedRun, prepare_run, with_layout
-from tpfuse.train.stop import StopRequest
+from tpfuse.train.setup import PreparedRun
 
 
 def _boxes(axes: Axes) -> list[list[tuple[float, float]]]:
@@ -80,34 +72,26 @@ def _drawn(run: PreparedRun, stop_after: int, gpu: tuple[str, int] = ("", 0)) ->
 
     Return what rank 0 draws, and what the run prints. gpu: the name and the memory of the device.
     """
-    rank, steps = dist.get_rank(), itertools.count(1)
-    mesh = mesh_of(1, 1, pp=2)
-
-    def stop() -> bool:
-        return next(steps) >= stop_after and rank == 1
-
+    steps = itertools.count(1)
     with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        mock.patch.object(hardware, "PROBE_SECONDS", 0.01),
         mock.patch.object(loop, "name_and_memory", return_value=gpu),
         mock.patch.object(pipeline_picture, "draw_pipeline", wraps=draw_pipeline) as draw,
     ):
-        info = RankInfo(rank, 2, rank, 2, None)
-        TrainingLoop(info, run, mesh, torch.device("cpu"), cast(StopRequest, stop)).run_to_end()
+        printed = looped(run, lambda: next(steps) >= stop_after and dist.get_rank() == 1)
     assert draw.call_count <= 1
-    return draw.call_args.args[1:] if draw.called else None, out.getvalue()
+    return draw.call_args.args[1:] if draw.called else None, printed
 
 
-@pytest.mark.processes
+@pytest.mark.exhaustive
 def test_a_stopped_run_draws_the_step_that_it_has_taken_last(flags: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def train(steps: int, stop_after: int = 99) -> Drawn | None:
         words = f"--train.eval-every 0 --train.steps {steps} --parallel.pp 2 --out {out}".split()
-        options = with_layout(parse_train([*flags, *words, *(["--resume"] if out.exists() else [])]), 2)
-        (drawn, _), (other, _) = pool(2).run(_drawn, prepare_run(options), stop_after)
+        run = prepared([*flags, *words, *(["--resume"] if out.exists() else [])], 2)
+        (drawn, _), (other, _) = pool(2).run(_drawn, run, stop_after)
         assert other is None
-        assert drawn is None or drawn[0].order == pipeline_order(options)
+        assert drawn is None or drawn[0].order == pipeline_order(run.options)
         return cast("Drawn | None", drawn)
 
     for steps, stop_after, step in ((9, 2, 2), (4, 99, 4)):
@@ -126,11 +110,11 @@ def test_a_stopped_run_draws_the_step_that_it_has_taken_last(flags: list[str], t
     assert drawn is not None and drawn[1] is None and (out / NAME).exists()
 
 
-@pytest.mark.processes
+@pytest.mark.exhaustive
 def test_a_run_on_a_known_gpu_is_predicted_by_the_model_of_cost(flags: list[str], tmp_path: Path) -> None:
     """Its first lines, its picture and its metrics say the same."""
     words = f"--train.steps 2 --parallel.pp 2 --out {tmp_path / 'run'}".split()
-    run, gpu = prepare_run(with_layout(parse_train([*flags, *words]), 2)), ("NVIDIA H100 80GB HBM3", 85 * 10**9)
+    run, gpu = prepared([*flags, *words], 2), ("NVIDIA H100 80GB HBM3", 85 * 10**9)
     (drawn, printed), _ = pool(2).run(_drawn, run, 99, gpu)
     expected = prediction(run.options, run.config, *gpu, 2)
     assert drawn is not None and expected is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tests.support.training import CONFIG, Result, check_same, new_trainer, options_of, ranks_of, train, trained
+from tests.support.training import CONFIG, Result, check_same, new_trainer, options_of, ranks_of, trained
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import TIED
 from tpfuse.models.gpt_block import Block
@@ -36,10 +36,7 @@ CHAINS: list[tuple[Layout, ...]] = [
     *exhaustive(
         # Ranks with several stages have prefetched parameters that have not been used when a checkpoint is loaded.
         ([{**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 3}, {**P4, "pp_schedule": "zero_bubble"}],),
-        ([P4, {**T2D2, "stage": 1}, {**D2P2, "stage": 3}],),
         ([{**T2D2, "stage": 3}, P4, {**T2C2, "stage": 1}],),
-        ([{**D2P2, "stage": 2}, {**T2C2, "stage": 3}, ZBV],),
-        ([ZBV, P4, {}],),
         ([{}, ZBV, {**D2P2, "pp_schedule": "zbv", "stage": 1}],),
     ),
 ]
@@ -96,10 +93,8 @@ def on_one_rank() -> tuple[float, list[list[list[int]]]]:
     "layout",
     [
         {"pp": 2, "tp": 2, "pp_schedule": "zbv", "accumulation": 4},
-        *exhaustive({"pp": 4, "pp_schedule": "zero_bubble", "accumulation": 4}),
         *exhaustive({"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}),
-        *exhaustive({"pp": 2, "cp": 2, "pp_schedule": "zbv", "accumulation": 4}),
-        *exhaustive({"pp": 2, "cp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b", "accumulation": 4}),
+        *exhaustive({"pp": 2, "cp": 2, "pp_schedule": "interleaved_1f1b", "accumulation": 4}),
     ],
     ids=str,
 )
@@ -159,7 +154,6 @@ MESSAGES = {
         ({"pp": 2, "pp_schedule": "zero_bubble", "accumulation": 4}, "gradient", 2),
         *exhaustive(
             ({"pp": 2, "pp_schedule": "zbv", "accumulation": 4}, "parameter", 1),
-            *(({"pp": 4, "accumulation": 4}, kind, layer) for kind, layer in zip(MESSAGES, (0, 1, 3), strict=True)),
             *(({"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}, kind, 2) for kind in MESSAGES),
             *(({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 3}, kind, 2) for kind in MESSAGES),
         ),
@@ -186,7 +180,7 @@ def overflowed(layout: Layout) -> list[tuple[bool, bool, float, float, int]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("gpipe", "interleaved_1f1b", "zero_bubble", "zbv")])
+@pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("zbv")])
 def test_an_overflow_halves_the_loss_scale_of_all_ranks(schedule: str) -> None:
     first, second = pool(2).run(overflowed, {"pp": 2, "pp_schedule": schedule, "accumulation": 4})
     assert first == second
@@ -195,22 +189,3 @@ def test_an_overflow_halves_the_loss_scale_of_all_ranks(schedule: str) -> None:
     assert [each[3] for each in first[:-1]] == [2.0 ** (33 - step) for step in range(len(skipped))]
     assert [each[1] for each in first] == [True, *[False] * len(skipped)], "all ranks know that one has to stop"
     assert [each[4] for each in first] == list(range(1, len(first) + 1)), "a skipped step counts"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "more"),
-    [
-        *exhaustive(*((name, {"dtype": "float32", "autocast": "bfloat16"}) for name in ("zero_bubble", "1f1b"))),
-        *exhaustive(("1f1b", {"dtype": "bfloat16", "dp": 2, "stage": 2, "gradient_dtype": "parameter"})),
-        *exhaustive(("zbv", {"dtype": "bfloat16", "dp": 2, "stage": 1, "reduce_dtype": "parameter"})),
-    ],
-    ids=str,
-)
-def test_losses_in_16_bits_are_near_those_of_one_rank(schedule: str, more: Layout) -> None:
-    """bfloat16 has 8 bits, so roundings at other places change the losses by at most 1 %."""
-    plain = {name: value for name, value in more.items() if name in ("dtype", "autocast")}
-    losses = pool(1).run(train, options_of(4, **plain), 10, "auto", None, None, FOUR)[0][0]
-    options = options_of(3 if "dp" in more else 6, pp=2, pp_schedule=schedule, **more)
-    for found, _, _ in trained(options, 10, "auto", None, None, FOUR):
-        assert found == pytest.approx(losses, rel=1e-2)
-        assert found[-1] < found[0] - 0.1

@@ -22,9 +22,7 @@ H100 = "NVIDIA H100 80GB HBM3", 85 * 10**9
         (*H100, "h100"),
         ("NVIDIA A100-SXM4-40GB", 42 * 10**9, "a100-40gb"),
         ("NVIDIA A100-SXM4-80GB", 85 * 10**9, "a100"),
-        ("NVIDIA H200", 150 * 10**9, "h200"),
         ("NVIDIA H100 PCIe", 85 * 10**9, None),
-        ("NVIDIA GeForce RTX 4090", 24 * 10**9, None),
         ("", 0, None),
     ],
 )

@@ -188,8 +188,7 @@ def _expected(folder: Path, length: int, batch: int) -> float:
     [
         (2, 2, 1, 0, "float32", 16),
         (2, 1, 1, 3, "bfloat16", 8),
-        *exhaustive((1, 1, 1, 0, "float64", 16), (2, 1, 1, 1, "float32", 16), (2, 1, 1, 2, "bfloat16", 16)),
-        *exhaustive((4, 2, 1, 3, "float32", 16), (4, 2, 2, 2, "float32", 8), (3, 1, 1, 3, "float32", 16)),
+        *exhaustive((1, 1, 1, 0, "float64", 16), (4, 2, 2, 2, "float32", 8), (3, 1, 1, 3, "float32", 16)),
     ],
 )
 def test_every_layout_loads_a_hugging_face_folder(

@@ -1,7 +1,6 @@
 """torchrun starts `tpfuse train` on two nodes of two ranks each, which are network namespaces of this machine."""
 
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -32,18 +31,13 @@ def _losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["loss"] is not None]
 
 
-@functools.cache
-def _on_one_rank(flags: tuple[str, ...]) -> list[float]:
+def _on_one_rank(flags: list[str]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         assert run(["train", *flags, "--parallel.dp", "1", "--out", f"{folder}/one"]) == 0
         return _losses(Path(folder) / "one")
 
 
-ZERO = {
-    "3 --parallel.replicas 2": 1e-5,
-    "2 --zero.compression bf16 --parallel.pp 2": 1e-3,
-    "1 --zero.compression powersgd-4 --parallel.pp 2": 3e-2,
-}
+ZERO = {"3 --parallel.replicas 2": 1e-5, "2 --zero.compression bf16 --parallel.pp 2": 1e-3}
 
 
 @pytest.mark.parametrize("stage", ZERO)
@@ -66,7 +60,7 @@ def test_two_nodes_train_to_the_losses_of_one_rank(flags: list[str], tmp_path: P
         layout = "dp 2 x pp 2" if "--parallel.pp 2" in stage else "dp 4"
         assert bool(re.search(f"^ranks .*{layout} on cpu", ended.stdout, re.M)) == (node == 0)
         assert ("2 nodes of 2 ranks" in ended.stdout) == (node == 0 and stage[0] != "3"), "the split that compresses"
-    one, two = _on_one_rank(tuple(flags)), _losses(out)
+    one, two = _on_one_rank(flags), _losses(out)
     assert len(one) == int(steps) and one[-1] < one[0]
     assert two == pytest.approx(one, rel=ZERO[stage])
 
@@ -114,12 +108,7 @@ def _across(layout: dict[str, Any]) -> tuple[Result, dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        *({"pp_schedule": name, "tp": 2, "accumulation": 6} for name in ("1f1b", "interleaved_1f1b", "zbv")),
-        {"dp": 2, "stage": 1, "accumulation": 3},
-    ],
-    ids=str,
+    "layout", [{"pp_schedule": "zbv", "tp": 2, "accumulation": 6}, {"dp": 2, "stage": 1, "accumulation": 3}], ids=str
 )
 def test_a_pipeline_across_nodes_trains_like_one_rank(layout: dict[str, Any]) -> None:
     expected = trained(options_of(), 10, "auto", None, None, FOUR)[0]
