@@ -1,14 +1,11 @@
-"""What the options of a pipeline mean: the layout, the size of a micro-batch, and the predicted idle shares."""
-
-from dataclasses import replace
+"""What the options of a pipeline mean: the layout, and the size of a micro-batch."""
 
 import pytest
 
-from tests.support.training import CONFIG
 from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order, pipeline_stages, predicted_timeline
+from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order
 from tpfuse.train.setup import with_layout
 
 
@@ -50,23 +47,3 @@ def test_a_pipeline_has_by_default_at_least_four_micro_batches_for_each_rank(wor
 def test_a_world_of_another_size_is_refused(words: str, world: int, error: str) -> None:
     with pytest.raises(UserError, match=error):
         options_of(words, world)
-
-
-def test_predicted_idle_shares_are_those_of_the_papers_where_stages_are_equal() -> None:
-    """A pipeline of p ranks and m micro-batches idles for (p - 1) / (m + p - 1) of the step (arXiv:1811.06965)."""
-    config = replace(CONFIG, n_layer=4, vocab_size=1)
-    blocks, _, head = config.part_costs()
-    simulated = predicted_timeline(options_of("--parallel.pp 4 --train.batch 8 --train.micro-batch 1"), config)
-    idle = [simulated.idle_share(rank) for rank in range(4)]
-    longer = (blocks[-1] + head).flops / blocks[-1].flops  # the last stage also has the head
-    assert idle[0] == idle[1] == idle[2] and idle[3] < idle[0]
-    assert idle[0] == pytest.approx(3 / 11, abs=2 * (longer - 1))
-
-
-def test_stages_are_those_of_pp_layers() -> None:
-    config, words = replace(CONFIG, n_layer=6), "--parallel.pp 2 --parallel.pp-schedule interleaved_1f1b"
-    counts = {
-        more: [len(stage.layers) for stage in pipeline_stages(options_of(f"{words} {more}"), config)]
-        for more in ("--parallel.pp-layers 1,2,1,2", "--parallel.pp-stages-per-rank 3")
-    }
-    assert list(counts.values()) == [[1, 2, 1, 2], [1] * 6]

@@ -10,7 +10,6 @@ import tempfile
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,7 +46,6 @@ from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import PreparedRun
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero import engine, offload
-from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 Layout = dict[str, Any]
@@ -133,13 +131,6 @@ def test_losses_with_16_bit_gradients_are_near_those_with_32(stage: int, more: d
     plain, found = trained(options_of(**common), 10)[0], trained(options_of(stage=stage, **common, **more), 10)[0]
     assert found[0] == pytest.approx(plain[0], rel=1e-2)
     assert found[0] != plain[0]
-
-
-@pytest.mark.parametrize(("device", "more"), [("cpu", ""), ("cuda", "; NCCL gathers on multiprocessors, since ")])
-def test_a_run_says_what_gathers_parameters(device: str, more: str) -> None:
-    trainer = SimpleNamespace(engine=mock.Mock(spec=FullySharded), device=torch.device(device))
-    said = vars(Trainer)["exchanged_by"].fget(trainer)
-    assert said.startswith(f"fully_shard{more}") and bool(more) == (said != "fully_shard")
 
 
 def remainders_resume(folder: Path, before: Layout, after: Layout) -> None:
