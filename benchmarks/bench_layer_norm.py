@@ -59,5 +59,5 @@ def _liger(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def cases(tiny: bool) -> list[BenchCase]:
     """Return cases of GPT-2's largest width and of the larger models' widths."""
-    shape = partial(LayerNormShape, terms=("bias",))
+    shape = partial(LayerNormShape, with_bias=True)
     return norm_cases("layer_norm", tiny, MODELS[3:], shape, _plain, _liger)

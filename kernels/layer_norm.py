@@ -2,8 +2,7 @@
 
 A row that fits in a block is read once and stays in registers, so that the variance is a second pass over registers,
 not E[x²] - E[x]², which loses all digits where the mean is large. For longer rows the moments of the blocks are merged
-(Chan, Golub and LeVeque 1983) and all blocks but the last are read again, from the L2 cache. A residual is added in the
-same pass: the sum is rounded to x's dtype, stored, and its rounded value normalised, as if stored and loaded.
+(Chan, Golub and LeVeque 1983) and all blocks but the last are read again, from the L2 cache.
 
 The backward pass is in `layer_norm_backward`.
 """
@@ -26,16 +25,6 @@ def load_rows(ptr, rows, stride, offs_c, mask):
 
 
 @triton.jit
-def _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask):
-    """Load x, or x + residual rounded to x's dtype, in float32."""
-    x = load_rows(x_ptr, rows, x_stride, offs_c, mask)
-    if residual_ptr is not None:
-        x += load_rows(residual_ptr, rows, residual_stride, offs_c, mask)
-        x = rounded(x, x_ptr.dtype.element_ty).to(tl.float32)
-    return x
-
-
-@triton.jit
 def _merge_moments(x, mask, seen, count, mean, squares, CENTERED: tl.constexpr):
     """Merge (mean, Σ (x - mean)²) of `seen` columns with a block of `count` more; without CENTERED (0, Σ x²)."""
     if CENTERED:
@@ -52,30 +41,25 @@ def _merge_moments(x, mask, seen, count, mean, squares, CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _store_normalized(x, weight_ptr, bias_ptr, out_ptr, summed_ptr, rows, C, offs_c, mask, mask_c, mean, rstd):
+def _store_normalized(x, weight_ptr, bias_ptr, out_ptr, rows, C, offs_c, mask, mask_c, mean, rstd):
     weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     out = (x - mean[:, None]) * rstd[:, None] * weight
     if bias_ptr is not None:
         out += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     tl.store(out_ptr + rows * C + offs_c, rounded(out, out_ptr.dtype.element_ty), mask=mask)
-    if summed_ptr is not None:
-        tl.store(summed_ptr + rows * C + offs_c, rounded(x, summed_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def norm_forward_kernel(
     x_ptr,  # [M, C] bf16, read
-    residual_ptr,  # [M, C] bf16, read; or None
     weight_ptr,  # [C] bf16, read
     bias_ptr,  # [C] bf16, read; or None
     out_ptr,  # [M, C] bf16, written
-    summed_ptr,  # [M, C] bf16, written; None without residual
     mean_ptr,  # [M] float32, written; None for rms_norm
     rstd_ptr,  # [M] float32, written
     M,
     C,
     x_stride,
-    residual_stride,
     eps,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -89,54 +73,45 @@ def norm_forward_kernel(
     for start in range(0, last, BLOCK_C):
         offs_c = (start + tl.arange(0, BLOCK_C))[None, :]
         mask = mask_m[:, None] & (offs_c < C)
-        x = _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask)
+        x = load_rows(x_ptr, rows, x_stride, offs_c, mask)
         mean, squares = _merge_moments(x, mask, start, min(C - start, BLOCK_C), mean, squares, mean_ptr is not None)
 
     offs_c = (last + tl.arange(0, BLOCK_C))[None, :]
     mask_c = offs_c < C
     mask = mask_m[:, None] & mask_c
-    x = _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask)
+    x = load_rows(x_ptr, rows, x_stride, offs_c, mask)
     mean, squares = _merge_moments(x, mask, last, C - last, mean, squares, mean_ptr is not None)
     rstd = 1.0 / tl.sqrt_rn(squares / C + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + offs_m, mean, mask=mask_m)
     tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
-    _store_normalized(x, weight_ptr, bias_ptr, out_ptr, summed_ptr, rows, C, offs_c, mask, mask_c, mean, rstd)
+    _store_normalized(x, weight_ptr, bias_ptr, out_ptr, rows, C, offs_c, mask, mask_c, mean, rstd)
 
     for start in range(0, last, BLOCK_C):
         offs_c = (start + tl.arange(0, BLOCK_C))[None, :]
         mask_c = offs_c < C
         mask = mask_m[:, None] & mask_c
-        x = _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask)
-        _store_normalized(x, weight_ptr, bias_ptr, out_ptr, summed_ptr, rows, C, offs_c, mask, mask_c, mean, rstd)
+        x = load_rows(x_ptr, rows, x_stride, offs_c, mask)
+        _store_normalized(x, weight_ptr, bias_ptr, out_ptr, rows, C, offs_c, mask, mask_c, mean, rstd)
 
 
 def norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None = None,
-    *,
-    centered: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return (out, summed, mean, rstd), where out is the normalised x or, with a residual, the normalised summed.
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return (out, mean, rstd), where out is the normalised x.
 
     centered: layer_norm; otherwise rms_norm, whose mean is None, rstd 1 / sqrt(mean(x²) + eps), and which multiplies by
     the weight in float32, before the result is rounded, as torch.nn.functional.rms_norm does (arXiv:1910.07467).
 
-    x, residual: [M, C] of one dtype of float32, float16, bfloat16, rows of any stride (tensors whose columns have
-    another stride than 1 are copied first), C from 1 up; weight, bias: [C] of one such dtype. out and summed = x +
-    residual (None without a residual) have x's dtype; mean and rstd = 1 / sqrt(var + eps) are [M] float32. Raise
-    ValueError for other shapes, dtypes or devices.
+    x: [M, C] of float32, float16 or bfloat16, rows of any stride (a tensor whose columns have another stride than 1 is
+    copied first), C from 1 up; weight, bias: [C] of one such dtype. out has x's dtype; mean and rstd = 1 / sqrt(var +
+    eps) are [M] float32. Raise ValueError for other shapes, dtypes or devices.
     """
     operator = "layer_norm" if centered else "rms_norm"
-    check_norm(operator, x, weight, bias, residual=residual)
+    check_norm(operator, x, weight, bias)
     (m, c), device = x.shape, x.device
     x = unit_columns(x)
-    residual = None if residual is None else unit_columns(residual)
     out = torch.empty(m, c, dtype=x.dtype, device=device)
-    summed = None if residual is None else torch.empty_like(out)
     mean = torch.empty(m, dtype=torch.float32, device=device) if centered else None
     rstd = torch.empty(m, dtype=torch.float32, device=device)
     row = choose_configuration("layer_norm", device, x.dtype, C=c)
@@ -144,21 +119,18 @@ def norm_forward(
         norm_forward_kernel,
         (cdiv(m, row.blocks["BLOCK_M"]),),
         x_ptr=x,
-        residual_ptr=residual,
         weight_ptr=weight.contiguous(),
         bias_ptr=None if bias is None else bias.contiguous(),
         out_ptr=out,
-        summed_ptr=summed,
         mean_ptr=mean,
         rstd_ptr=rstd,
         M=m,
         C=c,
         x_stride=x.stride(0),
-        residual_stride=0 if residual is None else residual.stride(0),
         eps=eps,
         **row.options,
     )
-    return out, summed, mean, rstd
+    return out, mean, rstd
 
 
 def unit_columns(x: Tensor) -> Tensor:
@@ -166,16 +138,13 @@ def unit_columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, **like_x: Tensor | None) -> None:
-    """Raise ValueError unless x is [M, C], `like_x` are too, in its dtype, and weight and bias are [C]."""
-    check_floats(operator, x=x, **like_x)
+def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Raise ValueError unless x is [M, C] and weight and bias are [C]."""
+    check_floats(operator, x=x)
     check_floats(operator, weight=weight, bias=bias)
     check_device(operator, "x", x, "weight", weight)
     if x.ndim != 2 or not x.shape[1]:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, C] with C of at least 1")
-    for name, other in like_x.items():
-        if other is not None:
-            check_shape(operator, name, other, tuple(x.shape))
     check_shape(operator, "weight", weight, (x.shape[1],))
     if bias is not None:
         check_shape(operator, "bias", bias, (x.shape[1],))

@@ -1,9 +1,8 @@
 """Backward of layer_norm and rms_norm. With x̂ = (x - mean) rstd and u = grad_out weight:
 
-    dx = (u - x̂ mean(u x̂) - mean(u)) rstd + grad_summed        dweight = Σ grad_out x̂        dbias = Σ grad_out
+    dx = (u - x̂ mean(u x̂) - mean(u)) rstd        dweight = Σ grad_out x̂        dbias = Σ grad_out
 
-rms_norm has no mean, and so neither mean(u) nor dbias. grad_summed is the gradient of the residual stream; it is added
-before dx is rounded.
+rms_norm has no mean, and so neither mean(u) nor dbias.
 
 A fixed number of programs loop over the rows and keep their part of the weights' gradients in registers, in float32; a
 second kernel adds the parts in order. The kernels use no atomics, so that every run gives the same bits. For rows that
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_shape
+from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.layer_norm import check_norm, load_rows, unit_columns
@@ -80,7 +79,6 @@ def norm_backward_kernel(
     mean_ptr,  # [M] float32, read; None for rms_norm
     rstd_ptr,  # [M] float32, read
     row_means_ptr,  # as norm_row_means_kernel wrote it, read; None where a row is one block
-    grad_summed_ptr,  # [M, C] bf16, read; or None
     dx_ptr,  # [M, C] bf16, written; None if it is not wanted
     dweight_parts_ptr,  # [programs, C] float32, written; None if it is not wanted
     dbias_parts_ptr,  # [programs, C] float32, written; None without bias
@@ -88,7 +86,6 @@ def norm_backward_kernel(
     C,
     grad_stride,
     x_stride,
-    grad_summed_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -123,8 +120,6 @@ def norm_backward_kernel(
             dx *= rstd[:, None]
             rows = offs_m.to(tl.int64)[:, None]
             mask = mask_m[:, None] & mask_c[None, :]
-            if grad_summed_ptr is not None:
-                dx += load_rows(grad_summed_ptr, rows, grad_summed_stride, offs_c[None, :], mask)
             tl.store(dx_ptr + rows * C + offs_c[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=mask)
     offs = pid.to(tl.int64) * C + offs_c
     if dweight_parts_ptr is not None:
@@ -164,27 +159,26 @@ def norm_backward(
     mean: Tensor | None,
     rstd: Tensor,
     *,
-    grad_summed: Tensor | None = None,
     with_bias: bool,
     with_x: bool = True,
     with_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (dx, dweight, dbias) for the tensor that `norm_forward` normalised: x, or summed.
+    """Return (dx, dweight, dbias) for the x that `norm_forward` normalised.
 
-    grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32; mean: None for rms_norm.
-    grad_summed is the gradient of summed itself; dx, in x's dtype, contains it and is the gradient of both x and
-    residual. dweight and dbias: [C] in weight's dtype. dx is None unless with_x, dweight unless with_weight, and dbias
-    unless with_weight and with_bias. Raise ValueError for other shapes, dtypes or devices.
+    grad_out, x: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32; mean: None for rms_norm. dx has x's dtype,
+    dweight and dbias are [C] in weight's dtype. dx is None unless with_x, dweight unless with_weight, and dbias unless
+    with_weight and with_bias. Raise ValueError for other shapes, dtypes or devices.
     """
     operator = "rms_norm_backward" if mean is None else "layer_norm_backward"
-    check_norm(operator, x, weight, grad_out=grad_out, grad_summed=grad_summed)
+    check_norm(operator, x, weight)
+    check_floats(operator, x=x, grad_out=grad_out)
+    check_shape(operator, "grad_out", grad_out, tuple(x.shape))
     (m, c), device = x.shape, x.device
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None:
             check_shape(operator, name, statistic, (m,))
             check_device(operator, "x", x, name, statistic)
     grad_out, x, weight = unit_columns(grad_out), unit_columns(x), weight.contiguous()
-    grad_summed = None if grad_summed is None else unit_columns(grad_summed)
     row = choose_configuration("layer_norm", device, x.dtype, C=c)
     columns = cdiv(c, row.blocks["BLOCK_C"])
     tiles = cdiv(m, row.blocks["BLOCK_M"])
@@ -213,11 +207,9 @@ def norm_backward(
         (programs, columns),
         **common,
         row_means_ptr=row_means,
-        grad_summed_ptr=grad_summed,
         dx_ptr=dx,
         dweight_parts_ptr=parts[0] if which > 0 else None,
         dbias_parts_ptr=parts[1] if which > 1 else None,
-        grad_summed_stride=0 if grad_summed is None else grad_summed.stride(0),
     )
     return dx, *(_sum_parts(parts, weight.dtype) if with_weight else (None, None))
 

@@ -31,13 +31,13 @@ from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.ops.dropout import dropout, dropout_keys
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm
-from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
+from tpfuse.ops.layer_norm import layer_norm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
-from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
+from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.testing.ranks import on_ranks
 
 
@@ -71,8 +71,6 @@ def _operators(device: torch.device, group: dist.ProcessGroup | None) -> None:
     _is(linear_all_reduce(x, w, b, group), 4, 8)
     _is(layer_norm(x, w[0], None, 1e-5, sum_gradients_over=group), 4, 6)
     _is(rms_norm(x, w[0], 1e-5, sum_gradients_over=group), 4, 6)
-    for norm in (add_layer_norm(x, x, w[0], w[1], 1e-5), add_rms_norm(x, x, w[0], 1e-5)):
-        _is(norm[0], 4, 6)
     table = _floats(device, 10 // world, 6)
     _is(embedding(ids, table, 10, group, scatter=True, padding_idx=1), 4 // world, 6)
     _is(cross_entropy(_floats(device, 4, 10 // world), ids, 10, group), 4)

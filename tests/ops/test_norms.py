@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm, also of a sum with a residual and on shards of the tokens, by torch and by the kernels."""
+"""layer_norm and rms_norm, also on shards of the tokens, by torch and by the kernels."""
 
 import itertools
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from tests.support.tiers import exhaustive, pairwise
 from tpfuse.choices import Kernels
 from tpfuse.comm.mesh import group_of
 from tpfuse.kernels import reference
-from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
-from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
+from tpfuse.ops.layer_norm import layer_norm
+from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
@@ -28,39 +28,31 @@ F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat1
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm. alone: (x, *parameters, eps); added: (x, residual, *parameters, eps), returns (normalised, summed)."""
+    """A norm, by tpfuse and by plain torch: functions of (x, *parameters, eps)."""
 
-    alone: Callable[..., Tensor]
-    added: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., Tensor]
     plain: Callable[..., Tensor]
     parameters: tuple[str, ...]
 
-    def fused(self, x: Tensor, residual: Tensor | None = None, **parameters: Tensor) -> Tensor:
-        """Return the norm of x or, with a residual, the norm of the sum and the sum, concatenated."""
-        given = [parameters.get(name) for name in self.parameters]
-        return self.alone(x, *given, 1e-5) if residual is None else torch.cat(self.added(x, residual, *given, 1e-5))
+    def fused(self, x: Tensor, **parameters: Tensor) -> Tensor:
+        return self.function(x, *map(parameters.get, self.parameters), 1e-5)
 
-    def reference(self, x: Tensor, residual: Tensor | None = None, **parameters: Tensor) -> Tensor:
-        """Return what `fused` returns, computed by plain torch."""
-        given = [parameters.get(name) for name in self.parameters]
-        if residual is None:
-            return self.plain(x, *given, 1e-5)
-        return torch.cat([self.plain(x + residual, *given, 1e-5), x + residual])
+    def reference(self, x: Tensor, **parameters: Tensor) -> Tensor:
+        return self.plain(x, *map(parameters.get, self.parameters), 1e-5)
 
 
 NORMS = {
-    "layer_norm": Norm(layer_norm, add_layer_norm, reference.layer_norm, ("weight", "bias")),
-    "rms_norm": Norm(rms_norm, add_rms_norm, reference.rms_norm, ("weight",)),
+    "layer_norm": Norm(layer_norm, reference.layer_norm, ("weight", "bias")),
+    "rms_norm": Norm(rms_norm, reference.rms_norm, ("weight",)),
 }
-EVERY_NORM = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 BOTH = pytest.mark.parametrize("name", ["torch", "triton"])
 
 
 def _inputs(norm: Norm, rows: int, columns: int, dtype: torch.dtype, left_out: str = "") -> dict[str, Tensor]:
-    """Return x, the residual and the parameters, except those that are left out."""
-    shapes = {"x": (rows, columns), "residual": (rows, columns)} | dict.fromkeys(norm.parameters, (columns,))
+    """Return x and the parameters, except the one that is left out."""
+    shapes = {"x": (rows, columns)} | dict.fromkeys(norm.parameters, (columns,))
     drawn = {name: normal(seed, *shape, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items())}
-    return {name: x for name, x in drawn.items() if name not in left_out}
+    return {name: x for name, x in drawn.items() if name != left_out}
 
 
 def test_results_follow_the_formulas() -> None:
@@ -76,7 +68,7 @@ def test_results_follow_the_formulas() -> None:
         first=10,
         norm=list(NORMS.values()),
         shape=[(63, 64), (100, 257), (1, 1), (16, 100), (64, 63), (257, 16)],
-        left_out=["", "residual bias", "residual"],
+        left_out=["", "bias"],
         dtype=[F32, BF16, F16],
         name=["triton", "torch"],
     )
@@ -85,7 +77,7 @@ def test_results_and_gradients_match_the_reference(
     norm: Norm, shape: tuple[int, int], left_out: str, dtype: torch.dtype, name: Kernels
 ) -> None:
     inputs = _inputs(norm, *shape, dtype, left_out)
-    grad = normal(9, shape[0] * (2 if "residual" in inputs else 1), shape[1], dtype=dtype)
+    grad = normal(9, *shape, dtype=dtype)
     with use(kernels=name):
         Expected(norm.reference, inputs, grad).check_function(norm.fused)
 
@@ -96,19 +88,11 @@ def _on_shards(key: str, name: Kernels, dtype: torch.dtype, left_out: str, summe
     inputs = _inputs(norm, 21 * world, 100, dtype, left_out)
     grad, own = normal(9, 21 * world, 100, dtype=dtype), slice(21 * rank, 21 * rank + 21)
     parameters = [inputs[key].clone().requires_grad_() if key in inputs else None for key in norm.parameters]
-    x, residual = (inputs[key][own].clone().requires_grad_() if key in inputs else None for key in ("x", "residual"))
-    options = {"sum_gradients_over": group if summed else None}
+    x = inputs["x"][own].clone().requires_grad_()
     with use(kernels=name):
-        if residual is None:
-            out = norm.alone(x, *parameters, 1e-5, **options)
-        else:
-            out, _ = norm.added(x, residual, *parameters, 1e-5, **options)
+        out = norm.function(x, *parameters, 1e-5, sum_gradients_over=group if summed else None)
         out.backward(grad[own])
-
-    def whole(x: Tensor, residual: Tensor | None = None, **parameters: Tensor) -> Tensor:
-        return norm.reference(x if residual is None else x + residual, **parameters)
-
-    expected = Expected(whole, inputs, grad)
+    expected = Expected(norm.reference, inputs, grad)
     expected.check("out", out, own)
     expected.check("x", x.grad, own)
     for key, parameter in zip(norm.parameters, parameters, strict=True):
@@ -120,36 +104,24 @@ def _on_shards(key: str, name: Kernels, dtype: torch.dtype, left_out: str, summe
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
 def test_gradients_on_shards_are_those_of_all_rows(world: int) -> None:
-    without = ("residual", "residual bias", "")
-    by_torch = itertools.product(NORMS, ("torch",), (F32, F64, BF16), without, (True, False))
-    by_kernels = itertools.product(NORMS, ("triton",), (F32,), without[::2], (True,))
+    by_torch = itertools.product(NORMS, ("torch",), (F32, F64, BF16), ("", "bias"), (True, False))
+    by_kernels = itertools.product(NORMS, ("triton",), (F32,), ("",), (True,))
     for case in (*by_torch, *by_kernels):
         with naming(case):
             pool(world).run(_on_shards, *case)
 
 
-@EVERY_NORM
-@BOTH
-def test_only_the_sum_may_be_used(norm: Norm, name: Kernels) -> None:
-    inputs = {key: x.requires_grad_() for key, x in _inputs(norm, 5, 8, F32).items()}
-    with use(kernels=name):
-        norm.added(*inputs.values(), 1e-5)[1].sum().backward()
-    assert torch.equal(inputs["x"].grad, torch.ones(5, 8)) and torch.equal(inputs["residual"].grad, torch.ones(5, 8))
-    assert inputs["weight"].grad is None
-
-
-@EVERY_NORM
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 @BOTH
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64), (64,), (2, 3, 5, 64)])
 def test_shapes(norm: Norm, name: Kernels, shape: tuple[int, ...]) -> None:
-    x, residual = (normal(seed, *shape).requires_grad_() for seed in (1, 2))
+    x = normal(1, *shape).requires_grad_()
     weight, *others = (normal(3, 64).requires_grad_(), None)[: len(norm.parameters)]
     with use(kernels=name):
-        out, summed = norm.added(x, residual, weight, *others, 1e-5)
-        alone = norm.alone(x, weight, *others, 1e-5)
-        (out.sum() + summed.sum() + alone.sum()).backward()
-    assert out.shape == summed.shape == alone.shape == x.grad.shape == shape
-    torch.testing.assert_close(out, norm.plain(x + residual, weight, *others, 1e-5))
+        out = norm.function(x, weight, *others, 1e-5)
+        out.sum().backward()
+    assert out.shape == x.grad.shape == shape
+    torch.testing.assert_close(out, norm.plain(x, weight, *others, 1e-5))
     if not x.numel():
         assert torch.equal(weight.grad, torch.zeros(64))
 
@@ -166,15 +138,14 @@ def test_views_and_transposed_inputs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize(("centered", "extra"), [(True, True), *exhaustive((False, False))])
-def test_operators_are_registered_correctly(centered: bool, extra: bool) -> None:
-    x, residual, weight = (normal(seed, *shape) for seed, shape in ((1, (5, 16)), (2, (5, 16)), (3, (16,))))
-    leaves = [y.requires_grad_() for y in (x, residual, weight)]
-    added, bias = (leaves[1], normal(4, 16).requires_grad_()) if extra else (None, None)
-    torch.library.opcheck(torch.ops.tpfuse.norm_forward.default, (leaves[0], added, leaves[2], bias, 1e-5, centered))
+@pytest.mark.parametrize(("centered", "with_bias"), [(True, True), *exhaustive((False, False))])
+def test_operators_are_registered_correctly(centered: bool, with_bias: bool) -> None:
+    x, weight = normal(1, 5, 16).requires_grad_(), normal(3, 16).requires_grad_()
+    bias = normal(4, 16).requires_grad_() if with_bias else None
+    torch.library.opcheck(torch.ops.tpfuse.norm_forward.default, (x, weight, bias, 1e-5, centered))
     mean, rstd = normal(5, 5 if centered else 0), normal(6, 5)
-    arguments = (x.detach(), x.detach(), weight.detach(), mean, rstd, residual.detach() if extra else None)
-    torch.library.opcheck(torch.ops.tpfuse.norm_backward.default, (*arguments, centered, extra, True, extra))
+    arguments = (x.detach(), x.detach(), weight.detach(), mean, rstd)
+    torch.library.opcheck(torch.ops.tpfuse.norm_backward.default, (*arguments, centered, with_bias, True, with_bias))
 
 
 ROWS, ROW = torch.zeros(2, 3, 8), torch.zeros(8)
@@ -187,11 +158,8 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: layer_norm(ROWS, ROW, ROW.half(), 1e-5), "bias is torch.float16: expected torch.float32, as weight"),
     (lambda: layer_norm(ROWS, ROW.long(), None, 1e-5), "weight is torch.int64: expected floats"),
     (lambda: layer_norm(ROWS, ROW.to("meta"), None, 1e-5), "weight is on meta, x on cpu"),
-    (lambda: add_layer_norm(ROWS, ROWS[1:], ROW, None, 1e-5), r"residual has shape \(1, 3, 8\)"),
-    (lambda: add_layer_norm(ROWS, ROWS.half(), ROW, None, 1e-5), "residual is torch.float16: .*torch.float32, as x"),
     (lambda: rms_norm(ROWS, ROW[1:], 1e-5), r"rms_norm: weight has shape \(7,\): expected \(8,\)"),
     (lambda: rms_norm(ROWS.int(), ROW, 1e-5), "^rms_norm: x is torch.int32"),
-    (lambda: add_rms_norm(ROWS, ROW, ROW, 1e-5), r"add_rms_norm: residual has shape \(8,\): expected \(2, 3, 8\)"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""layer_norm: (x - mean) / sqrt(var + eps) * weight + bias over the last dimension; also of x + residual in one pass.
+"""layer_norm: (x - mean) / sqrt(var + eps) * weight + bias over the last dimension.
 
 On sequence shards each rank has some of the rows, so the gradients of weight and bias are partial sums; with a group
 they are summed over it in backward. rms_norm uses the same operators on Triton's path.
@@ -34,61 +34,41 @@ def layer_norm(
     rows; None if this rank has all rows or the caller sums the gradients. Raise ValueError for other shapes, integers,
     or tensors on several devices.
     """
-    return norm("layer_norm", x, None, weight, bias, eps, sum_gradients_over, centered=True)[0]
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    sum_gradients_over: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (layer_norm(summed), summed) with summed = x + residual, in one pass, also in backward.
-
-    residual: of x's shape and dtype; the other arguments: as in `layer_norm`.
-    """
-    return norm("add_layer_norm", x, residual, weight, bias, eps, sum_gradients_over, centered=True)
+    return norm("layer_norm", x, weight, bias, eps, sum_gradients_over, centered=True)
 
 
 def norm(
     operator: str,
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     sum_gradients_over: dist.ProcessGroup | None,
     *,
     centered: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return (the norm of summed, summed = x + residual). centered: layer_norm if true, otherwise rms_norm."""
-    _check(operator, x, weight, bias, residual)
+) -> Tensor:
+    """Return the norm of x. centered: layer_norm if true, otherwise rms_norm."""
+    _check(operator, x, weight, bias)
     weight = None if weight is None else replicate(weight, sum_gradients_over)
     bias = None if bias is None else replicate(bias, sum_gradients_over)
     if not use_triton(x):
-        summed, shape = x if residual is None else x + residual, (x.shape[-1],)
-        plain = F.layer_norm(summed, shape, weight, bias, eps) if centered else F.rms_norm(summed, shape, weight, eps)
-        return plain, summed
-    rows = x.reshape(-1, x.shape[-1])
-    added = None if residual is None else residual.reshape(rows.shape)
+        shape = (x.shape[-1],)
+        return F.layer_norm(x, shape, weight, bias, eps) if centered else F.rms_norm(x, shape, weight, eps)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
-    out, summed, _, _ = _forward(rows, added, weight, bias, eps, centered)
-    return out.view(x.shape), x if residual is None else summed.view(x.shape)
+    out, _, _ = _forward(x.reshape(-1, x.shape[-1]), weight, bias, eps, centered)
+    return out.view(x.shape)
 
 
-def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
-    """Raise ValueError unless x is [..., C] of floats, residual like x, and weight and bias are [C]."""
-    check_local(operator, x=x, weight=weight, bias=bias, residual=residual)
+def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise ValueError unless x is [..., C] of floats, and weight and bias are [C]."""
+    check_local(operator, x=x, weight=weight, bias=bias)
     if not x.is_floating_point() or not x.ndim or not x.shape[-1]:
         raise ValueError(f"{operator}: x is {x.dtype} {tuple(x.shape)}: expected floats [..., C], C of at least 1")
-    for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
+    for name, other in (("weight", weight), ("bias", bias)):
         if other is not None:
-            check_shape(operator, name, other, tuple(x.shape if name == "residual" else x.shape[-1:]))
+            check_shape(operator, name, other, tuple(x.shape[-1:]))
             check_device(operator, "x", x, name, other)
-            like_name, like = ("x", x) if name == "residual" or weight is None else ("weight", weight)
+            like_name, like = ("x", x) if weight is None else ("weight", weight)
             if other.dtype != like.dtype:
                 raise ValueError(f"{operator}: {name} is {other.dtype}: expected {like.dtype}, as {like_name}")
     if weight is not None and not weight.is_floating_point():
@@ -97,11 +77,11 @@ def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None,
 
 @registered("tpfuse::norm_forward")
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, summed, mean, rstd), with an empty tensor for None: all results of an operator are tensors."""
-    out, summed, mean, rstd = norm_forward(x, weight, bias, eps, residual, centered=centered)
-    return out, _or_empty(summed, x), _or_empty(mean, rstd), rstd
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out, mean, rstd), with an empty tensor for None: all results of an operator are tensors."""
+    out, mean, rstd = norm_forward(x, weight, bias, eps, centered=centered)
+    return out, _or_empty(mean, rstd), rstd
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -109,22 +89,19 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 @_forward.register_fake
-def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    summed = x.new_empty(0 if residual is None else x.shape)
-    return x.new_empty(x.shape), summed, torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd
+    return x.new_empty(x.shape), torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd
 
 
 @registered("tpfuse::norm_backward")
 def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_summed: Tensor | None, centered: bool,
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, centered: bool,
     with_bias: bool, with_x: bool, with_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dx, dweight, dbias), with an empty tensor for each gradient that is not wanted."""
     dx, dweight, dbias = norm_backward(
-        grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed if with_x else None,
+        grad, x, weight, mean if centered else None, rstd,
         with_bias=with_bias, with_x=with_x, with_weight=with_weight,
     )  # fmt: skip
     return _or_empty(dx, x), _or_empty(dweight, weight), _or_empty(dbias, weight)
@@ -140,22 +117,16 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, _, _, ctx.centered = inputs
-    _, summed, mean, rstd = output
-    ctx.with_residual = residual is not None
-    ctx.save_for_backward(summed if ctx.with_residual else x, weight, mean, rstd)
+    x, weight, _, _, ctx.centered = inputs
+    ctx.save_for_backward(x, weight, *output[1:])
     ctx.set_materialize_grads(False)  # mean and rstd have none
 
 
 @once_differentiable
-def _backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    grad_summed = grad_summed if ctx.with_residual else None
-    if grad is None:  # only summed was used
-        return grad_summed, grad_summed, None, None, None, None
-    needs_x, needs_residual, needs_weight, needs_bias, *_none = wanted_gradients(ctx)
-    flags = needs_bias, needs_x or needs_residual, needs_weight or needs_bias
-    dx, dweight, dbias = _gradients(grad, *ctx.saved_tensors, grad_summed, ctx.centered, *flags)
-    pairs = zip((dx, dx, dweight, dbias), (needs_x, needs_residual, needs_weight, needs_bias), strict=True)
+def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    needs_x, needs_weight, needs_bias, *_none = wanted_gradients(ctx)
+    gradients = _gradients(grad, *ctx.saved_tensors, ctx.centered, needs_bias, needs_x, needs_weight or needs_bias)
+    pairs = zip(gradients, (needs_x, needs_weight, needs_bias), strict=True)
     return *(gradient if needed else None for gradient, needed in pairs), None, None
 
 

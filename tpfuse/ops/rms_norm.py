@@ -1,4 +1,4 @@
-"""rms_norm: x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467); also of x + residual."""
+"""rms_norm: x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467)."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,11 +13,4 @@ def rms_norm(
 
     sum_gradients_over and errors: as in `layer_norm`.
     """
-    return norm("rms_norm", x, None, weight, None, eps, sum_gradients_over, centered=False)[0]
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, sum_gradients_over: dist.ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(summed), summed) with summed = x + residual, in one pass, also in backward; residual: like x."""
-    return norm("add_rms_norm", x, residual, weight, None, eps, sum_gradients_over, centered=False)
+    return norm("rms_norm", x, weight, None, eps, sum_gradients_over, centered=False)

@@ -1,4 +1,4 @@
-"""layer_norm: the norm of each row, with or without a residual that is added before it."""
+"""layer_norm: the norm of each row."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
-from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
+from tpfuse.ops.layer_norm import layer_norm
 from tpfuse.tools.operator import CallCost, Draw, Launchers, Operator, Outputs, Shape, Tensors
 
 EPS = 1e-5
@@ -18,25 +18,23 @@ WIDTHS = (128, 768, 1600, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class NormShape(Shape):
-    """The norm of x [M, C] with mean `offset`, for weight [C] and some of the terms bias [C] and residual [M, C]."""
+    """The norm of x [M, C] with mean `offset`, for weight [C] and perhaps bias [C]."""
 
     name: str
     M: int
     C: int
-    terms: tuple[str, ...] = ()
+    with_bias: bool = False
     offset: float = 0.0
 
     def inputs(self, draw: Draw) -> Tensors:
-        shapes = {"x": (self.M, self.C), "weight": (self.C,), "bias": (self.C,), "residual": (self.M, self.C)}
-        tensors = {name: draw.normal(*shapes[name]) for name in ("x", "weight", *self.terms)}
-        return tensors | {"x": tensors["x"] + self.offset}
+        x, weight = draw.normal(self.M, self.C) + self.offset, draw.normal(self.C)
+        return {"x": x, "weight": weight} | ({"bias": draw.normal(self.C)} if self.with_bias else {})
 
     def gradient(self, draw: Draw) -> Tensor:
         return draw.normal(self.M, self.C)
 
     def costs(self) -> dict[str, CallCost]:
-        """Return the costs without a residual."""
-        statistics = 2 if "bias" in self.terms else 1  # mean and 1 / deviation, or 1 / root mean square alone
+        statistics = 2 if self.with_bias else 1  # mean and 1 / deviation, or 1 / root mean square alone
         tensor, rest = 2 * self.M * self.C, 4 * statistics * self.M + 2 * (1 + statistics) * self.C
         return {"forward": CallCost(0.0, 2 * tensor + rest), "backward": CallCost(0.0, 3 * tensor + rest)}
 
@@ -45,17 +43,11 @@ class NormShape(Shape):
 class LayerNormShape(NormShape):
     """The norm that subtracts the mean of each row."""
 
-    def function(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        if residual is None:
-            return layer_norm(x, weight, bias, EPS)
-        return torch.cat(add_layer_norm(x, residual, weight, bias, EPS))
+    def function(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return layer_norm(x, weight, bias, EPS)
 
-    def reference(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        if residual is None:
-            return reference.layer_norm(x, weight, bias, EPS)
-        return torch.cat([reference.layer_norm(x + residual, weight, bias, EPS), x + residual])
+    def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return reference.layer_norm(x, weight, bias, EPS)
 
     def saved(self, inputs: Tensors) -> Tensors:
         wide = inputs["x"].float()
@@ -74,32 +66,31 @@ class LayerNormShape(NormShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch every width with a residual and a bias, and one of GPT-2's widths also without them.
+    """Launch every width with a bias, and one of GPT-2's widths also without it.
 
     The shortest and the longest rows are also launched for dx alone, and for the gradients of weight and bias alone.
     """
-    for columns, with_residual in [(c, True) for c in WIDTHS] + [(768, False)]:
+    for columns, with_bias in [(c, True) for c in WIDTHS] + [(768, False)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
-        residual, bias = (x, weight) if with_residual else (None, None)
-        _, _, mean, rstd = norm_forward(x, weight, bias, EPS, residual, centered=True)
-        norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=bias is not None)
+        _, mean, rstd = norm_forward(x, weight, weight if with_bias else None, EPS, centered=True)
+        norm_backward(x, x, weight, mean, rstd, with_bias=with_bias)
         if columns in (WIDTHS[0], WIDTHS[-1]):
-            norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=True, with_weight=False)
+            norm_backward(x, x, weight, mean, rstd, with_bias=True, with_weight=False)
             norm_backward(x, x, weight, mean, rstd, with_bias=True, with_x=False)
 
 
 _SMALL = (
-    LayerNormShape("bias", 63, 100, ("bias",)),
+    LayerNormShape("bias", 63, 100, with_bias=True),
     LayerNormShape("no bias", 33, 64),
-    LayerNormShape("residual", 33, 257, ("bias", "residual")),
-    LayerNormShape("large mean", 16, 63, ("bias",), offset=300.0),
+    LayerNormShape("several blocks", 33, 257, with_bias=True),
+    LayerNormShape("large mean", 16, 63, with_bias=True, offset=300.0),
 )
 
 OPERATOR = Operator(
     name="layer_norm",
     launches=launches,
     cases=_SMALL,
-    models=tuple(LayerNormShape(f"width {c}", (1 << 26) // c, c, ("bias",)) for c in (256, 768, 1600, 4096, 8192)),
-    tiny=(LayerNormShape("tiny", 12, 40, ("bias",)),),
+    models=tuple(LayerNormShape(f"width {c}", (1 << 26) // c, c, with_bias=True) for c in (256, 768, 1600, 4096, 8192)),
+    tiny=(LayerNormShape("tiny", 12, 40, with_bias=True),),
 )
