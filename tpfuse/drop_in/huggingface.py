@@ -35,7 +35,6 @@ from tpfuse.drop_in.parallel_forward import (
     take_mask,
 )
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
-from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.pipeline.cut import Stage
 
@@ -333,24 +332,11 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    sharded = attention_mask.sharded
     if dropout > 0 and attention_mask.dropout_keys is None:
         raise ValueError(f"{layer}: context parallelism: its dropout {dropout} is not that of the configuration")
     dropped = attention_mask.dropout(module.layer_idx, dropout, query) if dropout > 0 else {}
-    attended = ring_attention(
-        query,
-        key,
-        value,
-        group=sharded.context.group,
-        schedule=sharded.context.schedule,
-        balance=sharded.context.balance,
-        length=sharded.length,
-        window=attention_mask.window,
-        scale=scaling,
-        cu_seqlens=attention_mask.cu_seqlens,
-        **dropped,
-    )
-    out = attended.transpose(1, 2).contiguous()
+    options = {"window": attention_mask.window, "scale": scaling, **dropped}
+    out = attention_mask.sharded.attention(query, key, value, **options).transpose(1, 2).contiguous()
     if attention_mask.unseeing is not None:
         out = out.masked_fill(attention_mask.unseeing[..., None, None], 0)
     return out, None

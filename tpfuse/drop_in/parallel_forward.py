@@ -21,8 +21,7 @@ takes this sum over. With a key/value cache (generate()), every rank computes ev
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Self
@@ -42,7 +41,7 @@ from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.ops.collectives import all_gather, all_reduce
 from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored
 from tpfuse.ops.dropout import drawn_keys
-from tpfuse.parallel.context import ContextParallel, ShardedBatch
+from tpfuse.parallel.context import ContextParallel, Documents, ShardedBatch
 from tpfuse.parallel.pipeline.cut import Stage
 
 
@@ -51,7 +50,6 @@ class ShardedTokens:
     """The tokens of a forward pass, sharded over the ranks of a context. Layers get them as their attention mask."""
 
     sharded: ShardedBatch
-    cu_seqlens: Tensor | None  # as for `ring_attention`, if the batch is one sequence of documents
     unseeing: Tensor | None  # [1, local_length] bool: padding before a text, which sees no key; None if there is none
     last_position: Tensor  # [1, 1]: the largest position of all tokens
     dropout_keys: Tensor | None  # [layers] int64: for the dropout of attention, if there is one
@@ -70,7 +68,8 @@ class ShardedTokens:
     def dropout(self, layer: int, p: float, query: Tensor) -> dict[str, Any]:
         """Return the arguments of `ring_attention` that drop probabilities; query: [batch, heads, tokens, size]."""
         assert self.dropout_keys is not None
-        sequences, heads = len(query) if self.cu_seqlens is None else len(self.cu_seqlens) - 1, query.shape[1]
+        documents, heads = self.sharded.documents, query.shape[1]
+        sequences = len(query) if documents is None else len(documents.cu_seqlens) - 1
         sequence_rows = torch.arange(sequences, device=query.device).unsqueeze(1) * (heads * self.tensor_ranks)
         head_rows = torch.arange(heads, device=query.device) + heads * self.tensor_rank
         return {"dropout_p": p, "key": self.dropout_keys[layer], "head_rows": sequence_rows + head_rows}
@@ -164,10 +163,13 @@ class ParallelForward:
         wanted = kwargs.pop("return_dict", None)
         before, _running.now = _running.now, running
         try:
-            with _keeping_shards(running.head):
-                out = self._run_own(kwargs) if stage is None else self._run_stage(kwargs, stage, x)
+            if running.head is not None:
+                running.head.gather_output = False
+            out = self._run_own(kwargs) if stage is None else self._run_stage(kwargs, stage, x)
         finally:
             _running.now = before
+            if running.head is not None:
+                running.head.gather_output = True
         if isinstance(out, Tensor):
             return out
         if of_shards and self.model.training and (running.head is not None or running.tokens is not None):
@@ -227,16 +229,14 @@ class ParallelForward:
             shifted = _counted(shifted, kwargs.get("ignore_index", TORCH_IGNORE))
             per_token["labels"] = shifted
             items = (~is_ignored(shifted)).sum() if items is None else items
-        cu_seqlens = unseeing = None
-        if starts is not None:
-            ends = torch.tensor([batch * length], device=starts.device)
-            cu_seqlens = torch.cat([starts.flatten().nonzero().flatten(), ends]).to(given.device, torch.int32)
+        documents = None if starts is None else Documents(starts.to(given.device))
+        if documents is not None:
             if mask is not None:
                 unseeing = mask.cumsum(1) == 0
                 self._check_padding(mask.bool(), unseeing, shifted)
                 per_token["unseeing"] = unseeing
             per_token = {name: x.reshape(1, batch * length, *x.shape[2:]) for name, x in per_token.items()}
-        sharded = context.sharded_batch(per_token["position_ids"])
+        sharded = context.sharded_batch(per_token["position_ids"], documents)
         fills = {"labels": TORCH_IGNORE}
         mine = {name: sharded.shard(x, fills.get(name, 0)) for name, x in per_token.items()}
         if mask is not None and kwargs.get(
@@ -245,7 +245,6 @@ class ParallelForward:
             mine["attention_mask"] = mask  # for the losses of routers, which are computed from all tokens
         tokens = ShardedTokens(
             sharded,
-            cu_seqlens,
             mine.pop("unseeing", None),
             positions.max().view(1, 1),
             self._dropout_keys(context, given),
@@ -333,18 +332,6 @@ class ContextSum:
         if isinstance(gradient, DTensor):
             return DTensor(total, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return total
-
-
-@contextmanager
-def _keeping_shards(head: ConvertedColumnLinear | None) -> Iterator[None]:
-    if head is None:
-        yield
-        return
-    head.gather_output = False
-    try:
-        yield
-    finally:
-        head.gather_output = True
 
 
 def _given(kwargs: dict[str, Any]) -> Tensor:

@@ -210,20 +210,20 @@ class ShardedBatch:
         shards = x.view(*x.shape[:-1], self.context.size, self.local_length)
         return self.layout.whole(shards.movedim(-2, 0).movedim(-1, 2), 1)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **dropout: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Return causal attention of this rank's queries to the keys of all ranks.
 
-        q, k, v: [B, H, T, D]; on one rank k and v may also have keys before the first query. dropout: as in
-        `attention`.
+        q, k, v: [B, H, T, D]; on one rank k and v may also have keys before the first query. options: window, scale
+        and those of dropout, as in `attention`.
         """
         documents, context = self.documents, self.context
-        if dropout and documents is not None:
-            dropout["dropout_width"] = documents.longest
+        if options.get("dropout_p") and documents is not None:
+            options["dropout_width"] = documents.longest
         if self.layout is None:
             if documents is not None:
-                dropout |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), documents.cu_seqlens)
-                dropout |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), documents.longest)
-            alone: Tensor = attention(q, k, v, **dropout)
+                options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), documents.cu_seqlens)
+                options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), documents.longest)
+            alone: Tensor = attention(q, k, v, **options)
             return alone
         out: Tensor = ring_attention(
             q,
@@ -234,6 +234,6 @@ class ShardedBatch:
             balance=context.balance,
             length=self.length,
             cu_seqlens=None if documents is None else documents.cu_seqlens,
-            **dropout,
+            **options,
         )
         return out
