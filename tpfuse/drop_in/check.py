@@ -1,8 +1,6 @@
 """The check of `parallelize(check=True)`: a small step, forward and backward, before and after the conversion."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,29 +59,24 @@ def small_step(model: nn.Module, batch: dict[str, Tensor]) -> SmallStep | None:
     if not has_values(next(model.parameters())):
         return None
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    with _evaluating(model), torch.enable_grad():
-        out: Any = model(**batch)
-        logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        loss: Tensor | None = out.loss if "labels" in batch else None
-        if loss is None:
-            weights = torch.arange(logits.numel(), device=logits.device).sin().view(logits.shape)
-            loss = (logits.double() * weights).sum()
-        gradients: tuple[Tensor | None, ...] = ()
-        if trained:
-            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return SmallStep(logits.detach(), loss.detach(), dict(zip(trained, gradients, strict=True)))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
+    model.eval()
     try:
-        model.eval()
-        yield
+        with torch.enable_grad():
+            out: Any = model(**batch)
+            logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
+            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            loss: Tensor | None = out.loss if "labels" in batch else None
+            if loss is None:
+                weights = torch.arange(logits.numel(), device=logits.device).sin().view(logits.shape)
+                loss = (logits.double() * weights).sum()
+            gradients: tuple[Tensor | None, ...] = ()
+            if trained:
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     finally:
         for module, was in training.items():
             module.training = was
+    return SmallStep(logits.detach(), loss.detach(), dict(zip(trained, gradients, strict=True)))
 
 
 def compare(before: SmallStep | None, after: SmallStep | None, mesh: DeviceMesh) -> None:

@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.layout import gather_whole, has_values, is_sharded, local_tensor
+from tpfuse.comm.layout import from_local, gather_whole, has_values, is_sharded, local_tensor
 from tpfuse.comm.mesh import check_order, rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
@@ -79,10 +79,8 @@ def shard_parameter(
     shape: the shape to view the parameter in first, None for its own. source: the rank of the mesh whose values count;
     None for each rank's own. If the parameter was converted before, its DTensor is returned again.
 
-    Raise ValueError if it was converted to another layout, or is a DTensor already.
+    Raise ValueError if it was converted to another layout.
     """
-    if isinstance(parameter, DTensor):
-        raise ValueError("its parameters are DTensors already: expected a module that is not parallelized")
     placement = Replicate() if dim is None else Shard(dim)
     shape = parameter.shape if shape is None else torch.Size(shape)
     known: Parameter | None = _replaced.get(parameter)  # type: ignore[no-untyped-call]
@@ -315,8 +313,8 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
             out = gather_features(out, self.out_features, self.parts, group)
         if self.use_local_output:
             return out
-        layout = Replicate() if self.gather_output else Shard(out.ndim - 1)
-        return _as_dtensor(out, self.device_mesh, layout, (*out.shape[:-1], self.out_features))
+        dim = None if self.gather_output else out.ndim - 1
+        return _as_dtensor(out, self.device_mesh, dim, (*out.shape[:-1], self.out_features))
 
 
 class ConvertedRowLinear(Converted, RowParallelLinear):
@@ -343,10 +341,8 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
         weight = weight.t() if self.transposed else weight
         if self.output_dim is None or group is None:
             out = linear_all_reduce(x, weight, bias, group, residual=residual)
-            if self.use_local_output:
-                return out
-            layout = Replicate() if self.output_dim is None else Shard(self.output_dim % out.ndim)
-            return _as_dtensor(out, self.device_mesh, layout, out.shape)
+            dim = None if self.output_dim is None else self.output_dim % out.ndim
+            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, dim, out.shape)
         length = x.shape[self.output_dim]
         rows = pad_sequence(sequence_first(x, self.output_dim), 0, ranks)
         if residual is not None:
@@ -371,7 +367,7 @@ class ConvertedEmbedding(Converted, VocabParallelEmbedding):
         input, _ = as_local(input, None, self.device_mesh)
         if not self.sequence_parallel:
             out = super().forward(input)
-            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, Replicate(), out.shape)
+            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, None, out.shape)
         if not -input.ndim - 1 <= self.sequence_dim < input.ndim:
             raise ValueError(
                 f"{self.called}: ids of shape {tuple(input.shape)} have no dimension {self.sequence_dim}, along which"
@@ -556,11 +552,8 @@ def as_local(x: Tensor, dim: int | None, mesh: DeviceMesh | None) -> tuple[Tenso
     return _padded(part, dim, share - part.shape[dim]), False
 
 
-def _as_dtensor(x: Tensor, mesh: DeviceMesh | None, layout: Replicate | Shard, shape: Sequence[int]) -> Tensor:
-    assert mesh is not None
-    shape = torch.Size(shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x.contiguous(), mesh, [layout], run_check=False, shape=shape, stride=stride)
+def _as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int | None, shape: Sequence[int]) -> Tensor:
+    return from_local(x.contiguous(), mesh, dim, torch.Size(shape))
 
 
 def shard_as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int, length: int) -> Tensor:
@@ -569,7 +562,7 @@ def shard_as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int, length: int) 
     dim %= x.ndim
     start = mesh.get_local_rank() * x.shape[dim]
     x = x.narrow(dim, 0, max(0, min(x.shape[dim], length - start)))
-    return _as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    return _as_dtensor(x, mesh, dim, (*x.shape[:dim], length, *x.shape[dim + 1 :]))
 
 
 def pad_sequence(x: Tensor, dim: int, ranks: int) -> Tensor:

@@ -79,7 +79,9 @@ class DecoderStages:
         self.stages, self.decoder = list(stages), names.decoder
         layers = list(names.decoder.get_submodule(names.layers).children())
         skipped = [_Skipped(layer) for layer in layers]
-        length = _sequence_length(layers[0])
+        # Where tensor-parallel layers keep the length of sequences, which the model's first layer sets.
+        hooks = (hook for hook in layers[0]._forward_pre_hooks.values() if isinstance(hook, PreparedInput))
+        length = next((hook.length for hook in hooks), None)
         self._parts = names.of(model)
         self._parts.keep(stages)
         self._pass = _StagePass()
@@ -113,12 +115,6 @@ class DecoderStages:
         finally:
             self.decoder._modules.update(own)
             self._pass.x = self._pass.output = None
-
-
-def _sequence_length(layer: nn.Module) -> SequenceLength | None:
-    """Return where tensor-parallel layers keep the length of sequences, which the model's first layer sets."""
-    hooks = (hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, PreparedInput))
-    return next((hook.length for hook in hooks), None)
 
 
 class _Skipped(nn.Module):

@@ -19,8 +19,7 @@ features. Of layers that are built alike one is tried, and a model on the meta d
 takes 0.05 s, and Llama 70B for 8 ranks 2.5 s and 240 MB.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -209,11 +208,7 @@ class Proof:
         return with_first_tensor(self._calls[name][-1].out, first_input(args, kwargs))
 
     def _projections(
-        self,
-        path: str,
-        styles: Mapping[str, Sequence[ParallelStyle]],
-        sharded: bool,
-        prepared: FusedPrepareModuleInput,
+        self, path: str, styles: Mapping[str, Sequence[ParallelStyle]], sharded: bool, prepared: FusedPrepareModuleInput
     ) -> dict[str, _KnownModule]:
         known = {}
         fused = all(width_of(self._modules[f"{path}.{name}"]) is not None for name in prepared.projections)
@@ -226,16 +221,11 @@ class Proof:
                 known[name] = _KnownModule(_whole, partial(_selected, rows), projects)
             elif isinstance(style, FusedRowwiseParallel):
                 shards = isinstance(style.output_layouts[0], Shard)
-                known[name] = _KnownModule(self._features, self._tokens if shards else _whole)
+                features = partial(_chunk, self.ranks, -1)
+                known[name] = _KnownModule(features, self._tokens if shards else _whole)
             elif isinstance(style, ReplicatedParallel) and width is not None and ".lora_" in name:
                 known[name] = _KnownModule(output, output) if style.sum_gradients else _KnownModule(_whole, _whole)
         return known
-
-    def _heads(self, x: Tensor, rank: int) -> Tensor:
-        return x.chunk(self.ranks)[rank]
-
-    def _features(self, x: Tensor, rank: int) -> Tensor:
-        return x.chunk(self.ranks, -1)[rank]
 
     def _prove(
         self,
@@ -253,7 +243,8 @@ class Proof:
         module = self._modules[path]
         key = kind_of(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
         if key not in self._reasons:
-            block = _TriedBlock(self._modules, path, styles, known, enters, leaves, self._heads, self._calls)
+            heads = partial(_chunk, self.ranks, 0)
+            block = _TriedBlock(self._modules, path, styles, known, enters, leaves, heads, self._calls)
             try:
                 if path not in self._calls or any(name not in self._calls for name in known):
                     raise NotImplementedError(self._failure)
@@ -293,9 +284,12 @@ class _TriedBlock:
         own = {name: x for name, x in module._parameters.items() if name in sharded and x is not None}
         parameters: dict[str, Any] = module._parameters
         parameters.update({name: run.enter(name, x, self.of_heads, rank) for name, x in own.items()})
+        before = {name: module.__dict__[name] for name in attributes}
+        module.__dict__.update(attributes)
+        for name, forward in forwards.items():
+            self.modules[name].__dict__["forward"] = forward
         try:
-            with _changed(self.modules, forwards, self.path, attributes):
-                out = first_tensor(module(*args, **kwargs))
+            out = first_tensor(module(*args, **kwargs))
         except NotImplementedError:
             raise
         except Exception as error:  # any code may raise anything
@@ -303,6 +297,9 @@ class _TriedBlock:
             raise NotImplementedError(f"{where}: {line_of(error)}") from None
         finally:
             parameters.update(own)
+            module.__dict__.update(before)
+            for name in forwards:
+                self.modules[name].__dict__.pop("forward", None)
         run.leaving["its output"] = out, self.leaves
         for name, parameter in module.named_parameters(prefix=self.path):
             owned = any(name.startswith(f"{one}.") for one in self.known)
@@ -394,6 +391,10 @@ def _whole(x: Tensor, rank: int) -> Tensor:
     return x
 
 
+def _chunk(ranks: int, dim: int, x: Tensor, rank: int) -> Tensor:
+    return x.chunk(ranks, dim)[rank]
+
+
 def _summand(x: Tensor, rank: int) -> Tensor:
     """Return all of a parameter, of whose gradient a rank computes a part."""
     return x
@@ -431,23 +432,3 @@ def _invented(generator: torch.Generator, module: nn.Module, width: int | None, 
     if width is not None and width > _WIDE:
         return torch.zeros((), dtype=torch.float64).expand(shape)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-@contextmanager
-def _changed(
-    modules: Mapping[str, nn.Module],
-    forwards: Mapping[str, Callable[..., Any]],
-    path: str,
-    attributes: Mapping[str, Any],
-) -> Iterator[None]:
-    """Give modules other forwards, and the module at `path` other attributes."""
-    own = {name: modules[path].__dict__[name] for name in attributes}
-    for name, forward in forwards.items():
-        modules[name].__dict__["forward"] = forward
-    modules[path].__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        modules[path].__dict__.update(own)
-        for name in forwards:
-            modules[name].__dict__.pop("forward", None)

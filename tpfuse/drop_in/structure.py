@@ -112,7 +112,10 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
                         f"it is a {type(head).__module__}.{type(head).__name__}: expected an nn.Linear"
                     )
                 _plan_linear(plan, name, module, FusedColwiseParallel(output_layouts=Replicate()))
-                _plan_tied_embedding(plan, model, head)
+                for other, table in model.named_modules():  # an embedding with the head's weight, of another name
+                    tied = isinstance(table, nn.Embedding) and table.weight is head.weight
+                    if tied and other not in plan.styles:
+                        plan.add(other, _embedding_style())
             except NotImplementedError as error:
                 plan.kept[name] = str(error)
                 plan.add(name, ReplicatedParallel())
@@ -129,13 +132,6 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     return plan
 
 
-def _plan_tied_embedding(plan: Recognised, model: nn.Module, head: nn.Module) -> None:
-    """Add the style of an embedding with the weight of a head, if it has none, since it has another name."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.weight is head.weight and name not in plan.styles:
-            plan.add(name, _embedding_style())
-
-
 def _embedding_style() -> FusedRowwiseParallel:
     return FusedRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
 
@@ -150,19 +146,11 @@ def _keep_what_is_tied(plan: Recognised, model: nn.Module) -> None:
         replicated = (name for name in names if any(isinstance(x, ReplicatedParallel) for x in plan.styles[name]))
         whole = next(replicated, None)
         for name in names if whole is not None else ():
-            if _is_of_vocabulary(plan.styles[name][0]):
+            style, everything = plan.styles[name][0], (Replicate(),)
+            takes_and_gives = getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
+            if takes_and_gives == (everything, everything):  # an embedding or a head
                 plan.styles[name] = [ReplicatedParallel()]
                 plan.kept[name] = f"it shares its weight with {whole}, which every rank holds whole"
-
-
-def _is_of_vocabulary(style: ParallelStyle) -> bool:
-    """Return whether a style is that of an embedding or of a head, whose input and output are whole on all ranks."""
-    whole = (Replicate(),)
-    return (
-        isinstance(style, FusedRowwiseParallel | FusedColwiseParallel)
-        and style.input_layouts == whole
-        and style.output_layouts == whole
-    )
 
 
 def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

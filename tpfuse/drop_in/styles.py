@@ -159,25 +159,16 @@ class FusedColwiseParallel(ColwiseParallel):
             packed = (self.parts, outer // self.parts)
             shape = (inner, *packed) if transposed else (*packed, inner)
             dim, bias_dim = 2 if transposed else 1, None
+        input_dim = input_layout.dim if isinstance(input_layout, Shard) else None
         convert(
-            module,
-            ConvertedColumnLinear,
-            device_mesh,
-            {"weight": (dim, shape), "bias": (bias_dim, None)},
-            self.src_data_rank,
-            in_features=inner,
-            out_features=outer,
-            parts=self.parts,
-            activation=None,
+            module, ConvertedColumnLinear, device_mesh, {"weight": (dim, shape), "bias": (bias_dim, None)},
+            self.src_data_rank, in_features=inner, out_features=outer, parts=self.parts, activation=None,
             sum_gradients=self.parts > 1 and module.bias is not None and device_mesh.size() > 1,
             gather_output=isinstance(self.output_layouts[0], Replicate),
-            sequence_parallel=isinstance(input_layout, Shard),
-            input_dim=input_layout.dim if isinstance(input_layout, Shard) else None,
+            sequence_parallel=input_dim is not None, input_dim=input_dim,
             ranges=None if self.ranges is None else tuple(self.ranges[device_mesh.get_local_rank()]),
-            transposed=transposed,
-            use_local_output=self.use_local_output,
-            offered=None,
-        )
+            transposed=transposed, use_local_output=self.use_local_output, offered=None,
+        )  # fmt: skip
         return module
 
 
@@ -403,14 +394,8 @@ class FusedPrepareModuleInput(PrepareModuleInput):
             raise ValueError("projections: expected the layouts of the first input alone, as input_layouts")
         assert self.desired_input_layouts is not None
         source, target = self.input_layouts[0], self.desired_input_layouts[0]
-        hook = PreparedInput(
-            device_mesh,
-            source.dim if isinstance(source, Shard) else None,
-            target.dim if isinstance(target, Shard) else None,
-            self.projections,
-            self.length_arguments,
-            self.length,
-        )
+        held, wanted = (each.dim if isinstance(each, Shard) else None for each in (source, target))
+        hook = PreparedInput(device_mesh, held, wanted, self.projections, self.length_arguments, self.length)
         module.__dict__.update(self.attributes)
         for name in self.projections:
             module.get_submodule(name).__dict__["shares_gather"] = isinstance(source, Shard)

@@ -66,13 +66,7 @@ class ParallelTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        model: Any,
-        args: Any,
-        *rest: Any,
-        mesh: DeviceMesh | None = None,
-        zero_stage: int = 1,
-        **options: Any,
+        self, model: Any, args: Any, *rest: Any, mesh: DeviceMesh | None = None, zero_stage: int = 1, **options: Any
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(args, TrainingArguments):
             given = f"{shown(model)} and {shown(args)}"

@@ -41,7 +41,17 @@ def empty_model(make: Callable[_P, _M], *args: _P.args, **kwargs: _P.kwargs) -> 
     Its buffers have their values, unlike those of a model made under `torch.device("meta")`: rotary embeddings and
     masks are not in a model's files. Raise ValueError for a buffer that `make` leaves uninitialised.
     """
-    hook = register_module_parameter_registration_hook(cast(Any, _Emptied()))
+    moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def emptied(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
+        """Return the parameter on the meta device, a shared one once."""
+        if parameter is None or parameter.is_meta:
+            return None
+        if parameter not in moved:
+            moved[parameter] = Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        return cast(Parameter, moved[parameter])
+
+    hook = register_module_parameter_registration_hook(cast(Any, emptied))
     try:
         with _EmptyOnMeta():
             model = make(*args, **kwargs)
@@ -63,22 +73,6 @@ class _EmptyOnMeta(TorchFunctionMode):
         if function is torch.empty and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
         return function(*args, **kwargs)
-
-
-class _Emptied:
-    """A hook that moves every parameter that a module registers to the meta device, shared ones once."""
-
-    def __init__(self) -> None:
-        self.moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def __call__(self, module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        known: Parameter | None = self.moved.get(parameter)  # type: ignore[no-untyped-call]
-        if known is None:
-            known = Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            self.moved[parameter] = known
-        return known
 
 
 @contextlib.contextmanager
@@ -230,10 +224,7 @@ def file_pieces(
     rows = shape[dim + 1]
     for index, part in enumerate(range(*slices[dim])):
         start, stop = slices[dim + 1]
-        yield (
-            local.select(dim, index),
-            (*slices[:dim], (part * rows + start, part * rows + stop), *slices[dim + 2 :]),
-        )
+        yield (local.select(dim, index), (*slices[:dim], (part * rows + start, part * rows + stop), *slices[dim + 2 :]))
 
 
 def offer_save_pretrained(model: nn.Module, mesh: DeviceMesh) -> None:
