@@ -123,17 +123,14 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     or how the engine exchanges and keeps gradients, before the layers; in a pipeline those of its own stages, if there
     are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
     """
-    if isinstance(model, ExplainedTraining):
-        lines, layer_plans = model.explanation(), plans(model.model)
-    else:
-        lines, layer_plans = [], plans(model)
+    lines, module = (model.explanation(), model.model) if isinstance(model, ExplainedTraining) else ([], model)
+    layer_plans = plans(module)
     head = ("layer", "kind", "weight", "on a rank", "operator", "implementation", "reason")
     rows = [head, *(["-" if value == () else str(value) for value in vars(plan).values()] for plan in layer_plans)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     if layer_plans or not lines:
         for row in rows:
             lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    module = model.model if isinstance(model, ExplainedTraining) else model
     lines += [*_torch_lines(module), *warnings_of(module)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("\n".join(lines))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch.nn import Parameter
 
 from tpfuse.comm.layout import copy_whole_, from_local, has_values
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size, shard_range
+
+_Layer = TypeVar("_Layer", bound=nn.Module)
 
 
 class OnMesh:
@@ -120,8 +122,8 @@ def reset_linear_(layer: nn.Linear, device_mesh: DeviceMesh | None) -> None:
         copy_whole_(layer.bias, bias.view(layer.bias.shape))
 
 
-def take_(layer: nn.Module, whole: nn.Module) -> None:
-    """Set the parameters of `layer`, made on the meta device, to this rank's shards of those of `whole`.
+def take_(layer: _Layer, whole: nn.Module) -> _Layer:
+    """Return `layer`, made on the meta device, with this rank's shards of the parameters of `whole`.
 
     The parameters have the same names in both modules. They are on the device of those of `whole`, and require
     gradients if those do.
@@ -131,6 +133,7 @@ def take_(layer: nn.Module, whole: nn.Module) -> None:
         parameter = Parameter(torch.empty_like(empty, device=source.device), requires_grad=source.requires_grad)
         copy_whole_(parameter, source.detach().reshape(parameter.shape))
         layer.register_parameter(name, parameter)
+    return layer
 
 
 def check_kind(name: str, module: nn.Module, kind: type[nn.Module]) -> None:

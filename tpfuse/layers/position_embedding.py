@@ -55,8 +55,7 @@ class PositionEmbedding(OnMesh, nn.Embedding):
             embedding.num_embeddings, embedding.embedding_dim, sequence_parallel=sequence_parallel,
             device_mesh=device_mesh, device="meta", dtype=embedding.weight.dtype,
         )  # fmt: skip
-        take_(layer, embedding)
-        return layer
+        return take_(layer, embedding)
 
     def reset_parameters(self) -> None:
         """Initialise the table as nn.Embedding does, equally on all ranks."""

@@ -83,8 +83,7 @@ class RowParallelLinear(OnMesh, nn.Linear):
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh,
             device="meta", dtype=linear.weight.dtype,
         )  # fmt: skip
-        take_(layer, linear)
-        return layer
+        return take_(layer, linear)
 
     def reset_parameters(self) -> None:
         """Initialise the whole layer as nn.Linear does, and keep this rank's shard of it."""

@@ -77,8 +77,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh, device="meta",
             dtype=embedding.weight.dtype,
         )  # fmt: skip
-        take_(layer, embedding)
-        return layer
+        return take_(layer, embedding)
 
     def reset_parameters(self) -> None:
         """Initialise the whole table as nn.Embedding does, and keep this rank's shard of it."""
