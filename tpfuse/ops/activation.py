@@ -1,38 +1,26 @@
 """Activations, by the names that every layer and kernel uses."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def _relu2(x: Tensor) -> Tensor:
-    return torch.square(torch.relu(x))
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _swiglu(x: Tensor) -> Tensor:
+def _gated(inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _geglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate) * up
+    return inner(gate) * up
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": torch.relu,
-    "relu2": _relu2,
+    "relu2": lambda x: torch.square(torch.relu(x)),
     "silu": F.silu,
-    "swiglu": _swiglu,
-    "geglu": _geglu,
+    "swiglu": partial(_gated, F.silu),
+    "geglu": partial(_gated, F.gelu),
 }
 GATED = frozenset({"swiglu", "geglu"})
 

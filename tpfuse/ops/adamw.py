@@ -5,6 +5,7 @@ either can continue from a state that the other has saved.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,20 +110,10 @@ def _by_torch(
     if halves:
         exp_avgs, exp_avg_sqs = ([x.float() for x in moments] for moments in (exp_avgs, exp_avg_sqs))
     torch._fused_adamw_(  # torch.optim.AdamW(fused=True) calls this too, but counts the steps of each shard itself
-        masters,
-        gradients,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [step.view(()).float()] * len(masters),
+        masters, gradients, exp_avgs, exp_avg_sqs, [], [step.view(()).float()] * len(masters),
         lr=lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+        beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
     for (exp_avg, exp_avg_sq, low, high), *new in zip(halves, exp_avgs, exp_avg_sqs, strict=False):
         _keep(exp_avg, new[0], low)
         _keep(exp_avg_sq, new[1], high)
@@ -155,22 +146,12 @@ def _keep(kept: Tensor, new: Tensor, random: Tensor) -> None:
     kept.view(torch.int16).copy_(random.add_(bits).bitwise_right_shift_(16))
 
 
-@custom_op("tpfuse::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "parameter"))
-def _update(
-    master: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    parameter: Tensor | None,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    scale: Tensor | None,
-    clip: Tensor | None,
-) -> None:
-    adamw.adamw_(
-        master, gradient, exp_avg, exp_avg_sq, parameter, lr, beta1, beta2, eps, weight_decay, step, scale, clip
-    )
+@custom_op(
+    "tpfuse::adamw_",
+    mutates_args=("master", "exp_avg", "exp_avg_sq", "parameter"),
+    schema="(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? parameter, "
+    "Tensor lr, float beta1, float beta2, float eps, float weight_decay, Tensor step, Tensor? scale, Tensor? clip)"
+    " -> ()",
+)
+def _update(*arguments: Any) -> None:
+    adamw.adamw_(*arguments)

@@ -113,20 +113,12 @@ def attention(
             expected = "expected at least as many keys as queries, or a q_offset"
             raise ValueError(f"attention: {tq} queries and {tk} keys: {expected}")
     call = AttentionCall(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        head_rows,
-        key,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        k_offset=k_offset,
-        scale=scale,
+        cu_seqlens_q, cu_seqlens_k, head_rows, key,
+        causal=causal, window=window, q_offset=q_offset, k_offset=k_offset, scale=scale,
         max_seqlen_q=tq if max_seqlen_q is None else max_seqlen_q,
         max_seqlen_k=tk if max_seqlen_k is None else max_seqlen_k,
-        dropout_p=dropout_p,
-        dropout_width=tk if dropout_width is None else dropout_width,
-    )
+        dropout_p=dropout_p, dropout_width=tk if dropout_width is None else dropout_width,
+    )  # fmt: skip
     plain = not return_lse and call.is_plain(q, k)
     if chosen_attention(q, k, v, plain) == "torch":
         out, lse = dense_attention(q, k, v, call, return_lse=return_lse)
@@ -169,9 +161,7 @@ _CALL = (
 
 
 @custom_op(
-    "tpfuse::attention_forward",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)",
+    "tpfuse::attention_forward", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)"
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **scalars: Any) -> tuple[Tensor, Tensor]:
     options = vars(AttentionCall(*tensors, **scalars))
@@ -208,10 +198,7 @@ def _(
 
 
 def _save(
-    ctx: Any,
-    inputs: tuple[Tensor | None, ...],
-    keyword_only_inputs: dict[str, Any],
-    output: tuple[Tensor, Tensor],
+    ctx: Any, inputs: tuple[Tensor | None, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
 ) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output)

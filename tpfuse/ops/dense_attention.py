@@ -102,7 +102,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, ret
     probabilities = scores.softmax(dim=-1).to(q.dtype)
     if call.dropout_p:
         assert call.head_rows is not None and call.dropout_key is not None
-        heads = call.head_rows.unsqueeze(-1) if cu_seqlens_q is None else _of_queries(call.head_rows, document_q)
+        heads = call.head_rows.unsqueeze(-1)
+        if cu_seqlens_q is not None:  # those of each query's document, arbitrary after the last one
+            heads = call.head_rows[document_q.clamp(max=len(call.head_rows) - 1)].t().unsqueeze(0)
         keep = keep_mask(
             heads * call.dropout_width + q_pos, call.dropout_width, call.dropout_p, call.dropout_key, k_pos
         )
@@ -152,8 +154,3 @@ def _hidden(q_pos: Tensor, k_pos: Tensor, causal: bool, window: int | None) -> T
     distance = q_pos - k_pos
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     return hidden if window is None else hidden | (distance.abs() >= window)
-
-
-def _of_queries(head_rows: Tensor, document: Tensor) -> Tensor:
-    """Return head_rows [S, H] of each query's document: [1, H, Tq], arbitrary after the last document."""
-    return head_rows[document.clamp(max=len(head_rows) - 1)].t().unsqueeze(0)

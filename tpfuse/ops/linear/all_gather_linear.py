@@ -61,12 +61,7 @@ class _AllGatherLinear(Function):
 
 @overload
 def all_gather_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup | None,
-    *,
-    activation: str | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, *, activation: str | None = None
 ) -> Tensor: ...
 @overload
 def all_gather_linear(

@@ -40,7 +40,10 @@ class DirectLinear:
         with self.memory.guard(f"all_gather_linear {x.dtype} {list(x.shape)}"):
             for rank, part, chunk in self._gathered(rows, "all_gather_linear"):
                 for weight, bias, out in zip(weights, biases, outs, strict=True):
-                    _product(chunk, weight.t(), bias, out[rank, part])
+                    if bias is None:
+                        torch.mm(chunk, weight.t(), out=out[rank, part])
+                    else:
+                        torch.addmm(bias, chunk, weight.t(), out=out[rank, part])
         shape = self.memory.world * x.shape[0], *x.shape[1:-1]
         return [activated(out.view(*shape, out.shape[-1]), activation, keep) for out in outs]
 
@@ -215,13 +218,6 @@ def _sum_by_row_slices(
         channel.wait_for(rank, epoch, op)
         target = out[parts[rank]]
         target.copy_(sums[rank][: len(target)])
-
-
-def _product(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight_t, out=out)
-    else:
-        torch.addmm(bias, x, weight_t, out=out)
 
 
 def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor) -> None:

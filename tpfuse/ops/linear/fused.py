@@ -121,7 +121,10 @@ class FusedLinear:
             for weight, bias in zip(weights[1:], biases[1:], strict=True):
                 pairs.append(product(gather.gathered.flatten(0, 1), weight, bias, activation, keep))
         shape = self.memory.world * len(x), *x.shape[1:-1]
-        return [tuple(_shaped(y, shape) for y in pair) for pair in pairs]  # type: ignore[misc]
+        return [
+            (out.view(*shape, out.shape[-1]), None if kept is None else kept.view(*shape, kept.shape[-1]))
+            for out, kept in pairs
+        ]
 
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
@@ -304,7 +307,3 @@ def _engine_stream(device: torch.device) -> torch.cuda.Stream:
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1: copies of shards will not overlap with products", stacklevel=2)
     return urgent_stream(device)
-
-
-def _shaped(x: Tensor | None, rows: tuple[int, ...]) -> Tensor | None:
-    return None if x is None else x.view(*rows, x.shape[-1])

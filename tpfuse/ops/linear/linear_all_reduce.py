@@ -47,12 +47,7 @@ class _LinearAllReduce(Function):
 
 
 def linear_all_reduce(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup | None,
-    *,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, *, residual: Tensor | None = None
 ) -> Tensor:
     """Return all_reduce(x Wᵀ) + bias + residual [..., N], equal on all ranks.
 

@@ -50,12 +50,7 @@ class _LinearReduceScatter(Function):
 
 
 def linear_reduce_scatter(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup | None,
-    *,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, *, residual: Tensor | None = None
 ) -> Tensor:
     """Return reduce_scatter(x Wᵀ) + bias + residual [n, ..., N], scattered along dimension 0.
 

@@ -37,17 +37,9 @@ def _all_gather_backward(
     return [tensor.shape if needed else None for tensor, needed in pairs]
 
 
-def _reduce_scatter(world: int, x: Tensor, weight: Tensor, bias: Any, residual: Any) -> _Shapes:
-    return [(x.shape[0] // world, *x.shape[1:-1], weight.shape[0])]
-
-
 def _reduce_scatter_backward(world: int, grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> _Shapes:
     shapes = x.shape, weight.shape, weight.shape[:1]
     return [shape if needed else None for shape, needed in zip(shapes, needs, strict=True)]
-
-
-def _all_reduce(world: int, x: Tensor, weight: Tensor, bias: Any, residual: Any) -> _Shapes:
-    return [(*x.shape[:-1], weight.shape[0])]
 
 
 _LINEAR = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual"
@@ -60,11 +52,14 @@ _OPERATORS: dict[str, tuple[str, str, Callable[..., _Shapes]]] = {
         "all_gather_linear_backward", "Tensor[] lefts, Tensor x, Tensor[] weights, bool[] needs, bool needs_x",
         _all_gather_backward,
     ),
-    "reduce_scatter": ("linear_reduce_scatter", _LINEAR, _reduce_scatter),
+    "reduce_scatter": (
+        "linear_reduce_scatter", _LINEAR,
+        lambda world, x, weight, *_: [(x.shape[0] // world, *x.shape[1:-1], weight.shape[0])],
+    ),
     "reduce_scatter_backward": (
         "linear_reduce_scatter_backward", "Tensor grad, Tensor x, Tensor weight, bool[] needs", _reduce_scatter_backward
     ),
-    "all_reduce": ("linear_all_reduce", _LINEAR, _all_reduce),
+    "all_reduce": ("linear_all_reduce", _LINEAR, lambda world, x, weight, *_: [(*x.shape[:-1], weight.shape[0])]),
 }  # fmt: skip
 
 

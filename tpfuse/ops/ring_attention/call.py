@@ -1,6 +1,7 @@
 """The options of one call of ring attention, and the tokens that see each other under them."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,6 +102,11 @@ def _visible_ranges(
 ) -> tuple[VisibleRange, VisibleRange]:
     with torch.inference_mode(False):  # calls that need gradients use the cached tensors too
         return visible_ranges(runs.positions(rank, device), runs.length, causal, window, None)
+
+
+def joined_heads(parts: Sequence[Tensor]) -> Tensor:
+    """Return the results of rounds of some heads each, [B, some H, ...], as one [B, H, ...]."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
 
 
 def computed(dtype: torch.dtype) -> torch.dtype:

@@ -20,7 +20,7 @@ from tpfuse.comm.channel import Channel
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
-from tpfuse.ops.ring_attention.call import RingCall, computed
+from tpfuse.ops.ring_attention.call import RingCall, computed, joined_heads
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 
 ROUND_BYTES = 2**24  # the size of a slot's half; a head that needs more has a larger slot
@@ -47,7 +47,7 @@ class DirectRing:
                     channel.wait_for(source, epoch, op)
                     block.add(source, slots[source][0], slots[source][1])
                 parts.append(block.result())
-        return _joined([out for out, _ in parts]), _joined([lse for _, lse in parts])
+        return joined_heads([out for out, _ in parts]), joined_heads([lse for _, lse in parts])
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
@@ -76,7 +76,7 @@ class DirectRing:
                 parts = [own_part if rank == own else part[own] for rank, part in enumerate(sums)]
                 _sum(parts, [call.visible_keys(own, rank) for rank in range(len(parts))], gradients[:, :, heads])
                 dqs.append(block.dq())
-        return _joined(dqs), gradients[0], gradients[1]
+        return joined_heads(dqs), gradients[0], gradients[1]
 
     def _rounds(self, q: Tensor, k: Tensor, element_bytes: int) -> Iterator[tuple[Channel, slice, slice]]:
         """Yield the channel of each round, and the round's heads of k and of q.
@@ -129,7 +129,3 @@ def _sum(parts: list[Tensor], spans: list[tuple[int, int]], out: Tensor) -> None
             total = torch.empty_like(written[0])
             sum_in_rank_order(written, total)
             target.copy_(total)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

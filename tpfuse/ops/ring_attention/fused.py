@@ -19,7 +19,7 @@ from tpfuse.kernels.block_exchange import BlockExchange, part_starts
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.kernels.ring_attention_backward import queries_words, ring_attention_backward
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
-from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.call import RingCall, joined_heads
 
 ROUND_BYTES = 2**28  # the size of a slot's half; a head that needs more has a larger slot: not measured yet
 _COPIERS = 8  # the most copiers of a launch
@@ -44,7 +44,7 @@ class FusedRing:
                         dropout_key=call.key,
                     )
                 )  # fmt: skip
-        out, lse = (_joined(each) for each in zip(*parts, strict=True))
+        out, lse = (joined_heads(each) for each in zip(*parts, strict=True))
         return out, lse
 
     def backward(
@@ -64,7 +64,7 @@ class FusedRing:
                         dropout_p=call.dropout_p, counters_of_all=counters, dropout_key=call.key,
                     )
                 )  # fmt: skip
-        dq, dk, dv = (_joined(each) for each in zip(*parts, strict=True))
+        dq, dk, dv = (joined_heads(each) for each in zip(*parts, strict=True))
         return dq, dk, dv
 
     def _rounds(
@@ -88,7 +88,3 @@ def _open_exchange(memory: SymmetricMemory, name: str, nbytes: int, *, ring: boo
     _, endpoint = open_channel(memory, name, nbytes, multiprocessors(memory.device))
     ready = memory.signals(f"{name}: ready", 2 * _COPIERS * memory.world).local
     return BlockExchange(endpoint, ready, ring)
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -97,18 +97,12 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
     if head_rows is not None and exchange is not None:
         head_rows = head_rows[:, exchange.own(heads)]
     call = RingCall(
-        layout.runs,
-        ring_rank,
-        causal=options["causal"],
-        window=options["window"],
+        layout.runs, ring_rank, causal=options["causal"], window=options["window"],
         scale=q.shape[3] ** -0.5 if options["scale"] is None else options["scale"],
-        cu_seqlens=options["cu_seqlens"],
-        dropout_p=options["dropout_p"],
-        head_rows=head_rows,
-        key=options["key"],
+        cu_seqlens=options["cu_seqlens"], dropout_p=options["dropout_p"], head_rows=head_rows, key=options["key"],
         dropout_width=length if options["dropout_width"] is None else options["dropout_width"],
         ring=schedule != "all_gather",
-    )
+    )  # fmt: skip
     if blocks_from is None:
         return RingPlan(LocalRing(), call, exchange)
     return RingPlan(_IMPLEMENTATIONS.of(_choice(q, blocks_from), blocks_from), call, exchange)

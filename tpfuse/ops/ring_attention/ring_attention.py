@@ -39,13 +39,7 @@ from tpfuse.ops.ring_attention.traced import attend_traced
 
 @overload
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group,
-    return_lse: Literal[False] = False,
-    **options: Unpack[RingOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[False] = False, **options: Unpack[RingOptions]
 ) -> Tensor: ...
 
 

@@ -41,9 +41,7 @@ def _plan(q: Tensor, k: Tensor, tensors: Any, ring: str, ulysses: str | None, **
 
 
 @custom_op(
-    "tpfuse::ring_attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    "tpfuse::ring_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     plan = _plan(q, k, tensors, **options)
@@ -90,10 +88,7 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _save(
-    ctx: Any,
-    inputs: tuple[Tensor | None, ...],
-    keyword_only_inputs: dict[str, Any],
-    output: tuple[Tensor, Tensor],
+    ctx: Any, inputs: tuple[Tensor | None, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
 ) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs, *output)
