@@ -46,9 +46,17 @@ def generate(
 
     Raise ValueError for an empty prompt, and options outside their range.
     """
-    _check(ids_BT, tokens, temperature, top_k, top_p)
-    if eos is not None and not 0 <= eos < model.config.vocab_size:
-        raise ValueError(f"eos {eos}: expected a token of the vocabulary, 0 to {model.config.vocab_size - 1}")
+    last, shape = model.config.vocab_size - 1, tuple(ids_BT.shape)
+    for fits, message in (
+        (ids_BT.ndim == 2 and ids_BT.numel(), f"prompts of shape {shape}: expected [B, T] with at least one token"),
+        (tokens >= 0, f"tokens {tokens}: expected 0 or more"),
+        (0.0 <= temperature < float("inf"), f"temperature {temperature}: expected 0 (greedy) or more"),
+        (top_k is None or top_k >= 1, f"top_k {top_k}: expected at least 1"),
+        (top_p is None or 0.0 < top_p <= 1.0, f"top_p {top_p}: expected more than 0 and at most 1"),
+        (eos is None or 0 <= eos <= last, f"eos {eos}: expected a token of the vocabulary, 0 to {last}"),
+    ):
+        if not fits:
+            raise ValueError(message)
     batch, length = ids_BT.shape
     window = model.config.n_positions
     text_BN = torch.cat([ids_BT, ids_BT.new_full((batch, tokens), 0 if eos is None else eos)], dim=1)
@@ -91,16 +99,3 @@ def choose(
         probabilities_BV = torch.zeros_like(probabilities_BV).scatter(1, tokens_BV, nucleus_BV)
     drawn = [torch.multinomial(row, 1, generator=each) for row, each in zip(probabilities_BV, generators, strict=True)]
     return torch.cat(drawn)
-
-
-def _check(ids_BT: Tensor, tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if ids_BT.ndim != 2 or not ids_BT.numel():
-        raise ValueError(f"prompts of shape {tuple(ids_BT.shape)}: expected [B, T] with at least one token")
-    if tokens < 0:
-        raise ValueError(f"tokens {tokens}: expected 0 or more")
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"temperature {temperature}: expected 0 (greedy) or more")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k {top_k}: expected at least 1")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p {top_p}: expected more than 0 and at most 1")

@@ -143,12 +143,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         norm = partial(
-            LayerNorm,
-            config.n_embd,
-            config.layer_norm_epsilon,
-            config.bias,
-            sequence_parallel=True,
-            device_mesh=mesh,
+            LayerNorm, config.n_embd, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh
         )
         self.ln_1 = norm()
         self.attn = Attention(config, layer, mesh, context, recompute)

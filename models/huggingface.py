@@ -26,6 +26,8 @@ _PREFIX = "transformer."
 _HEAD = "lm_head.weight"
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 _LINEAR = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 _ROWS = 4096  # rows of the vocabulary that are compared at a time
 # These settings of transformers' GPT2Config must have one of these values, since this model has no other form.
 _FIXED: dict[str, tuple[object, ...]] = {
@@ -132,7 +134,7 @@ def read_config(folder_or_file: Path) -> GPTConfig:
             raise ValueError(f"{path}: {name} is {settings[name]!r}, expected {' or '.join(map(repr, allowed))}")
     default = GPTConfig()
     sizes = {}
-    for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+    for name in _SIZES:
         sizes[name] = settings.get(name, getattr(default, name))
         if type(sizes[name]) is not int:
             raise ValueError(f"{path}: {name} is {sizes[name]!r}, expected an integer")
@@ -140,7 +142,7 @@ def read_config(folder_or_file: Path) -> GPTConfig:
         raise ValueError(
             f"{path}: n_inner is {settings['n_inner']!r}, expected null or 4 n_embd = {4 * sizes['n_embd']}"
         )
-    dropouts = {name: _number(path, settings, name, 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    dropouts = {name: _number(path, settings, name, 0.1) for name in _DROPOUTS}
     if len(set(dropouts.values())) > 1:
         raise ValueError(f"{path}: the dropout probabilities {dropouts} differ, expected one for all")
     epsilon = _number(path, settings, "layer_norm_epsilon", 1e-5)
@@ -160,17 +162,11 @@ def _config_of(config: GPTConfig) -> dict[str, object]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.n_positions,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
+        **{name: getattr(config, name) for name in _SIZES},
         "n_inner": None,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": config.layer_norm_epsilon,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
+        **dict.fromkeys(_DROPOUTS, config.dropout),
         "tie_word_embeddings": True,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
