@@ -1,7 +1,6 @@
 """The suite of tensor-parallel products: a product is described once, and its checks follow from the description.
 
-    product = gathering(all_gather_linear, reference.linear)
-    product.check(Case(torch.bfloat16, (21, 2), activation="gelu"), group)  # on every rank of the group
+    PRODUCTS["all_gather_linear"].check(Case(torch.bfloat16, (21, 2), activation="gelu"), group)  # on every rank
 
 The description says which part of the inputs and of the result each rank holds. It determines the whole inputs, which
 every rank draws by itself, the plain computation on one rank that the product is compared with, and a rank's parts of
@@ -16,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.kernels import reference
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.testing.compare import Expected, evaluate
 from tpfuse.testing.inputs import integers, normal
 
@@ -52,12 +55,11 @@ class Case:
 class ParallelProduct:
     """The description of a tensor-parallel product.
 
-    function: the operator, called with the inputs by name and `group`. linear: the same product on one rank, called
-    with (x, weight, bias, activation). held: the part that each rank holds of every input and of the result, "out".
+    function: the operator, called with the inputs by name and `group`. held: the part that each rank holds of every
+    input and of the result, "out".
     """
 
     function: Callable[..., Tensor]
-    linear: Callable[..., Tensor]
     held: Mapping[str, Held]
 
     def part(self, tensor: str, case: Case, rank: int) -> int | slice:
@@ -71,7 +73,7 @@ class ParallelProduct:
         n, k, rows = case.n, case.k, case.rows
         if "rows" in self.held.values():
             rows = (world * rows[0], *rows[1:])
-        width = self.linear(torch.zeros(1, k), torch.zeros(n, k), None, case.activation).shape[-1]
+        width = reference.linear(torch.zeros(1, k), torch.zeros(n, k), None, case.activation).shape[-1]
         shapes = {"x": (*rows, k), "weight": (n, k), "bias": (n,), "residual": (*rows, width), "out": (*rows, width)}
         left_out = {name for name, given in (("bias", case.bias), ("residual", case.residual)) if not given}
         tensors = {}
@@ -90,9 +92,9 @@ class ParallelProduct:
         def whole(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
             if self.held["out"] == "index":  # each rank has other rows of the weight
                 biases = [None] * len(weight) if bias is None else list(bias)
-                outs = [self.linear(x, w, b, case.activation) for w, b in zip(weight, biases, strict=True)]
+                outs = [reference.linear(x, w, b, case.activation) for w, b in zip(weight, biases, strict=True)]
                 return torch.stack(outs)
-            out = self.linear(torch.cat(list(x), -1), torch.cat(list(weight), -1), bias, case.activation)
+            out = reference.linear(torch.cat(list(x), -1), torch.cat(list(weight), -1), bias, case.activation)
             return out if residual is None else out + residual
 
         return whole
@@ -183,21 +185,15 @@ class ParallelProduct:
         assert not self.run(case, frozen, group).requires_grad
 
 
-def gathering(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
-    """Describe act(all_gather(x) Wᵀ + bias): rows of x are sharded, and each rank has its own rows of the weight."""
-    return ParallelProduct(function, linear, {"x": "rows", "weight": "index", "bias": "index", "out": "index"})
-
-
-def scattering(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
-    """Describe reduce_scatter(x Wᵀ) + bias + residual: each rank has its own features and gets its rows of the sum."""
-    held: dict[str, Held] = {"x": "index", "weight": "index", "bias": "all", "residual": "rows", "out": "rows"}
-    return ParallelProduct(function, linear, held)
-
-
-def summing(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
-    """Describe all_reduce(x Wᵀ) + bias + residual: each rank has its own features and gets the whole sum."""
-    held: dict[str, Held] = {"x": "index", "weight": "index", "bias": "all", "residual": "all", "out": "all"}
-    return ParallelProduct(function, linear, held)
+# act(all_gather(x) Wᵀ + bias): rows of x are sharded, and each rank has its own rows of the weight. The others sum
+# x Wᵀ over ranks, each of which has its own features, and add bias and residual: a rank gets its rows, or everything.
+_SUMMED: dict[str, Held] = {"x": "index", "weight": "index", "bias": "all"}
+_HELD: dict[Callable[..., Tensor], dict[str, Held]] = {
+    all_gather_linear: {"x": "rows", "weight": "index", "bias": "index", "out": "index"},
+    linear_reduce_scatter: _SUMMED | {"residual": "rows", "out": "rows"},
+    linear_all_reduce: _SUMMED | {"residual": "all", "out": "all"},
+}
+PRODUCTS = {function.__name__: ParallelProduct(function, held) for function, held in _HELD.items()}
 
 
 def strided(x: Tensor) -> Tensor:

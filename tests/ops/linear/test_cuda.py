@@ -15,13 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.cases import naming
-from tests.support.parallel_products import Case, gathering, scattering, summing
+from tests.support.parallel_products import PRODUCTS, Case
 from tpfuse.choices import Implementation
-from tpfuse.kernels import reference
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.dispatch import parallel_linear
 from tpfuse.ops.linear.fused import FusedLinear
-from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
@@ -38,13 +36,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     running.close()
 
 
-PRODUCTS = (
-    gathering(all_gather_linear, reference.linear),
-    scattering(linear_reduce_scatter, reference.linear),
-    summing(linear_all_reduce, reference.linear),
-)
-
-
 def _all_products(device: str, names: tuple[Implementation, ...], small: bool) -> None:
     cases = [Case(torch.float32, (5,), k=24, n=48, activation="gelu")]
     if not small:
@@ -54,7 +45,7 @@ def _all_products(device: str, names: tuple[Implementation, ...], small: bool) -
             Case(torch.bfloat16, (2100,), k=512, n=1024, activation="geglu"),
             Case(torch.float32, (63,), k=100, n=200),
         ]
-    for name, product, case in itertools.product(names, PRODUCTS, cases):
+    for name, product, case in itertools.product(names, PRODUCTS.values(), cases):
         activation = None if "residual" in product.held else case.activation
         with use(implementation=name), naming((name, product.function.__name__, case)):
             product.check(replace(case, activation=activation, device=device), dist.group.WORLD)

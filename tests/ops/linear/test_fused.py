@@ -76,18 +76,16 @@ def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.parametrize("world", exhaustive(1, 3))
-def test_copy_engines_give_the_same_results(world: int) -> None:
-    sent = {"gathers": 12, "scatters": 8} if world > 1 else {"gathers": 0, "scatters": 0}
-    assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [sent] * world
+@pytest.mark.exhaustive
+def test_copy_engines_give_the_same_results() -> None:
+    assert pool(3).run(_both_ways, torch.float32, (1, 50)) == [{"gathers": 12, "scatters": 8}] * 3
 
 
 def test_copy_engines_copy_half_types() -> None:
     assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [{"gathers": 6, "scatters": 4}] * 2
 
 
-@pytest.mark.parametrize("world", [2, *exhaustive(4)])
-@on_ranks("world")
+@on_ranks(2)
 def test_engines_and_programs_take_turns() -> None:
     """Gather shards around the limit, by programs and by engines in any order."""
     products = FusedLinear(_memory(), engine_bytes=4 * 24 * 5)
@@ -247,13 +245,11 @@ def test_driver_calls_of_a_gather(world: int) -> None:
     assert pool(world).run(_driver_calls, "backward") == [[*kept, SCATTER, AFTER, "mm", "end"]] * world
 
 
-@pytest.mark.parametrize("world", [2, *exhaustive(3)])
-def test_driver_calls_of_a_scatter(world: int) -> None:
+def test_driver_calls_of_a_scatter() -> None:
     """There are 3 n calls between the two waits of the streams for n ranks, 24 at tp 8."""
-    sent = ["await_part_kernel", "copy", "word"] * (world - 1)
-    opened = [BEFORE, "engines:", "open_copies_kernel", "current:"]
+    opened, sent = [BEFORE, "engines:", "open_copies_kernel", "current:"], ["await_part_kernel", "copy", "word"]
     calls = ["guard", *opened, SCATTER, "engines:", *sent, "current:", "sum_parts_kernel", AFTER, "end"]
-    assert pool(world).run(_driver_calls, "scatter") == [calls] * world
+    assert pool(2).run(_driver_calls, "scatter") == [calls] * 2
 
 
 def test_copies_are_waited_for_if_the_overlapped_product_fails() -> None:

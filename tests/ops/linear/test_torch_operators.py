@@ -14,17 +14,15 @@ from torch import nn
 import tpfuse
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
-from tests.support.parallel_products import Case, gathering, scattering, summing
+from tests.support.parallel_products import PRODUCTS, Case
 from tests.support.torch_operators import StandInOperators
 from tpfuse.comm import autotune as tuner
 from tpfuse.comm.autotune import autotune
 from tpfuse.comm.dispatch import symmetric_memory
-from tpfuse.kernels import reference
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear import dispatch, torch_operators
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
-from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear.torch_operators import CANDIDATES, TorchLinear, obstacles
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
@@ -44,11 +42,6 @@ def _stand_in(patch: pytest.MonkeyPatch) -> StandInOperators:
     return operators
 
 
-PRODUCTS = {
-    "all_gather": gathering(all_gather_linear, reference.linear),
-    "reduce_scatter": scattering(linear_reduce_scatter, reference.linear),
-    "all_reduce": summing(linear_all_reduce, reference.linear),
-}
 CASES = (
     Case(rows=(6, 2), k=5, n=8, whole_numbers=True),
     Case(rows=(4,), k=3, n=4, whole_numbers=True, bias=False, residual=False),
@@ -63,7 +56,8 @@ def _right(name: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         operators = _stand_in(patch)
         patch.setattr(dispatch, "parallel_linear", lambda x, group: linear)
-        for method, product in PRODUCTS.items():
+        for operator, product in PRODUCTS.items():
+            method = operator.removeprefix("linear_").removesuffix("_linear")
             if method in CANDIDATES[name][1]:
                 for case in CASES:
                     with naming((method, case)):
