@@ -49,7 +49,6 @@ def _compared(family: str, layout: dict[str, int], options: dict[str, Any], sett
         ("gpt2", {"tp": 2}, {}, DROPS),
         ("gpt2", {"tp": 2}, {"sequence_parallel": False}, DROPS),
         ("llama", {"tp": 2}, {}, {}),
-        ("llama", {"tp": 2}, {"sequence_parallel": False}, {}),
         ("llama", {"cp": 2}, {}, {}),
     ],
 )

@@ -95,11 +95,11 @@ def test_each_structure_agrees_with_the_untouched_model(sequence_parallel: bool)
     *pairwise(
         first=0,
         family=[*FAMILIES, *OTHERS],
-        world=[3, 4, 2, 1],
+        world=[3, 4],
         dtype=[torch.float64, torch.float32],
         sequence_parallel=[True, False],
         padding=["right", "none", "left"],
-        shape=[(3, 13), (1, 3), (2, 8)],
+        shape=[(3, 13), (1, 3)],
     )
 )
 def test_every_family_agrees_with_the_untouched_model(
@@ -125,8 +125,7 @@ def test_generate_with_its_cache_gives_the_tokens_of_one_rank() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), (3, False)])
 def test_every_family_generates_the_tokens_of_one_rank(world: int, sequence_parallel: bool) -> None:
     pool(world).run(_tokens_agree, list(FAMILIES), sequence_parallel)
 

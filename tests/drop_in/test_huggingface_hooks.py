@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,11 @@ def _agrees(
     [
         (("whole", "left"), "mistral", 1, 2, 1, False),
         *exhaustive(
-            *((CASES, family, 1, 2, 1, False) for family in FAMILIES if family not in ("stablelm_norms", "doge")),
-            (CASES, "llama_one_kv_head", 1, 4, 1, False),
-            *((CASES, family, 2, 2, 1, True) for family in ("gpt2", "phi3", "gemma3")),
-            (CASES, "qwen3", 2, 2, 1, False),
-            (CASES, "mistral", 1, 4, 2, False),
+            *((CASES[1::2], family, 1, 2, 1, False) for family in FAMILIES if family not in ("stablelm_norms", "doge")),
+            (CASES[::2], "llama_one_kv_head", 1, 4, 1, False),
+            *((CASES[::2], family, 2, 2, 1, True) for family in ("gpt2", "phi3", "gemma3")),
+            (CASES[::2], "qwen3", 2, 2, 1, False),
+            (CASES[::2], "mistral", 1, 4, 2, False),
         ),
     ],
 )
@@ -127,10 +128,7 @@ def test_a_context_gives_the_results_of_eager_attention(
     pool(tp * cp).run(_agrees, cases, family, tp, cp, ulysses, sequence_parallel, UNCAPPED.get(family, {}))
 
 
-@pytest.mark.parametrize(
-    ("family", "tp", "cp"),
-    [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("mixtral", 2, 2))],
-)
+@pytest.mark.parametrize(("family", "tp", "cp"), [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("mixtral", 2, 2))])
 @on_ranks("tp", "cp")
 def test_losses_of_routers_and_labels_after_padding_are_those_of_one_rank(family: str, tp: int, cp: int) -> None:
     """Compare with sdpa on one rank: every token has a label, those after padding at the left too."""
@@ -178,7 +176,7 @@ def _gradients(model: nn.Module, like: nn.Module) -> list[Tensor]:
 )  # fmt: skip
 def test_rotary_tables_are_those_of_the_whole_length(scaling: dict[str, Any]) -> None:
     settings = {"rope_parameters": scaling, "max_position_embeddings": 8}
-    pool(4).run(_agrees, CASES, "llama", 1, 4, 1, False, settings)
+    pool(4).run(_agrees, CASES[::3], "llama", 1, 4, 1, False, settings)
 
 
 def _loss_of_shards() -> None:
@@ -279,35 +277,32 @@ def test_what_a_context_cannot_do_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             model(**{"input_ids": IDS} | arguments)
     model.loss_function = exact_loss
-    with pytest.raises(ValueError, match="context parallelism: the model has a loss of its own"):
-        model(IDS, labels=IDS)
-    eager = decoder("mistral")
+    eager, classifier = decoder("mistral"), transformers.MistralForSequenceClassification(model.config)
     eager.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"first token after padding .* or attn_implementation=\"sdpa\" before"):
-        parallelize(eager, mesh)(
-            IDS, attention_mask=after.flip(1), labels=IDS * after.flip(1) - 100 * (1 - after.flip(1))
-        )
-    with pytest.raises(ValueError, match=r"GptOssForCausalLM cannot be .*: GptOssAttention takes s_aux; use a mesh wi"):
-        parallelize(decoder("gpt_oss"), mesh)
-    with pytest.raises(ValueError, match="Gemma2Attention takes softcap"):
-        parallelize(decoder("gemma2"), mesh)
-    with pytest.raises(ValueError, match="Gemma2Attention of layer 0: softcap is not supported"):
-        _with(
-            parallelize(decoder("gemma2", **UNCAPPED["gemma2"]), mesh),
-            model__layers__0__self_attn__attn_logit_softcapping=1.0,
-        )(IDS)
-    with pytest.raises(ValueError, match="the model is a Linear: expected a decoder of transformers"):
-        parallelize(nn.Linear(2, 2), mesh)
-    classifier = transformers.MistralForSequenceClassification(model.config)
-    with pytest.raises(ValueError, match="MistralForSequenceClassification is no base model and no causal language"):
-        parallelize(classifier, mesh)
-    plain = decoder("mistral")
-    with pytest.raises(ValueError, match=r"context_parallel 'ring': expected a mesh with a dimension \"cp\""):
-        parallelize(plain, tensor_mesh(), context_parallel="ring")
-    with pytest.raises(ValueError, match="schedule 'rings': expected one of auto, ring"):
-        parallelize(plain, mesh, context_parallel="rings")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='expected one named "tp" for the plan'):
-        parallelize(plain, mesh["cp"], {"*.o_proj": FusedRowwiseParallel()})
+    first = {"attention_mask": after.flip(1), "labels": IDS.masked_fill(after.flip(1) == 0, -100)}
+    capped = parallelize(decoder("gemma2", **UNCAPPED["gemma2"]), mesh)
+    plain, tensors, style = decoder("mistral"), tensor_mesh(), FusedRowwiseParallel()
+    refusals: list[tuple[Callable[[], Any], str]] = [
+        (lambda: model(IDS, labels=IDS), "context parallelism: the model has a loss of its own"),
+        (lambda: parallelize(eager, mesh)(IDS, **first),
+         r"first token after padding .* or attn_implementation=\"sdpa\" before"),
+        (lambda: parallelize(decoder("gpt_oss"), mesh),
+         r"GptOssForCausalLM cannot be .*: GptOssAttention takes s_aux; use a mesh wi"),
+        (lambda: parallelize(decoder("gemma2"), mesh), "Gemma2Attention takes softcap"),
+        (lambda: _with(capped, model__layers__0__self_attn__attn_logit_softcapping=1.0)(IDS),
+         "Gemma2Attention of layer 0: softcap is not supported"),
+        (lambda: parallelize(nn.Linear(2, 2), mesh), "the model is a Linear: expected a decoder of transformers"),
+        (lambda: parallelize(classifier, mesh),
+         "MistralForSequenceClassification is no base model and no causal language"),
+        (lambda: parallelize(plain, tensors, context_parallel="ring"),
+         r"context_parallel 'ring': expected a mesh with a dimension \"cp\""),
+        (lambda: parallelize(plain, mesh, context_parallel="rings"),  # type: ignore[arg-type]
+         "schedule 'rings': expected one of auto, ring"),
+        (lambda: parallelize(plain, mesh["cp"], {"*.o_proj": style}), 'expected one named "tp" for the plan'),
+    ]  # fmt: skip
+    for call, message in refusals:
+        with pytest.raises(ValueError, match=message):
+            call()
     assert "forward" not in plain.__dict__ and plain.config._attn_implementation == "sdpa"
     fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"fully_shard replaces the parameters .* use tpfuse\.ZeroOptimizer with"):

@@ -156,7 +156,7 @@ def _hook(*args: Any) -> None:
 # These attributes of modules and models survive.
 
 
-@pytest.mark.parametrize("world", [2, *exhaustive(3, 4)])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 @pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=UNEVEN_SEQUENCES)])
 @on_ranks("world")
 def test_a_plan_of_ones_own_mixes_with_torchs_styles(mixed: bool) -> None:
@@ -233,10 +233,7 @@ def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
             restore(model)
 
 
-@pytest.mark.parametrize(
-    ("family", "sequence_parallel"),
-    [("llama", True), *exhaustive(("phi3_shared", False))],
-)
+@pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), *exhaustive(("phi3_shared", False))])
 @on_ranks(2)
 def test_copies_and_pickles_of_a_parallelized_model_compute_the_same(family: str, sequence_parallel: bool) -> None:
     model = parallelize(decoder(family), tensor_mesh(), sequence_parallel=sequence_parallel)
@@ -254,18 +251,6 @@ def test_copies_and_pickles_of_a_parallelized_model_compute_the_same(family: str
             name: kind for name, (kind, _) in before.items()
         }
     assert all(torch.equal(one, expected[name]) for name, one in _evaluate(model).items())
-
-
-@on_ranks(2)
-def test_two_models_live_on_two_meshes() -> None:
-    models = [_plain() for _ in range(2)]
-    with torch.no_grad():
-        models[1].embed.weight.mul_(2)
-    expected = [_evaluate(model) for model in models]
-    for model, mesh in zip(models, (tensor_mesh(), mesh_of(2, 1)["tp"]), strict=True):
-        parallelize(model, mesh, PLAN)
-    for model, of_it in zip(models, expected, strict=True):
-        _check_equal(_evaluate(model), of_it)
 
 
 @on_ranks(2)
@@ -293,10 +278,12 @@ def test_restore_gives_the_original_back() -> None:
         assert torch.equal(_logits(model), logits)
 
 
-def _state_dicts(family: str, folder: Path) -> None:
+@pytest.mark.parametrize("family", ["phi3", *exhaustive("gpt2")])
+@on_ranks(2)
+def test_state_dicts_of_whole_tensors_make_the_round_trip(family: str, tmp_path: Path) -> None:
     """Load whole tensors, shards, and shards in a file of this rank, into models with and without values."""
     whole, model = decoder(family), parallelize(decoder(family), tensor_mesh())
-    state, file = model.state_dict(), folder / f"{dist.get_rank()}.pt"
+    state, file = model.state_dict(), tmp_path / f"{dist.get_rank()}.pt"
     assert list(state) == list(whole.state_dict())
     for name, expected in whole.state_dict().items():
         assert state[name].shape == expected.shape and torch.equal(gather_whole(state[name]), expected), name
@@ -315,11 +302,6 @@ def _state_dicts(family: str, folder: Path) -> None:
     empty.tie_weights()
     for name, expected in whole.state_dict().items():
         assert torch.equal(gather_whole(empty.state_dict()[name]), expected), name
-
-
-@pytest.mark.parametrize("family", ["phi3", *exhaustive("gpt2", "llama_tied")])
-def test_state_dicts_of_whole_tensors_make_the_round_trip(family: str, tmp_path: Path) -> None:
-    pool(2).run(_state_dicts, family, tmp_path)
 
 
 # These modules are left alone.
@@ -389,7 +371,7 @@ def _scaled(attention: nn.Module) -> nn.Module:
     return attention
 
 
-@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), *exhaustive((2, False), (3, True), (4, True))])
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), *exhaustive((2, False), (3, True))])
 @on_ranks("world")
 def test_modules_that_the_plan_cannot_handle_are_left_alone_and_named(sequence_parallel: bool) -> None:
     model = decoder("qwen3", head_dim=4, num_hidden_layers=4)
@@ -504,7 +486,7 @@ def test_dropout_of_whole_activations_draws_the_masks_of_the_untouched_model() -
     _check_equal(_evaluate(model), expected)
 
 
-@pytest.mark.parametrize("family", ["gpt2", *exhaustive("phi3_shared", "neox")])
+@pytest.mark.parametrize("family", ["gpt2", *exhaustive("neox")])
 @on_ranks(2)
 def test_dropout_of_shards_draws_the_masks_of_one_rank_and_again_when_recomputed(family: str) -> None:
     ids = integers(2, 2, 8, low=3, high=101, dtype=torch.int64)

@@ -114,9 +114,7 @@ def _agree(expected: dict[str, Any], found: dict[str, Any]) -> None:
         assert error <= 1e-6, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize(
-    ("layout", "stage"), [((1, 2, 1), 1), *exhaustive(((2, 1, 1), 2), ((1, 1, 2), 1), ((2, 2, 1), 2), ((2, 1, 1), 3))]
-)
+@pytest.mark.parametrize(("layout", "stage"), [((1, 2, 1), 1), *exhaustive(((2, 1, 1), 2), ((1, 1, 2), 1))])
 def test_it_trains_and_resumes_as_one_process(
     layout: tuple[int, int, int], stage: int, plain: Any, tmp_path: Path
 ) -> None:
@@ -222,8 +220,7 @@ def _family(folder: Path, family: str, layout: tuple[int, int, int] | None, stag
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("family", "layout", "stage"),
-    [("gpt2", (2, 2, 1), 3), ("phi3_shared", (2, 2, 1), 3), ("llama_tied", (1, 2, 2), 1), ("mixtral", (2, 2, 1), 1)],
+    ("family", "layout", "stage"), [("gpt2", (2, 2, 1), 3), ("llama_tied", (1, 2, 2), 1), ("mixtral", (2, 2, 1), 1)]
 )
 def test_whole_weights_are_those_of_one_process(family: str, layout: Any, stage: int, tmp_path: Path) -> None:
     _family(tmp_path / "one", family, None)
@@ -378,9 +375,8 @@ def _best(folder: Path, layout: tuple[int, int, int]) -> tuple[list[tuple[int, .
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)])
-def test_the_best_model_is_that_of_its_checkpoint(layout: tuple[int, int, int], tmp_path: Path) -> None:
-    for shapes, weights in pool(2).run(_best, tmp_path, layout):
+def test_the_best_model_is_that_of_its_checkpoint(tmp_path: Path) -> None:
+    for shapes, weights in pool(2).run(_best, tmp_path, (2, 1, 1)):
         assert shapes == [(5, 13, 5, 13)] * 2  # each sample once
         saved = load_file(tmp_path / f"checkpoint-{SAVED}" / "model.safetensors")
         assert all(torch.equal(weights[name], x) for name, x in saved.items())

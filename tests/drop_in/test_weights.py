@@ -131,7 +131,7 @@ def _load(folder: Path) -> None:
     ("world", "family"),
     [
         (2, "gpt2"), (2, "llama_one_kv_head"), (2, "mixtral"),
-        *exhaustive((2, "phi3"), (2, "gemma2"), (2, "neox"), *((3, family) for family in _FAMILIES)),
+        *exhaustive((2, "gemma2"), (2, "neox"), (3, "gpt2"), (3, "phi3_shared"), (3, "mixtral")),
     ],
 )  # fmt: skip
 def test_each_rank_reads_its_shards_and_no_more(folders: Any, world: int, family: str) -> None:
@@ -224,10 +224,7 @@ def test_wrong_tensors_and_files_are_refused_with_their_names(folders: Any, tmp_
     cases: list[tuple[dict[str, Tensor | None], str]] = [
         ({"model.norm.weight": None}, "1 tensors are missing: model.norm.weight: expected all files of the model"),
         ({"lm_head.weight": None}, 'missing: lm_head.weight: expected them, or "tie_word_embeddings": true in config'),
-        (
-            {"model.layers.2.mlp.up_proj.weight": torch.ones(96, 48)},
-            "1 tensors are not the model's: model.layers.2",
-        ),
+        ({"model.layers.2.mlp.up_proj.weight": torch.ones(96, 48)}, "1 tensors are not the model's: model.layers.2"),
         ({"lm_head.weight": torch.ones(100, 48)}, r"lm_head.weight has shape \[100, 48\]: the model has \[101, 48\]"),
         ({"model.norm.weight": torch.ones(48, dtype=torch.int8)}, r"is I8: .* BF16; for quantized weights, get those"),
     ]
@@ -269,7 +266,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_model_as_it_was(folde
     ("world", "family"),
     [
         (2, "phi3"), (2, "mixtral"),
-        *exhaustive((2, "gemma2"), (1, "phi3"), *((3, family) for family in _FAMILIES)),
+        *exhaustive((2, "gemma2"), (2, "neox"), (3, "gpt2"), (3, "phi3_shared"), (3, "mixtral")),
     ],
 )  # fmt: skip
 def test_save_pretrained_writes_the_files_that_were_read(folders: Any, tmp_path: Path, world: int, family: str) -> None:
@@ -363,13 +360,7 @@ def _equal_states(a: Any, b: Any, name: str = "") -> None:
         assert a == b, name
 
 
-@pytest.mark.parametrize(
-    ("family", "world"),
-    [
-        ("phi3", 2),
-        *exhaustive(("gpt2", 3), ("phi3", 4), ("llama_one_kv_head", 1)),
-    ],
-)
+@pytest.mark.parametrize(("family", "world"), [("phi3", 2), *exhaustive(("gpt2", 3))])
 def test_distributed_checkpoints_load_at_another_tp(folders: Any, tmp_path: Path, family: str, world: int) -> None:
     saved = pool(2).run(_checkpoint, folders(family), tmp_path / "dcp")[0]
     loaded = pool(world).run(_resume, folders(family), tmp_path / "dcp")[0]

@@ -23,7 +23,7 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 
 SIZE = 60  # the features that are sharded, in each part, which 2, 3 and 4 divide
 LAYERS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -119,22 +119,19 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 @EVERY_LAYER
-@pytest.mark.parametrize(("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (4, F64))])
-def test_results_and_gradients_match_the_reference(kind: str, world: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((4, F64))])
+@on_ranks("world")
+def test_results_and_gradients_match_the_reference(kind: str, dtype: torch.dtype) -> None:
     for options in OPTIONS[kind]:
         with naming(options):
-            pool(world).run(_check, kind, dtype, options)
+            _check(kind, dtype, options)
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(1)])
-@on_ranks("world")
+@on_ranks(3)
 def test_parameters_are_dtensors() -> None:
     mesh, own = tensor_mesh(), SIZE // dist.get_world_size()
     column, row = ColumnParallelLinear(9, SIZE, device_mesh=mesh), RowParallelLinear(SIZE, 9, device_mesh=mesh)
     packed = ColumnParallelLinear(9, 3 * SIZE, parts=3, device_mesh=mesh)
-    for layer, features in ((column, (9, SIZE)), (row, (SIZE, 9))):
-        assert isinstance(layer, nn.Linear) and (layer.in_features, layer.out_features) == features
-        assert "tp=" in repr(layer)
     for parameter, shape, placement, local in (
         (column.weight, (SIZE, 9), Shard(0), (own, 9)),
         (column.bias, (SIZE,), Shard(0), (own,)),
@@ -150,7 +147,8 @@ def test_parameters_are_dtensors() -> None:
     assert meta.weight.is_meta and meta.bias is None and list(meta.state_dict()) == ["weight"]
 
 
-def test_initial_weights_are_those_of_a_linear_layer() -> None:
+def test_initial_weights_are_those_of_torchs_layers() -> None:
+    assert 0.9 < VocabParallelEmbedding(63, 9).weight.std() < 1.1
     weight = ColumnParallelLinear(9, 3 * SIZE, parts=3).weight
     assert not isinstance(weight, DTensor) and weight.abs().max() <= 1 / 3 and weight.std() > 0.9 / 27**0.5
 
@@ -162,10 +160,9 @@ def _linear(in_features: int, out_features: int, dtype: torch.dtype, bias: bool)
     return linear
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, F32), *exhaustive((1, F64), (4, F32))])
-@on_ranks("world")
-def test_layers_made_from_linear_layers_compute_the_same(dtype: torch.dtype) -> None:
-    rank, world, mesh = dist.get_rank(), dist.get_world_size(), tensor_mesh()
+@on_ranks(2)
+def test_layers_made_from_linear_layers_compute_the_same() -> None:
+    rank, world, mesh, dtype = dist.get_rank(), dist.get_world_size(), tensor_mesh(), F64
     x, wide = integers(3, world, 9, dtype=dtype), integers(3, world, SIZE, dtype=dtype)
     for bias in (True, False):
         linear = _linear(9, SIZE, dtype, bias)

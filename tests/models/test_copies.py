@@ -120,9 +120,11 @@ def test_the_gpt_can_be_copied() -> None:
             _check(*_gpt(1, tp, cp))
 
 
-def _taken(stage: int, tp: int) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+@on_ranks(2)
+def test_a_copy_of_a_model_with_buckets_has_none(tp: int) -> None:
     """Check that the buckets of a model do not manage its copy."""
-    dp = dist.get_world_size() // tp
+    dp, stage = dist.get_world_size() // tp, 2
     model, loss = _gpt(dp, tp, 1)
     buckets = shard(model, mesh_of(dp, tp), stage=stage)
     optimizer = FlatAdamW(buckets)
@@ -143,8 +145,3 @@ def _taken(stage: int, tp: int) -> None:
             assert torch.equal(local_tensor(parameter), local_tensor(other))
     again = shard(model, mesh_of(dp, tp), stage=stage)
     assert [bucket.layout for bucket in again.buckets] == [bucket.layout for bucket in buckets.buckets]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_copy_of_a_model_with_buckets_has_none(tp: int) -> None:
-    pool(2).run(_taken, 2, tp)

@@ -30,7 +30,7 @@ def _naive(model: GPT, ids: Tensor, tokens: int) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("length", [5, 15, 17, *exhaustive(1, 16, 20)])
+@pytest.mark.parametrize("length", [5, 15, 17, *exhaustive(16)])
 def test_greedy_text_of_every_length_is_that_of_plain_recomputation(length: int) -> None:
     model = _model()
     prompts = integers(2, 2, length, low=0, high=100, dtype=torch.int64)
@@ -61,7 +61,7 @@ def _on_ranks(temperature: float, top_k: int | None) -> Tensor:
     return _text(_model(sharded=True), temperature, top_k)
 
 
-@pytest.mark.parametrize(*pairwise(world=[2, 4, 1], temperature=[0.7, 0.0], top_k=[5, None]))
+@pytest.mark.parametrize(*pairwise(world=[2, 4], temperature=[0.7, 0.0], top_k=[5, None]))
 def test_the_text_is_the_same_on_any_number_of_ranks(world: int, temperature: float, top_k: int | None) -> None:
     expected = _text(_model(), temperature, top_k)
     for row in range(2):
@@ -85,7 +85,7 @@ def test_top_k_one_and_a_small_temperature_are_greedy() -> None:
     assert torch.equal(generate(model, PROMPTS, 20, temperature=1e-300), greedy)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (5, 0.6), *exhaustive((None, None), (1000, 1.0), (None, 0.6))])
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (5, 0.6), *exhaustive((1000, 1.0), (None, 0.6))])
 def test_tokens_are_drawn_from_the_distribution(top_k: int | None, top_p: float | None) -> None:
     model = _model()
     logits = model(PROMPTS[:1])[0, -1].detach() / 2.0
@@ -112,22 +112,15 @@ def test_generating_no_tokens_returns_the_prompt() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    model = _model()
-    with pytest.raises(ValueError, match="at least one token"):
-        generate(model, PROMPTS[:, :0], 5)
-    with pytest.raises(ValueError, match="at least one token"):
-        generate(model, PROMPTS[0], 5)
-    with pytest.raises(ValueError, match="tokens -1"):
-        generate(model, PROMPTS, -1)
-    for temperature in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="temperature"):
-            generate(model, PROMPTS, 5, temperature=temperature)
-    with pytest.raises(ValueError, match="top_k 0: expected at least 1"):
-        generate(model, PROMPTS, 5, top_k=0)
-    for top_p in (0.0, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=r"top_p .*: expected more than 0 and at most 1"):
-            generate(model, PROMPTS, 5, top_p=top_p)
-    with pytest.raises(ValueError, match="eos 101: expected a token of the vocabulary, 0 to 100"):
-        generate(model, PROMPTS, 5, eos=101)
-    with pytest.raises(ValueError, match="do not fit a table of 101 rows"):
-        generate(model, PROMPTS + 100, 5)
+    model, tokens = _model(), "at least one token"
+    for ids, count, options, message in (
+        *((ids, 5, {}, tokens) for ids in (PROMPTS[:, :0], PROMPTS[0])),
+        (PROMPTS, -1, {}, "tokens -1"),
+        *((PROMPTS, 5, {"temperature": x}, "temperature") for x in (-0.1, float("nan"), float("inf"))),
+        (PROMPTS, 5, {"top_k": 0}, "top_k 0: expected at least 1"),
+        *((PROMPTS, 5, {"top_p": x}, "top_p .*: expected more than 0 and at most 1") for x in (0.0, 1.1, float("nan"))),
+        (PROMPTS, 5, {"eos": 101}, "eos 101: expected a token of the vocabulary, 0 to 100"),
+        (PROMPTS + 100, 5, {}, "do not fit a table of 101 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, ids, count, **options)  # type: ignore[arg-type]

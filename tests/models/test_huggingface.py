@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
@@ -51,25 +52,17 @@ def folder(theirs: "GPT2LMHeadModel", tmp_path: Path) -> Path:
 
 def _logits(folder: Path, dtype: torch.dtype) -> Tensor:
     model = load_pretrained(folder, device_mesh=tensor_mesh(), dtype=dtype)
+    assert isinstance(model.transformer.wte.weight, DTensor)
     return model(IDS).detach()
 
 
-@pytest.mark.parametrize("world", [2, *exhaustive(1, 3, 4)])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_logits_agree(theirs: "GPT2LMHeadModel", folder: Path, world: int) -> None:
-    expected = theirs(IDS).logits.detach()
-    for logits in pool(world).run(_logits, folder, torch.float32):
-        assert (logits - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("world", [1, *exhaustive(2)])
-def test_distributions_agree(theirs: "GPT2LMHeadModel", folder: Path, world: int) -> None:
     wide = type(theirs)(theirs.config).double().eval()
     wide.load_state_dict(theirs.state_dict())
-    expected = wide(IDS).logits.detach().log_softmax(-1)
+    expected = wide(IDS).logits.detach()
     for logits in pool(world).run(_logits, folder, torch.float64):
-        actual = logits.log_softmax(-1)
-        assert (expected - actual).abs().max() < 1e-12
-        assert (expected.exp() * (expected - actual)).sum(-1).abs().max() < 1e-12
+        assert (expected - logits).abs().max() < 1e-12
 
 
 def _their_logits(folder: Path) -> Tensor:
@@ -91,7 +84,7 @@ def _save(folder: Path, bias: bool, dtype: torch.dtype) -> Tensor:
     return model(IDS).detach()
 
 
-@pytest.mark.parametrize(("world", "bias"), [(2, True), (1, False), *exhaustive((1, True), (3, False))])
+@pytest.mark.parametrize(("world", "bias"), [(2, True), (1, False), *exhaustive((3, False))])
 def test_transformers_loads_what_was_saved(tmp_path: Path, world: int, bias: bool) -> None:
     ours = pool(world).run(_save, tmp_path / "ours", bias, torch.float32)[0]
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["config.json", "model.safetensors"]
@@ -103,9 +96,8 @@ def _copy(source: Path, target: Path) -> None:
     save_pretrained(load_pretrained(source, device_mesh=tensor_mesh()), target)
 
 
-@pytest.mark.parametrize("world", [2, *exhaustive(1, 4)])
-def test_round_trip_keeps_every_bit(folder: Path, tmp_path: Path, world: int) -> None:
-    pool(world).run(_copy, folder, tmp_path / "copy")
+def test_round_trip_keeps_every_bit(folder: Path, tmp_path: Path) -> None:
+    pool(2).run(_copy, folder, tmp_path / "copy")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "copy"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
@@ -237,14 +229,3 @@ def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
     pool(2).run(_refuse, tmp_path)
     assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
-
-
-def _does_not_fit(folder: Path) -> None:
-    with pytest.raises(ValueError, match="tp 2 does not divide n_head 3"):
-        load_pretrained(folder, device_mesh=tensor_mesh())
-
-
-def test_a_mesh_that_cannot_hold_the_model_is_refused(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"n_head": 3}))
-    pool(2).run(_does_not_fit, folder)

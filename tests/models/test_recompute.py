@@ -49,9 +49,7 @@ def _equal(found: tuple[int, Tensor, list[Tensor]], expected: tuple[int, Tensor,
     return torch.equal(found[1], expected[1]) and all(map(torch.equal, found[2], expected[2]))
 
 
-@pytest.mark.parametrize(
-    ("dropout", "dtype"), [(0.2, torch.bfloat16), *exhaustive((0.0, torch.float32), (0.2, torch.float64))]
-)
+@pytest.mark.parametrize(("dropout", "dtype"), [(0.2, torch.bfloat16), *exhaustive((0.0, torch.float32))])
 def test_gradients_are_the_same_to_the_bit(dropout: float, dtype: torch.dtype) -> None:
     config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
     plain, *others = (_step(_built(config, name, dtype=dtype), (3, 4)) for name in RECOMPUTE)
@@ -74,9 +72,7 @@ def test_two_steps_of_accumulation_and_a_graph_that_is_kept() -> None:
         assert all(map(torch.equal, gradients, found[0]))
 
 
-@pytest.mark.parametrize(
-    ("tp", "cp", "schedule"), [(2, 1, "auto"), (1, 2, "ring"), *exhaustive((1, 1, "auto"), (1, 2, "ulysses"))]
-)
+@pytest.mark.parametrize(("tp", "cp", "schedule"), [(2, 1, "auto"), (1, 2, "ring"), *exhaustive((1, 2, "ulysses"))])
 @on_ranks("tp", "cp")
 def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule) -> None:
     """Check which inputs of second layers exist after the forward pass, by weak references: hooks hide them from
@@ -115,13 +111,7 @@ def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, l
     [
         (2, 1, "auto", "direct"),
         (1, 2, "ring", "collective"),
-        *exhaustive(
-            (2, 1, "auto", "collective"),
-            (1, 2, "ring", "direct"),
-            (1, 2, "ulysses", "direct"),
-            (1, 2, "all_gather", "collective"),
-            (2, 2, "ring", "direct"),
-        ),
+        *exhaustive((2, 1, "auto", "collective"), (1, 2, "ulysses", "direct"), (2, 2, "ring", "direct")),
     ],
 )
 def test_ranks_communicate_again_in_the_same_order(tp: int, cp: int, schedule: Schedule, impl: Implementation) -> None:

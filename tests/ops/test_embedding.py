@@ -9,11 +9,10 @@ import torch.nn.functional as F
 
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
-from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.ops.embedding import embedding
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 
 
 def _exact(table: int, shape: tuple[int, ...], scatter: bool) -> None:
@@ -32,15 +31,14 @@ def _exact(table: int, shape: tuple[int, ...], scatter: bool) -> None:
     assert torch.equal(weight.grad, whole.grad[own])
 
 
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_rows_and_gradients_are_exact(world: int) -> None:
+@on_ranks(3)
+def test_rows_and_gradients_are_exact() -> None:
     for case in itertools.product((1, 2, 63, 100), ((21,), (5, 3)), (False, True)):
         with naming(case):
-            pool(world).run(_exact, *case)
+            _exact(*case)
 
 
-@pytest.mark.parametrize("world", [3, *exhaustive(1)])
-@on_ranks("world")
+@on_ranks(3)
 def test_ids_out_of_range_are_refused() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(10, rank, world)

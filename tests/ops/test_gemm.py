@@ -12,8 +12,6 @@ from tests.support.tiers import exhaustive
 from tpfuse.kernels import activation_backward as activation_backward_kernel
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels import reference
-from tpfuse.kernels.activations import ACTIVATIONS as KERNEL_ACTIVATIONS
-from tpfuse.kernels.activations import GATED as KERNEL_GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import launch
 from tpfuse.ops import gemm as gemm_module
@@ -51,11 +49,6 @@ def _result(inputs: dict[str, Tensor], activation: str | None) -> Tensor:
     return reference.linear(activation_name=activation, **inputs)
 
 
-def test_kernels_and_operators_know_the_same_names() -> None:
-    assert set(KERNEL_ACTIVATIONS) == set(NAMES)
-    assert KERNEL_GATED == GATED
-
-
 ROWS = [
     *((activation, torch.float32, "torch") for activation in NAMES),
     (None, torch.float32, "triton"),
@@ -64,8 +57,7 @@ ROWS = [
 ]
 MORE_ROWS = [
     *((activation, dtype, "torch") for activation in (None, "relu", "geglu") for dtype in HALVES[1:]),
-    *((activation, torch.float32, "triton") for activation in NAMES),
-    *((activation, HALVES[1 + index % 2], "triton") for index, activation in enumerate(NAMES)),
+    *((activation, HALVES[index % 3], "triton") for index, activation in enumerate(NAMES)),
 ]
 
 
@@ -82,7 +74,7 @@ def test_output_and_every_gradient(activation: str | None, dtype: torch.dtype, c
         (None, "x weight"),
         ("gelu", "x weight residual"),
         ("swiglu", "x weight bias"),
-        *exhaustive(("gelu", "x weight bias"), ("swiglu", "x weight residual"), (None, "x weight residual")),
+        *exhaustive((None, "x weight residual")),
     ],
 )
 def test_without_bias_or_residual(activation: str | None, names: str) -> None:
@@ -99,16 +91,6 @@ def test_one_gradient_alone(needed: str) -> None:
     inputs[needed].grad = None
     _result(inputs, "gelu").sum().backward()
     torch.testing.assert_close(actual, inputs[needed].grad)
-
-
-def test_views_and_a_single_row() -> None:
-    x, weight = integers(1, 20, 5, 8).transpose(0, 1), integers(2, 8, 12).t()
-    with use(kernels="triton"):
-        assert torch.equal(gemm(x, weight), x @ weight.t())
-        assert torch.equal(gemm(x[0, 0], weight), x[0, 0] @ weight.t())
-        assert torch.equal(
-            gemm(x[:, :, None], weight, residual=x.new_ones(5, 20, 1, 12)), x[:, :, None] @ weight.t() + 1
-        )
 
 
 @pytest.mark.parametrize("choice", ["torch", "triton"])

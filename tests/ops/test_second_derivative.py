@@ -67,18 +67,18 @@ def test_a_gradient_penalty_is_an_error() -> None:
                 (reduced(operator(x, group)) + grad.square().sum()).backward()
 
 
+KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gemm": lambda x, weight: gemm(x, weight, activation="gelu"),
+    "layer_norm": lambda x, weight: layer_norm(x, weight[0], None, 1e-5),
+    "attention": lambda x, weight: attention(*[x.view(1, 1, 8, 16)] * 3, causal=True),
+}
+
+
 @pytest.mark.parametrize("reduced", [Tensor.sum, lambda out: out.square().sum()])
-@pytest.mark.parametrize("name", ["gemm", "layer_norm", "attention"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_without_a_second_derivative_says_so(name: str, reduced: Callable[[Tensor], Tensor]) -> None:
     x, weight = normal(1, 8, 16).requires_grad_(), normal(2, 16, 16).requires_grad_()
     with use(kernels="triton"):
-        match name:
-            case "gemm":
-                out = gemm(x, weight, activation="gelu")
-            case "layer_norm":
-                out = layer_norm(x, weight[0], None, 1e-5)
-            case _:
-                out = attention(*[x.view(1, 1, 8, 16)] * 3, causal=True)
-        (grad,) = torch.autograd.grad(reduced(out), x, create_graph=True)
+        (grad,) = torch.autograd.grad(reduced(KERNELS[name](x, weight)), x, create_graph=True)
         with pytest.raises(RuntimeError, match="has no second derivative"):
             grad.square().sum().backward()

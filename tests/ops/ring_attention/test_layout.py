@@ -80,7 +80,7 @@ def _starts_kernel(
         tl.store(starts + rank * 2 + run, run_start(rank, run, unit, WORLD))
 
 
-@pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 8)])
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(8)])
 def test_kernels_compute_the_same_positions(world: int) -> None:
     for balance in BALANCES:
         runs = SequenceLayout(100, world, balance).runs
@@ -94,7 +94,7 @@ def _parts(layout: SequenceLayout, x: Tensor, dim: int, value: float) -> Tensor:
     return torch.stack([layout.shard(x, rank, dim, value) for rank in range(layout.world)])
 
 
-@pytest.mark.parametrize("dim", [0, -2, *exhaustive(1, 2, -1)])
+@pytest.mark.parametrize("dim", [0, -2])
 def test_whole_is_the_inverse_of_shard(dim: int) -> None:
     for layout in _layouts():
         shape = [2, 3, 2]

@@ -103,9 +103,8 @@ def _works(n: int, group: Any, schedule: Any = "auto") -> None:
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused")])
-def test_bad_input_is_refused_before_ranks_communicate(name: Implementation) -> None:
-    for messages in pool(4).run(_refused, name):
+def test_bad_input_is_refused_before_ranks_communicate() -> None:
+    for messages in pool(4).run(_refused, "direct"):
         assert messages == EXPECTED
 
 
@@ -129,8 +128,7 @@ def _uneven(name: Implementation, schedule: str, odd: int) -> str:
         ("direct", "ring"),
         ("direct", "ulysses_ring"),
         ("collective", "all_gather"),
-        *exhaustive(("direct", "all_gather"), ("direct", "ulysses"), ("collective", "ring")),
-        *exhaustive(("collective", "ulysses_ring"), ("fused", "ring"), ("fused", "ulysses")),
+        *exhaustive(("direct", "ulysses"), ("collective", "ulysses_ring"), ("fused", "ring")),
     ],
 )
 def test_unequal_numbers_of_tokens_are_refused(name: Implementation, schedule: str) -> None:

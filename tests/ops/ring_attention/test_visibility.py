@@ -61,18 +61,3 @@ def _check_form(visible: VisibleRange, sees: Tensor) -> None:
     assert torch.equal(visible.first <= visible.last, sees)
     assert bool((visible.first.diff() >= 0).all()) and bool((visible.last.diff() >= 0).all())
     assert bool((visible.first >= 0).all()) and bool((visible.last < LENGTH).all())
-
-
-def test_a_tiles_range_follows_from_its_first_and_last_token() -> None:
-    """Kernels rely on this: all tokens of a tile see the keys in both ranges, and none sees a key outside of both."""
-    for causal, window, documents in _cases():
-        cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-        visible_keys, _ = visible_ranges(torch.arange(LENGTH), LENGTH, causal, window, cu_seqlens)
-        mask = _visible(causal, window, documents, LENGTH)
-        for start in range(0, LENGTH - 4, 3):
-            tile, end = mask[start : start + 4], start + 3
-            keys = torch.arange(LENGTH)
-            some = (keys >= visible_keys.first[start]) & (keys <= visible_keys.last[end])
-            everyone = (keys >= visible_keys.first[end]) & (keys <= visible_keys.last[start])
-            assert bool((tile.any(0) <= some).all()), (causal, window, documents, start)
-            assert torch.equal(tile.all(0), everyone), (causal, window, documents, start)
