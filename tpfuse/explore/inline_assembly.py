@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 
 from tpfuse.explore.memory import Semantics
 from tpfuse.explore.ptx.faults import MemoryFault, PtxError
-from tpfuse.explore.ptx.global_memory import Buffer, Change
+from tpfuse.explore.ptx.global_memory import Change
 from tpfuse.explore.ptx.kernel import Kernel
 from tpfuse.explore.ptx.program import LANES
 from tpfuse.explore.ptx.ranks import ExploredGlobalMemory
@@ -210,10 +210,6 @@ class _Memory(ExploredGlobalMemory):
     def _at_source(self) -> Iterator[None]:
         yield  # the source lines are on Python's stack
 
-    def _parts(self, addresses: Array, size: int) -> Any:
-        if not len(addresses):
-            return
-        if (addresses % np.uint64(size)).any():
+    def _check(self, addresses: Array, size: Any) -> None:
+        if (addresses % size).any():
             raise MemoryFault(f"{size} bytes at an address that is not aligned")
-        low = int(addresses.min())
-        yield Buffer("memory", low, int(addresses.max()) + size - low), slice(None)

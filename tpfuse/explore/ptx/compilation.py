@@ -18,7 +18,7 @@ _MAKERS: dict[str, Callable[..., Step]] = {
     "red": memory_steps.atomic,
     "cp": memory_steps.asynchronous,
     "ldmatrix": memory_steps.matrix,
-    "stmatrix": memory_steps.store_matrix,
+    "stmatrix": memory_steps.matrix,
     "mma": register_steps.products,
     "shfl": register_steps.shuffle,
     "redux": register_steps.reduction,

@@ -2,7 +2,15 @@
 
 
 class PtxError(Exception):
-    """A kernel cannot be executed, or does what it must not do. The message names the line of PTX and of the source."""
+    """A kernel cannot be executed, or does what it must not do. The message names the line of PTX and of the source.
+
+    at: the index of the faulty instruction; None for the present one. site: the index of an instruction before it that
+    has to do with the fault, if there is one.
+    """
+
+    def __init__(self, message: str, *, at: int | None = None, site: int | None = None) -> None:
+        super().__init__(message)
+        self.at, self.site = at, site
 
 
 class Unsupported(PtxError):
@@ -17,21 +25,15 @@ class SharedRace(PtxError):
     """Two warps access one place of shared memory, one of them writes, and no barrier orders them.
 
     Also: a place is accessed while an asynchronous copy writes it, or read though nothing was ever written there.
-    site: the index of the instruction that wrote the place last, if there is one.
+    site: the instruction that wrote the place last.
     """
-
-    site: int | None = None
 
 
 class GlobalRace(PtxError):
     """Two warps of a program access one place of global memory, one of them writes, and no barrier orders them.
 
-    Also: memory changes while an asynchronous copy may read it. at: the index of the instruction; None for the
-    present one. site: the index of the instruction that accessed the place before it, if there is one.
+    Also: memory changes while an asynchronous copy may read it. site: the instruction that accessed the place before.
     """
-
-    at: int | None = None
-    site: int | None = None
 
 
 class Divergence(PtxError):
@@ -45,12 +47,8 @@ class Stuck(PtxError):
 class WgmmaHazard(PtxError):
     """A register of a wgmma is accessed while it runs, or was changed without a wgmma.fence before it.
 
-    site: the index of the instruction that began it, if it runs.
+    site: the instruction that began it, if it runs.
     """
-
-    def __init__(self, message: str, site: int | None = None) -> None:
-        super().__init__(message)
-        self.site = site
 
 
 class MbarrierFault(PtxError):

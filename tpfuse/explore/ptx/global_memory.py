@@ -1,8 +1,9 @@
 """The global memory of a kernel: the buffers that its caller names, and nothing else."""
 
 import ctypes
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,47 +15,44 @@ from tpfuse.explore.ptx.faults import MemoryFault, Stuck
 Array = NDArray[Any]
 Change = Callable[[int, Any], Any]
 _PATIENCE = 2000  # words in a row that a program reads without a change, in a run in which nobody else can change them
+_ADDRESSES = 2**48  # more than a process has on x86-64
 
 
+@dataclass
 class Buffer:
-    """Memory from address `base` on. A tensor's memory reaches from its first to its last element."""
+    """Memory of `size` bytes from address `base` on."""
 
-    def __init__(self, name: str, base: int, size: int) -> None:
-        self.name, self.base, self.end = name, base, base + size
-        self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base))
-        self._views: dict[Any, tuple[Array, int]] = {}
+    name: str
+    base: int
+    size: int
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "Buffer":
-        """Return the memory of a tensor on the CPU."""
+        """Return the memory of a tensor on the CPU, which reaches from its first to its last element."""
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return cls(name, tensor.data_ptr(), (elements if tensor.numel() else 0) * tensor.element_size())
 
-    def units(self, dtype: Any) -> tuple[Array, int]:
-        """Return the memory as numbers of a type, and the address of the first one, which is aligned."""
-        if dtype not in self._views:
-            width = np.dtype(dtype).itemsize
-            start = -(-self.base // width) * width
-            count = max(0, (self.end - start) // width)
-            begin = start - self.base
-            self._views[dtype] = self._bytes[begin : begin + count * width].view(dtype), start
-        return self._views[dtype]
+
+@cache
+def _process(dtype: Any, count: int) -> Array:
+    """Return the memory of the process from the second unit on as [units, count] numbers."""
+    size = np.dtype(dtype).itemsize * count
+    # Only places that were checked may be accessed. NumPy takes no memory at address 0.
+    memory = (ctypes.c_uint8 * (_ADDRESSES // size * size)).from_address(size)
+    return np.frombuffer(memory, dtype).reshape(-1, count)
 
 
 class GlobalMemory:
     """Buffers, whose accesses must be inside one of them and aligned."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
-        self._buffers = sorted((x for x in buffers if x.end > x.base), key=lambda x: (x.base, -x.end))
-        inside = -1
-        kept = []
-        for buffer in self._buffers:  # several tensors may share memory
-            if buffer.end > inside:
-                kept.append(buffer)
-                inside = buffer.end
-        self._buffers = kept
-        self._bases = [x.base for x in kept]
+        self._buffers = [Buffer("", 0, 0)]
+        for buffer in sorted(buffers, key=lambda x: (x.base, -x.size)):  # several tensors may share memory
+            if buffer.base + buffer.size > self._buffers[-1].base + self._buffers[-1].size:
+                self._buffers.append(buffer)
+        self._bases = np.array([x.base for x in self._buffers], np.uint64)
+        self._sizes = np.array([x.size for x in self._buffers], np.uint64)
         self._unchanged = 0
         self.source: Callable[[], tuple[str, int]] = lambda: ("?", 0)  # the source line that accesses memory now
 
@@ -75,28 +73,21 @@ class GlobalMemory:
         Return the old numbers. name: "ld", "st" or "atom.add" and the like. change: as of `_replace`; None for a load.
         """
         old, new = self._replace(addresses, dtype, change)
-        self._looked(changed=name == "st" or bool((old != new).any()))
+        self._unchanged = 0 if name == "st" or (old != new).any() else self._unchanged + 1
+        if self._unchanged > _PATIENCE:
+            raise Stuck(f"the program has read words {_PATIENCE} times, and nobody changes them")
         return old
 
     def barrier(self) -> None:
         """Take note that all threads of the program have met at a barrier."""
 
-    def _looked(self, *, changed: bool) -> None:
-        self._unchanged = 0 if changed else self._unchanged + 1
-        if self._unchanged > _PATIENCE:
-            raise Stuck(f"the program has read words {_PATIENCE} times, and nobody changes them")
-
     def _read(self, addresses: Array, dtype: Any, count: int) -> Array:
-        result = np.empty((len(addresses), count), dtype)
-        for buffer, chosen in self._parts(addresses, np.dtype(dtype).itemsize * count):
-            words, index = self._places(buffer, addresses[chosen], dtype, count)
-            result[chosen] = words[index]
-        return result
+        units = self._units(addresses, np.dtype(dtype).itemsize * count)
+        return _process(dtype, count)[units]
 
     def _write(self, addresses: Array, values: Array) -> None:
-        for buffer, chosen in self._parts(addresses, values.dtype.itemsize * values.shape[1]):
-            words, index = self._places(buffer, addresses[chosen], values.dtype, values.shape[1])
-            words[index] = values[chosen]
+        units = self._units(addresses, values.dtype.itemsize * values.shape[1])
+        _process(values.dtype, values.shape[1])[units] = values
 
     def _replace(self, addresses: Array, dtype: Any, change: Change | None) -> tuple[Array, Array]:
         """Replace each number by change(its position among the accesses, itself). Return the old and the new ones."""
@@ -111,37 +102,20 @@ class GlobalMemory:
             self._write(place, new[position : position + 1, None])
         return old, new
 
-    @staticmethod
-    def _places(buffer: Buffer, addresses: Array, dtype: Any, count: int) -> tuple[Array, Array]:
-        words, start = buffer.units(dtype)
-        index = (addresses - np.uint64(start)).astype(np.int64) // np.dtype(dtype).itemsize
-        return words, index[:, None] + np.arange(count)
+    def _units(self, addresses: Array, size: int) -> Array:
+        """Return which units of `_process` have these addresses. Raise MemoryFault for one that is wrong."""
+        self._check(addresses, np.uint64(size))
+        return addresses // np.uint64(size) - np.uint64(1)
 
-    def _parts(self, addresses: Array, size: int) -> Iterable[tuple[Buffer, Any]]:
-        """Yield the buffers that are accessed, with the accesses to each. Raise MemoryFault for a wrong address."""
-        if not len(addresses):
-            return
-        if (addresses % np.uint64(size)).any():
-            bad = int(addresses[addresses % np.uint64(size) != 0][0])
-            raise MemoryFault(f"{size} bytes at address {bad:#x}{self._near(bad)}: the address is not aligned")
-        low, high = int(addresses.min()), int(addresses.max())
-        buffer = self._at(low)
-        if buffer is not None and high + size <= buffer.end:
-            yield buffer, slice(None)
-            return
-        owners = np.searchsorted(np.array(self._bases, np.uint64), addresses, side="right") - 1
-        for owner in np.unique(owners):
-            chosen = np.flatnonzero(owners == owner)
-            buffer = self._buffers[owner] if owner >= 0 else None
-            if buffer is None or int(addresses[chosen].max()) + size > buffer.end:
-                bad = int(addresses[chosen].max())
-                raise MemoryFault(f"{size} bytes at address {bad:#x}{self._near(bad)}: outside all memory it was given")
-            yield buffer, chosen
-
-    def _at(self, address: int) -> Buffer | None:
-        index = bisect_right(self._bases, address) - 1
-        return self._buffers[index] if index >= 0 else None
-
-    def _near(self, address: int) -> str:
-        buffer = self._at(address)
-        return "" if buffer is None else f", byte {address - buffer.base} of {buffer.name} ({buffer.end - buffer.base})"
+    def _check(self, addresses: Array, size: Any) -> None:
+        """Raise MemoryFault unless all accesses of `size` bytes are aligned and inside buffers."""
+        owners = np.searchsorted(self._bases, addresses, side="right") - 1
+        inside, sizes = addresses - self._bases[owners], self._sizes[owners]
+        unaligned = addresses % size != 0
+        bad = unaligned | (inside >= sizes) | (sizes - inside < size)
+        if bad.any():
+            first = int(np.argmax(unaligned if unaligned.any() else bad))
+            buffer = self._buffers[owners[first]]
+            near = f", byte {inside[first]} of {buffer.name} ({buffer.size})" if buffer.size else ""
+            why = "the address is not aligned" if unaligned.any() else "outside all memory it was given"
+            raise MemoryFault(f"{size} bytes at address {int(addresses[first]):#x}{near}: {why}")

@@ -1,22 +1,56 @@
 """The steps of instructions that access memory: global, shared, and the kernel's parameters."""
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from tpfuse.explore.ptx import asynchronous_steps, warps
+from tpfuse.explore.ptx import warps
 from tpfuse.explore.ptx.arithmetic import operation
 from tpfuse.explore.ptx.faults import MemoryFault, Unsupported
+from tpfuse.explore.ptx.mbarriers import Array, Mbarrier
 from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of
-from tpfuse.explore.ptx.parser import Immediate, PtxInstruction, Vector
+from tpfuse.explore.ptx.parser import Address, Immediate, PtxInstruction, Vector
 from tpfuse.explore.ptx.program import LANES, Program, Step
 from tpfuse.explore.ptx.slots import Slots
+from tpfuse.explore.ptx.tensor_maps import TensorMap
 
 _ORDERS = {"relaxed", "acquire", "release", "acq_rel"}
 _SCOPES = {"cta", "gpu", "sys"}
 # Hints about caches, which change no value.
 _HINTS = {"L1::no_allocate", "L1::evict_last", "L1::evict_first", "L2::128B"}
+# Other names of the shared memory of one program
+SPACES = {"shared": "shared::cta", "shared::cluster": "shared::cta"}
+
+
+def for_threads(
+    slots: Slots,
+    instruction: PtxInstruction,
+    function: Callable[..., None],
+    *operands: tuple[Any, int],
+    whole_warps: bool = False,
+) -> Step:
+    """Return a step that calls function(program, threads, values of each operand) if some threads execute it.
+
+    operands: each with its bits. The value of an address is the address itself. whole_warps: warps execute the
+    instruction together, and the threads are the first one of each.
+    """
+    guard = slots.guard(instruction)
+    reads: list[Callable[[list[Any]], Any]] = [
+        slots.address(x, bits) if isinstance(x, Address) else itemgetter(slots.slot(x, bits)) for x, bits in operands
+    ]
+
+    def step(p: Program) -> None:
+        mask = p.guarded(guard)
+        threads = p.threads_of(mask)
+        if whole_warps:
+            p.whole_warps(mask)
+            threads = threads[::LANES]
+        if len(threads):
+            function(p, threads, *[p.values_of(read(p.registers), threads) for read in reads])
+
+    return step
 
 
 def _access(slots: Slots, instruction: PtxInstruction) -> tuple[bool, frozenset[str], str, int]:
@@ -26,13 +60,11 @@ def _access(slots: Slots, instruction: PtxInstruction) -> tuple[bool, frozenset[
     count = next((int(x[1:]) for x in modifiers if x in ("v2", "v4")), 1)
     order = frozenset(given & (_ORDERS | _SCOPES))
     spaces = given & {"global", "shared", "shared::cta"}
-    if given - spaces - order - _HINTS - {f"v{count}"} or len(spaces) != 1:
-        raise Unsupported(f"{instruction.opcode} is not supported")
     shared = "global" not in spaces
+    if given - spaces - order - _HINTS - {f"v{count}"} or len(spaces) != 1 or (order and (shared or count != 1)):
+        raise Unsupported(f"{instruction.opcode} is not supported")
     if shared:
         slots.granule = min(slots.granule, bits_of(kind) // 8 * count)
-    if order and (shared or count != 1):
-        raise Unsupported(f"{instruction.opcode} is not supported")
     return shared, order, kind, count
 
 
@@ -42,7 +74,7 @@ def load(slots: Slots, instruction: PtxInstruction) -> Step:
         return _parameter(slots, instruction)
     target, source = instruction.operands
     shared, order, kind, count = _access(slots, instruction)
-    guard, dtype = slots.guard(instruction), UNSIGNED[bits_of(kind)]
+    guard, dtype, size = slots.guard(instruction), UNSIGNED[bits_of(kind)], bits_of(kind) // 8 * count
     address, places = slots.address(source, 32 if shared else 64), slots.elements(target, bits_of(kind))
     registers: tuple[Any, ...] = target.elements if isinstance(target, Vector) else (target,)
     extensions = [_extension(kind, bits_of(kind) if x is None else x.bits) for x in registers]
@@ -52,11 +84,9 @@ def load(slots: Slots, instruction: PtxInstruction) -> Step:
         threads, place = p.threads_of(mask), address(p.registers)
         if not len(threads):
             return
-        uniform = np.ndim(place) == 0
-        if uniform and shared:
-            of_warp = np.unique(p.warp_of[threads])  # each warp makes an access of its own
-        else:
-            of_warp = p.warp_of[threads[:1] if uniform else threads]
+        of_warp, uniform = p.warp_of[threads], np.ndim(place) == 0
+        if uniform:  # each warp makes an access to shared memory of its own
+            of_warp = np.unique(of_warp) if shared else of_warp[:1]
         addresses = np.full(len(of_warp), place) if uniform else p.values_of(place, threads)
         if shared:
             data = p.shared.load(addresses, of_warp, dtype, count)
@@ -64,8 +94,7 @@ def load(slots: Slots, instruction: PtxInstruction) -> Step:
             data = p.memory.ordered(addresses, dtype, order, "ld")[:, None]
         else:
             data = p.memory.load(addresses, dtype, count)
-            from_each = place if uniform else addresses
-            p.global_order.add(from_each, p.warp_of[threads], data.itemsize * count, p.at, writes=False)
+            p.global_order.add(place if uniform else addresses, p.warp_of[threads], size, p.at, writes=False)
         for slot, column, extend in zip(places, data.T.copy(), extensions, strict=True):
             if slot is not None:
                 value = extend(column)
@@ -91,12 +120,11 @@ def _parameter(slots: Slots, instruction: PtxInstruction) -> Step:
     _, *space, kind = instruction.parts
     slot, extend, unsigned = slots.slot(target, 0), _extension(kind, target.bits), UNSIGNED[bits_of(kind)]
     address = slots.address(source, 64 if source.base is None else source.base.bits)
-    places = slots.parameters
     if space != ["param"]:
         raise ValueError
 
     def step(p: Program) -> None:
-        given = np.array([p.registers[place] for place in places], np.uint64)
+        given = np.array([p.registers[place] for place in slots.parameters], np.uint64)
         number, inside = np.divmod(address(p.registers).astype(np.uint64), np.uint64(8))
         if np.any(number >= len(given)) or np.any(inside):
             raise MemoryFault("no parameter has this address")
@@ -109,25 +137,20 @@ def store(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return st to global or shared memory."""
     target, source = instruction.operands
     shared, order, kind, _ = _access(slots, instruction)
-    guard, dtype = slots.guard(instruction), UNSIGNED[bits_of(kind)]
-    address, places = slots.address(target, 32 if shared else 64), slots.elements(source, bits_of(kind))
+    elements = source.elements if isinstance(source, Vector) else (source,)
+    bits, dtype = bits_of(kind), UNSIGNED[bits_of(kind)]
 
-    def step(p: Program) -> None:
-        threads = p.threads_of(p.guarded(guard))
-        if not len(threads):
-            return
-        addresses = p.values_of(address(p.registers), threads)
-        columns = [p.values_of(p.registers[slot], threads).astype(dtype, copy=False) for slot in places]
+    def step(p: Program, threads: Array, addresses: Array, *columns: Array) -> None:
+        values = np.stack([x.astype(dtype, copy=False) for x in columns], axis=1)
         if shared:
-            p.shared.store(addresses, p.warp_of[threads], np.stack(columns, axis=1))
+            p.shared.store(addresses, p.warp_of[threads], values)
         elif order:
-            p.memory.ordered(addresses, dtype, order, "st", lambda i, old: columns[0][i])
+            p.memory.ordered(addresses, dtype, order, "st", lambda i, old: values[i, 0])
         else:
-            values = np.stack(columns, axis=1)
             p.memory.store(addresses, values)
             p.global_order.add(addresses, p.warp_of[threads], values[0].nbytes, p.at, writes=True)
 
-    return step
+    return for_threads(slots, instruction, step, (target, 32 if shared else 64), *((x, bits) for x in elements))
 
 
 def atomic(slots: Slots, instruction: PtxInstruction) -> Step:
@@ -136,25 +159,18 @@ def atomic(slots: Slots, instruction: PtxInstruction) -> Step:
     order = frozenset(modifiers) & (_ORDERS | _SCOPES)
     if set(modifiers) - order != {"global"}:
         raise Unsupported(f"{instruction.opcode} is not supported")
-    results = 0 if instruction.parts[0] == "red" else 1
-    place, *sources = instruction.operands[results:]
-    bits, guard = bits_of(kind), slots.guard(instruction)
-    targets, address = [slots.slot(x, bits) for x in instruction.operands[:results]], slots.address(place, 64)
-    arguments = [slots.slot(x, bits) for x in sources]
+    *targets, place, first = instruction.operands[: 2 if instruction.parts[0] == "red" else 3]
+    bits, sources = bits_of(kind), (first, *instruction.operands[len(targets) + 2 :])
+    results = [slots.slot(x, bits) for x in targets]
     change, dtype = _change(name, kind, len(sources)), UNSIGNED[bits]
 
-    def step(p: Program) -> None:
-        threads = p.threads_of(p.guarded(guard))
-        if not len(threads):
-            return
-        given = [p.values_of(p.registers[x], threads) for x in arguments]
-        addresses = p.values_of(address(p.registers), threads)
+    def step(p: Program, threads: Array, addresses: Array, *given: Array) -> None:
         replace = lambda i, old: change(old, *[x[i] for x in given])  # noqa: E731
         old = p.memory.ordered(addresses, dtype, order, f"atom.{name}", replace)
-        for slot in targets:
+        for slot in results:
             p.write_some(slot, old, threads)
 
-    return step
+    return for_threads(slots, instruction, step, (place, 64), *((x, bits) for x in sources))
 
 
 def _change(name: str, kind: str, arguments: int) -> Callable[..., Any]:
@@ -170,9 +186,9 @@ def _change(name: str, kind: str, arguments: int) -> Callable[..., Any]:
 
 def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return cp.async, or one of the instructions that wait for such copies."""
-    if instruction.parts[2] == "bulk":
-        return asynchronous_steps.bulk(slots, instruction)
     _, _, what, *hints = instruction.parts
+    if what == "bulk":
+        return _bulk_copy(slots, instruction)
     if what in ("commit_group", "wait_group", "wait_all") and instruction.guard is None:
         left = [x.value for x in instruction.operands if isinstance(x, Immediate)]
         if what == "commit_group":
@@ -181,62 +197,85 @@ def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
     if what not in ("ca", "cg") or set(hints) - _HINTS != {"shared", "global"}:
         raise ValueError
     target, source, size, *kept = instruction.operands
-    nbytes, guard = size.value, slots.guard(instruction)
-    slots.granule = min(slots.granule, nbytes)
-    to, come = slots.address(target, 32), slots.address(source, 64)
-    kept_slot = slots.slot(kept[0] if kept else size, 32)
+    slots.granule = min(slots.granule, size.value)
 
-    def step(p: Program) -> None:
-        threads = p.threads_of(p.guarded(guard))
-        targets, sources = (p.values_of(x(p.registers), threads) for x in (to, come))
-        length = np.minimum(p.values_of(p.registers[kept_slot], threads), np.uint32(nbytes))
-        p.begin_copy(threads, sources, length, targets, nbytes)
+    def step(p: Program, threads: Array, targets: Array, sources: Array, lengths: Array) -> None:
+        p.begin_copy(threads, sources, np.minimum(lengths, np.uint32(size.value)), targets, size.value)
 
-    return step
+    return for_threads(slots, instruction, step, (target, 32), (source, 64), (kept[0] if kept else size, 32))
 
 
-def _matrices(instruction: PtxInstruction) -> tuple[int, bool]:
-    """Return the number of matrices of ldmatrix or stmatrix, and whether they are transposed."""
-    _, *modifiers = instruction.parts
-    count = int(modifiers[3].removeprefix("x"))
-    if [x for x in modifiers if x != "trans"] != ["sync", "aligned", "m8n8", f"x{count}", "shared", "b16"]:
-        raise Unsupported(f"{instruction.opcode} is not supported")
-    return count, "trans" in modifiers
+def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:
+    """Return an instruction of cp.async.bulk: a copy of a tile from global to shared memory, which an mbarrier ends.
+
+    No other copy is supported, and so none is in the groups for which wait_group waits.
+    """
+    if instruction.parts[3] in ("commit_group", "wait_group"):
+        return lambda p: None
+    target, source, barrier = instruction.operands
+    axes, form = source.coordinates, ".".join(SPACES.get(x, x) for x in instruction.parts[3:])
+    if form != f"tensor.{len(axes)}d.shared::cta.global.mbarrier::complete_tx::bytes" or not axes:
+        raise ValueError
+
+    def step(p: Program, threads: Array, to: Array, maps: Array, mbarriers: Array, *coordinates: Array) -> None:
+        given = p.warp_of[threads], to, maps, mbarriers, *(x.view(np.int32) for x in coordinates)
+        for each in zip(*(x.tolist() for x in given), strict=True):
+            _begin_bulk_copy(p, *each)
+
+    operands = (target, 32), (source, 64), (barrier, 32), *((axis, 32) for axis in axes)
+    return for_threads(slots, instruction, step, *operands)
 
 
-def _row_threads(p: Program, count: int) -> tuple[warps.Array, warps.Array]:
-    """Return the active threads, and those of them that give the addresses of the rows of `count` matrices."""
-    p.whole_warps(p.mask)
-    active = p.threads_of(p.mask)
-    return active, active[active % LANES < 8 * count]
+def _begin_bulk_copy(p: Program, warp: int, to: int, place: int, address: int, *coordinates: int) -> None:
+    """Begin the copy of a tile. to: an address of shared memory. place: of the tensor map. address: of the mbarrier."""
+    if place not in p.maps:
+        raise MemoryFault(f"no fence.proxy.tensormap was executed for a tensor map at {place:#x}")
+    words, clocks = p.maps[place]
+    if not p.shared.has_seen(warp, clocks):
+        raise MemoryFault("no barrier orders the use of a tensor map after its fence.proxy.tensormap")
+    # Before others use an mbarrier, its initialization needs a barrier and, for bulk copies, a fence: in the CUDA C++
+    # Programming Guide fence.proxy.async, and in CUTLASS fence.mbarrier_init.release.cluster (cutlass/arch/barrier.h,
+    # fence_barrier_init). Only the barrier is checked here.
+    tile, barrier, at = TensorMap.decode(words), mbarrier_at(p, warp, address), p.at
+    if len(tile.box) != len(coordinates):
+        raise MemoryFault(f"a tensor map of {len(tile.box)} dimensions is given {len(coordinates)} coordinates")
+    chunks = tile.chunks(to)
+    p.shared.begin_copy(chunks, warp, 16, proxy=True)
+
+    def perform() -> Array:
+        waiting, p.at = p.at, at  # a wrong address is the copy's fault
+        values = tile.load(p.memory, coordinates)
+        p.at = waiting
+        return p.shared.end_bulk_copy(chunks, values)
+
+    barrier.copies.append((tile.nbytes, perform))
+    p.moved()
+
+
+def mbarrier_at(p: Program, warp: int, address: int) -> Mbarrier:
+    """Return the mbarrier at an address, which a thread of a warp accesses."""
+    p.shared.load(np.array([address]), warp, np.uint64, 1)
+    return p.mbarriers[address]
 
 
 def matrix(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return ldmatrix: lane 8 i + j gives the address of row j of matrix i, 16 bytes."""
-    target, source = instruction.operands
-    count, transposed = _matrices(instruction)
-    address, places = slots.address(source, 32), slots.elements(target, 32)
+    """Return ldmatrix or stmatrix: lane 8 i + j gives the address of row j of matrix i, 16 bytes."""
+    name, transposed = instruction.parts[0], "trans" in instruction.parts
+    registers, place = instruction.operands if name == "ldmatrix" else reversed(instruction.operands)
+    fragments, count = slots.elements(registers, 32), len(registers.elements)
+    if instruction.opcode.replace(".trans", "") != f"{name}.sync.aligned.m8n8.x{count}.shared.b16":
+        raise Unsupported(f"{instruction.opcode} is not supported")
 
-    def step(p: Program) -> None:
-        active, threads = _row_threads(p, count)
-        rows = p.shared.load(p.values_of(address(p.registers), threads), p.warp_of[threads], np.uint64, 2)
-        loaded = warps.matrix_fragments(rows.view(np.uint16), count, transposed)
-        for slot, column in zip(places, loaded, strict=True):
-            p.write_some(slot, column, active)
+    def step(p: Program, threads: Array, addresses: Array) -> None:
+        p.whole_warps(p.mask)
+        chosen = threads % LANES < 8 * count
+        rows, of_warp = addresses[chosen], p.warp_of[threads[chosen]]
+        if name == "ldmatrix":
+            loaded = p.shared.load(rows, of_warp, np.uint64, 2).view(np.uint16)
+            for slot, column in zip(fragments, warps.matrix_fragments(loaded, count, transposed), strict=True):
+                p.write_some(slot, column, threads)
+        else:
+            values = np.stack([p.values_of(p.registers[slot], threads) for slot in fragments])
+            p.shared.store(rows, of_warp, warps.matrix_rows(values, transposed).view(np.uint64))
 
-    return step
-
-
-def store_matrix(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return stmatrix: lane 8 i + j gives the address of row j of matrix i, 16 bytes."""
-    target, source = instruction.operands
-    count, transposed = _matrices(instruction)
-    address, places = slots.address(target, 32), slots.elements(source, 32)
-
-    def step(p: Program) -> None:
-        active, threads = _row_threads(p, count)
-        fragments = np.stack([p.values_of(p.registers[slot], active) for slot in places])
-        rows = warps.matrix_rows(fragments, transposed)
-        p.shared.store(p.values_of(address(p.registers), threads), p.warp_of[threads], rows.view(np.uint64))
-
-    return step
+    return for_threads(slots, instruction, step, (place, 32))

@@ -7,7 +7,6 @@ Products of 16-bit numbers and of tf32 numbers are exact, and summed in float32 
 of a product of matrices differently, as its documentation allows.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,20 +33,13 @@ def shuffle(mode: str, value: Array, argument: Array, clamp: Array) -> tuple[Arr
     return np.take_along_axis(lanes, source, 1).ravel(), inside.ravel()
 
 
-_REDUCE: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
+_REDUCE: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
+_REDUCE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def reduced(name: str, value: Array) -> Array:
     """Return for each lane the reduction over its warp (redux.sync)."""
-    result: Any = _REDUCE[name]
-    return np.repeat(result.reduce(value.reshape(-1, LANES), axis=1, dtype=value.dtype), LANES)
+    return np.repeat(_REDUCE[name].reduce(value.reshape(-1, LANES), axis=1, dtype=value.dtype), LANES)
 
 
 def matrix_fragments(rows: Array, count: int, transposed: bool) -> Array:
