@@ -1,7 +1,9 @@
-"""The picture of a pipeline's step shows each computation where it was, and a run writes one."""
+"""A whole run of a pipeline: what it prints and writes, the picture of a step, and how one rank uses the run."""
 
 import itertools
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
+from tests.support.command import Commands
 from tests.support.training import looped, new_trainer, options_of, prepared
+from tpfuse import cli
 from tpfuse.parallel.pipeline.order import Kind, order
 from tpfuse.parallel.pipeline.timeline import Timeline, timeline, usual_seconds
 from tpfuse.testing.ranks import pool
@@ -22,6 +26,10 @@ from tpfuse.train.pipeline_options import pipeline_order
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline, picture
 from tpfuse.train.predicted import prediction
 from tpfuse.train.setup import PreparedRun
+
+DOUBLE = "--train.dtype float64 --model.dropout 0.1 --model.n-layer 4"
+ZBV = "--parallel.pp 2 --parallel.pp-schedule zbv --train.micro-batch 2"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _boxes(axes: Axes) -> list[list[tuple[float, float]]]:
@@ -149,3 +157,45 @@ def test_the_measured_step_of_all_ranks_is_in_the_order_of_cause_and_effect() ->
                     later = action.stage - other.stage == (1 if action.kind is Kind.FORWARD else -1)
                     # A rank sends its result shortly before the action ends.
                     assert not later or start > started[other], (action, start, end)
+
+
+@pytest.mark.exhaustive
+def test_a_run_explains_its_pipeline_as_the_page_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "pipeline.md").read_text()
+    (shown,) = re.findall(r"The first command of this page prints:\n\n```\n(.*?)^```$", page, re.M | re.S)
+    (words,) = re.findall(r"^tpfuse train (.*) --train.steps 50 (.*) --out runs/pipeline$", page, re.M)
+    words = " ".join(words).replace("README.md", str(ROOT / "README.md"))
+    run = prepared(f"{words} --train.steps 1 --train.eval-every 0 --out {tmp_path / 'run'}".split(), 2)
+    assert shown in pool(2).run(looped, run)[0]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
+
+
+@pytest.mark.exhaustive
+def test_a_pipeline_trains_and_is_used_as_a_run_of_one_rank(
+    flags: list[str], tmp_path: Path, commands: Commands
+) -> None:
+    one, piped = tmp_path / "one", tmp_path / "piped"
+    assert cli.run(["train", *flags, *DOUBLE.split(), "--out", str(one)]) == 0
+    out = pool(2).run(looped, prepared([*flags, *DOUBLE.split(), *ZBV.split(), "--out", piped], 2))[0]
+    assert "ranks    tp 1 x dp 1 x pp 2 on cpu" in out
+    found = re.search(r"^pipeline zbv: 4 micro-batches of 2 sequences on 2 pipeline ranks with 2 stages each; predicted"
+                      r" idle share at most (\d+)%$", out, re.MULTILINE)  # fmt: skip
+    assert found and 0 < int(found[1]) < 60
+    assert re.search(r"^memory   ZeRO stage 0, counted [\d.]+ MiB a rank: parameters ", out, re.MULTILINE)
+    assert losses(piped) == pytest.approx(losses(one), rel=1e-9)
+    rows = read_metrics(piped / "metrics.jsonl")
+    for row in rows[1:]:
+        for shares in (row["pipeline_idle"], row["predicted_idle"]):
+            assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
+    manifest = json.loads((piped / "step-12" / "manifest.json").read_text())
+    assert manifest["state"]["layout"]["pp"] == 2 and len(manifest["files"]) == 2
+    for words in ("sample {} --prompt the --tokens 40 --temperature 0", "evaluate {}"):
+        texts = [commands.do(*words.format(run).split()).replace(str(run), "") for run in (one, piped)]
+        assert texts[0] == texts[1]
+    shutil.rmtree(piped / "step-12")
+    commands.out = piped
+    assert "continuing after step 10" in commands.resume("--parallel.pp", "1", "--parallel.pp-schedule", "1f1b")
+    assert losses(piped) == pytest.approx(losses(one), rel=1e-9)
