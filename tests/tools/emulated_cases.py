@@ -1,7 +1,7 @@
 """Runs kernels as they are compiled for a GPU, on the CPU; test_emulated.py starts it in a Python without interpreter.
 
-Its arguments are a JSON list of works, [name of a function below, arguments …], and a family. It prints a JSON list:
-what is wrong with each of them, or "".
+Its argument is a family. Each line that it reads is a JSON list of works, [name of a function below, arguments …]. It
+prints a JSON list for it: what is wrong with each of them, or "".
 """
 
 import gc
@@ -25,7 +25,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.tools import emulated, operators, verify
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, iterate
 
-FAMILY = sys.argv[2]
+FAMILY = sys.argv[1]
 
 
 def case(operator: str, name: str, dtype: str) -> str:
@@ -33,13 +33,6 @@ def case(operator: str, name: str, dtype: str) -> str:
     with emulated.emulated(FAMILY):
         result = verify.comparisons(operator, torch.device("cpu"))[name](dtype)
     return "" if result.passed else str(result)
-
-
-def cases(operator: str, every: bool) -> str:
-    """Compare all cases of an operator in all dtypes or, unless `every`, each case in the next dtype."""
-    names, dtypes = [case.name for case in operators.load(operator).cases], verify.DTYPES
-    pairs = [(x, y) for i, x in enumerate(names) for j, y in enumerate(dtypes) if every or j == i % len(dtypes)]
-    return "\n".join(filter(None, (case(operator, *pair) for pair in pairs)))
 
 
 def as_compiled(operator: str, name: str, dtype: str) -> str:
@@ -212,12 +205,19 @@ def planted(name: str, kernel: str, mutation: str, most: int) -> str:
     return "\n".join([*survivors, f"{len(changed)} mutants"])
 
 
+@cache
+def kernels_of(name: str) -> dict[Any, Kernel]:
+    """Run a program, and return the kernels that it launches as `launches` keeps them."""
+    launches._kernels.clear()
+    assert program(name, 2, "float32", 1) == ""
+    return dict(launches._kernels)
+
+
 def planted_in_protocol(name: str, mutation: str) -> str:
     """Return the mutants of a program's kernels that the exploration does not find, and how many there were."""
     survivors, count = [], 0
-    launches._kernels.clear()
-    assert program(name, 2, "float32", 1) == ""
-    for key, whole in list(launches._kernels.items()):
+    launches._kernels.update(kernels_of(name))
+    for key, whole in kernels_of(name).items():
         for line, text in mutants(whole.text, mutation, 99):
             count += 1
             launches._kernels[key] = Kernel(text, whole.shared, whole.scratch)
@@ -232,4 +232,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.freeze()  # the collector does not look at modules again and again while kernels are compiled
-    print(json.dumps([globals()[name](*arguments) for name, *arguments in json.loads(sys.argv[1])]))
+    for asked in sys.stdin:
+        print(json.dumps([globals()[name](*arguments) for name, *arguments in json.loads(asked)]), flush=True)

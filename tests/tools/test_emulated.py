@@ -1,6 +1,7 @@
 """Kernels compute the same as their references as they are compiled for GPUs, and protocols hold in compiled form.
 
-The works (`emulated_cases`) run in Python processes that do not interpret kernels.
+The works (`emulated_cases`) run in Python processes that do not interpret kernels: one for each version of Triton and
+family of GPUs at a time, since they compile for most of their time, and each compiles a kernel once.
 """
 
 import itertools
@@ -8,31 +9,59 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
 
-from tpfuse.tools import operators
+from tpfuse.tools import operators, verify
 from tpfuse.tools.rank_programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = tuple(version for version in ("3.6.0", "3.7.1", "3.9.0") if version != triton.__version__)
+HERE = triton.__version__
+VERSIONS = tuple(dict.fromkeys((HERE, "3.6.0", "3.7.1", "3.9.0")))
+_running: dict[tuple[str, str], subprocess.Popen[str]] = {}  # at most one
 
 
-def results(*works: tuple[Any, ...], version: str = triton.__version__, family: str = "sm_80") -> list[str]:
-    """Return what `emulated_cases` prints for the works, under a version of Triton that `make test` has installed."""
+def results(*works: tuple[Any, ...], version: str = HERE, family: str = "sm_80") -> list[str]:
+    """Return what `emulated_cases` prints for the works, under a version of Triton that `make test` has installed.
+
+    The process is that of the last call if that had the same version and family.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folder = ROOT / "build" / f"triton-{version}"
-    if version != triton.__version__ and not folder.is_dir():
+    if version != HERE and not folder.is_dir():
         pytest.skip(f"Triton {version} is not in build/: make test installs it")
-    paths = [str(ROOT)] if version == triton.__version__ else [str(folder), str(ROOT)]
+    paths = [str(ROOT)] if version == HERE else [str(folder), str(ROOT)]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
-    command = [sys.executable, str(Path(__file__).with_name("emulated_cases.py")), json.dumps(works), family]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return list(json.loads(done.stdout))
+    if (version, family) not in _running:
+        _end()
+        command = [sys.executable, str(Path(__file__).with_name("emulated_cases.py")), family]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _running[version, family] = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes)
+    process = _running[version, family]
+    try:
+        print(json.dumps(works), file=process.stdin, flush=True)
+        answer = process.stdout.readline()
+        assert answer, f"emulated_cases.py ended with status {process.wait()}"
+        return list(json.loads(answer))
+    except BaseException:  # If the time is up, the process must not answer the next call.
+        _end()
+        raise
+
+
+def _end() -> None:
+    while _running:
+        with _running.popitem()[1] as process:
+            process.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    _end()
 
 
 def test_a_kernel_of_each_family_is_right() -> None:
@@ -52,42 +81,35 @@ def test_a_kernel_of_each_family_is_right() -> None:
     assert results(*works) == [""] * len(works)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("version", [triton.__version__, *OTHERS])
-def test_kernels_of_tutorials_are_right(version: str) -> None:
-    assert results(("tutorials",), version=version) == [""]
+HANDED_OVER = "programs of one rank hand chunks over in memory that is not symmetric, whose order is not checked"
+# These are planted in the first rounds of protocols on two ranks.
+PLANTED_IN_PROTOCOLS = [
+    ("collectives", "no release", 0, ""),
+    ("collectives", "no acquire", 0, ""),
+    ("collectives", "an acquire of the GPU alone", 0, ""),
+    ("collectives", "a release of the GPU alone", 8, "only programs of one rank count those that have ended"),
+    ("collectives", "no barrier", 3, "another barrier comes before the release too, or the grid has one program"),
+    ("all_gather_gemm", "no release", 1, HANDED_OVER),
+    ("all_gather_gemm", "no acquire", 1, HANDED_OVER),
+]
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("family", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("version", [triton.__version__, *OTHERS])
-def test_every_case_is_right(version: str, family: str) -> None:
-    """Every kernel and variant; other versions of Triton compile each case in one dtype, and the dtypes take turns.
-
-    The executor is the same under all versions. Another one adds what its compiler writes for a kernel: the kernels of
-    two dtypes differ in conversions and in the instructions of products, and those occur in the cases of each dtype.
-    """
-    names = operators.names()
-    works = [("cases", name, version == triton.__version__) for name in names]
-    found = results(*works, version=version, family=family)
-    assert dict(zip(names, found, strict=True)) == dict.fromkeys(names, "")
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("version", ["3.7.1", "3.9.0"])
-def test_a_proxy_fence_that_the_compiler_leaves_out_is_found(version: str) -> None:
-    """Triton 3.7.1 has no fence between cp.async and wgmma in the gradients of attention; 3.9.0 has it."""
-    (found,) = results(("as_compiled", "attention", "documents", "bfloat16"), version=version, family="sm_90")
-    assert ("no fence.proxy.async comes between" in found) == (version == "3.7.1")
-    assert bool(found) == (version == "3.7.1")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "mutation", "survivors", "reason"), PLANTED_IN_PROTOCOLS)
+def test_planted_faults_of_a_protocol_are_found(name: str, mutation: str, survivors: int, reason: str) -> None:
+    *left, count = results(("planted_in_protocol", name, mutation))[0].split("\n")
+    assert count != "0 mutants"
+    assert len(left) == survivors, left
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("family", "worlds"), [("sm_80", (2, 4)), ("sm_90", (2,))])
-def test_protocols_hold_in_compiled_form(family: str, worlds: tuple[int, ...]) -> None:
-    works = [("program", *each, 2) for each in itertools.product(PROGRAMS, worlds, ("float32", "bfloat16"))]
+@pytest.mark.parametrize(
+    ("family", "world", "dtype"), [("sm_80", 2, "float32"), ("sm_80", 4, "bfloat16"), ("sm_90", 2, "bfloat16")]
+)
+def test_protocols_hold_in_compiled_form(family: str, world: int, dtype: str) -> None:
+    works = [("program", name, world, dtype, 2) for name in PROGRAMS]
     assert dict(zip(works, results(*works, family=family), strict=True)) == dict.fromkeys(works, "")
 
 
@@ -104,6 +126,23 @@ FIRST_WARP = "warp 0 alone does what comes before and after 11 of them, and each
 REPLACED = "a tensor map begins as the one before, each of whose fields is replaced"
 # (family, what runs, kernel, at most so many mutants) -> mutation -> how many of them nothing finds, and why
 PLANTED = {
+    # This product has tensor maps, wgmma and mbarriers.
+    ("sm_90", "persistent gemm", "gemm_forward_kernel", 99): {
+        "no barrier": (12, FIRST_WARP),
+        "no store to shared memory": (1, REPLACED),
+        "no proxy fence": FOUND,
+        "no fence of a tensor map": FOUND,
+        "no fence of registers": FOUND,
+        "no wait for products": FOUND,
+        "a wait for one group of products less": FOUND,
+        "no commit of products": FOUND,
+        "no product": FOUND,
+        "no tile": FOUND,
+        "no bytes are expected": FOUND,
+        "no wait for a tile": FOUND,
+        "a wait for another phase": FOUND,
+        "no end of an mbarrier": FOUND,
+    },
     ("sm_80", "gemm", "gemm_forward_kernel", 8): {
         "no barrier": FOUND,
         "no wait for copies": FOUND,
@@ -149,23 +188,6 @@ PLANTED = {
         "a shuffle that exchanges nothing": FOUND,
         "two registers of a difference swapped": FOUND,
     },
-    # This product has tensor maps, wgmma and mbarriers.
-    ("sm_90", "persistent gemm", "gemm_forward_kernel", 99): {
-        "no barrier": (12, FIRST_WARP),
-        "no store to shared memory": (1, REPLACED),
-        "no proxy fence": FOUND,
-        "no fence of a tensor map": FOUND,
-        "no fence of registers": FOUND,
-        "no wait for products": FOUND,
-        "a wait for one group of products less": FOUND,
-        "no commit of products": FOUND,
-        "no product": FOUND,
-        "no tile": FOUND,
-        "no bytes are expected": FOUND,
-        "no wait for a tile": FOUND,
-        "a wait for another phase": FOUND,
-        "no end of an mbarrier": FOUND,
-    },
 }
 
 
@@ -181,23 +203,39 @@ def test_planted_faults_are_found(family: str, name: str, kernel: str, most: int
     assert {mutation: len(lines) for mutation, lines in left.items()} == {x: expected[x][0] for x in expected}, left
 
 
-HANDED_OVER = "programs of one rank hand chunks over in memory that is not symmetric, whose order is not checked"
-# The same is planted in the first rounds of protocols on two ranks.
-PLANTED_IN_PROTOCOLS = [
-    ("collectives", "no release", 0, ""),
-    ("collectives", "no acquire", 0, ""),
-    ("collectives", "an acquire of the GPU alone", 0, ""),
-    ("collectives", "a release of the GPU alone", 8, "only programs of one rank count those that have ended"),
-    ("collectives", "no barrier", 3, "another barrier comes before the release too, or the grid has one program"),
-    ("all_gather_gemm", "no release", 1, HANDED_OVER),
-    ("all_gather_gemm", "no acquire", 1, HANDED_OVER),
-]
+def every_case() -> Iterator[Any]:
+    """Yield a version of Triton, a family of GPUs and the works of `test_every_case_is_right`.
+
+    Under the installed Triton each case runs on each family in two of the three dtypes, and in the third one on the
+    other family. The executor is the same under all versions. Another one adds what its compiler writes for a kernel:
+    of each operator one case runs on each family, in dtypes that differ between families, versions and operators.
+    """
+    described = {name: operators.load(name).cases for name in operators.names()}
+    for (turn, version), (place, family) in itertools.product(enumerate(VERSIONS), enumerate(("sm_80", "sm_90"))):
+        works = [
+            ("case", name, case.name, dtype)
+            for number, (name, cases) in enumerate(described.items())
+            for i, case in enumerate(cases)
+            for j, dtype in enumerate(verify.DTYPES)
+            if (version == HERE and (number + i + place + j) % 3)
+            or (version != HERE and i == (turn + place) % len(cases) and j == (number + turn + place) % 3)
+        ]
+        works += [("tutorials",)] * (family == "sm_80")
+        yield pytest.param(version, family, works, id=f"{version}-{family}")
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("name", "mutation", "survivors", "reason"), PLANTED_IN_PROTOCOLS)
-def test_planted_faults_of_a_protocol_are_found(name: str, mutation: str, survivors: int, reason: str) -> None:
-    *left, count = results(("planted_in_protocol", name, mutation))[0].split("\n")
-    assert count != "0 mutants"
-    assert len(left) == survivors, left
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("version", "family", "works"), [*every_case()])
+def test_every_case_is_right(version: str, family: str, works: list[tuple[str, ...]]) -> None:
+    found = results(*works, version=version, family=family)
+    assert {work: wrong for work, wrong in zip(works, found, strict=True) if wrong} == {}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("version", ["3.9.0", "3.7.1"])
+def test_a_proxy_fence_that_the_compiler_leaves_out_is_found(version: str) -> None:
+    """Triton 3.7.1 has no fence between cp.async and wgmma in the gradients of attention; 3.9.0 has it."""
+    (found,) = results(("as_compiled", "attention", "documents", "bfloat16"), version=version, family="sm_90")
+    assert ("no fence.proxy.async comes between" in found) == (version == "3.7.1")
+    assert bool(found) == (version == "3.7.1")
