@@ -20,14 +20,16 @@ import pytest
 from tpfuse.kernels.launch import FAMILIES
 
 SCRIPT = """
-import json, sys
+import json, multiprocessing, os, sys
 import torch
+from triton.compiler import make_backend
 from tpfuse.kernels import launch
 from tpfuse.kernels.trace import KernelTrace
 from tpfuse.tools import operators as cases
 from tpfuse.tools.operators import collectives
 from tpfuse.tools.compilation import compiled
-from tpfuse.tools.recorded import Job, source_of
+from tpfuse.tools.front_end import lower
+from tpfuse.tools.recorded import Job, source_of, target
 from tpfuse.tools.resources import disassembly
 
 def signals(kernel):
@@ -42,11 +44,28 @@ def every_operator():
     for operator in cases.names():
         cases.load(operator).launches(torch.bfloat16)
 
+def ptx(job):
+    backend, stages = make_backend(target(job.family)), {}
+    options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
+    backend.add_stages(stages, options, job.source.language)
+    code, metadata = lower(job), {**vars(options), "target": target(job.family)}
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        code = stages[stage](code, metadata)
+    return code
+
+def program(index):
+    job, launched, whole, disassembled = jobs[index]
+    constants = " ".join(f"{name}={value}" for name, value in job.constants.items())
+    constants += " traced" if launched.arguments["trace_ptr"] is not None else ""
+    code = compiled(job).asm if whole else {"ptx": ptx(job)}
+    name = f"{job.source.name} {constants} {job.source.hash()[:6]} {job.family}"
+    return job.family, name, code["ptx"], disassembly(code["cubin"]) if disassembled else ""
+
 found = {}
 for family in launch.FAMILIES:
     with launch.recording(family) as recording:
         every_operator()
-    representatives = chosen = kinds(recording.launches)
+    representatives, others, parts = kinds(recording.launches), [], []
     if family == "sm_90":
         with launch.recording(family) as worlds:
             for world, n in ((1, 1), (2, 1003), (3, 64)):
@@ -54,17 +73,15 @@ for family in launch.FAMILIES:
         with launch.recording(family) as traced, KernelTrace(most_bytes=2**50):
             every_operator()
         waiting = [x for x in traced.launches if x.arguments.get("trace_ptr") is not None]
-        chosen = [*representatives, *recording.launches, *worlds.launches, *kinds(waiting)]
-    for x in chosen:
+        others, parts = recording.launches, [*worlds.launches, *kinds(waiting)]
+    for number, x in enumerate([*representatives, *others, *parts]):
         job = Job("", family, "", source_of(x, family), x.num_warps, x.num_stages)
         if signals(x.kernel) and job.key not in found:
-            constants = " ".join(f"{name}={value}" for name, value in job.constants.items())
-            constants += " traced" if x.arguments["trace_ptr"] is not None else ""
-            code = compiled(job).asm
-            sass = disassembly(code["cubin"]) if any(x is each for each in representatives) else ""
-            name = f"{job.source.name} {constants} {job.source.hash()[:6]} {family}"
-            found[job.key] = family, name, code["ptx"], sass
-json.dump(list(found.values()), sys.stdout)
+            whole = number < len(representatives) + len(others)  # test_compilation.py puts these in Triton's cache
+            found[job.key] = job, x, whole, number < len(representatives)
+jobs = list(found.values())  # forked processes have them; Triton's functions cannot be pickled
+with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+    json.dump(pool.map(program, range(len(jobs)), chunksize=1), sys.stdout)
 """
 
 
