@@ -192,16 +192,13 @@ class _Memory(ExploredGlobalMemory):
                 f"inline assembly: each of the program's {self._task.threads} threads executes {name}: compare the "
                 "thread's number (%tid) before it"
             )
-        self._check_width(addresses, dtype)
-        return super().ordered(addresses, dtype, order, name, change)
-
-    def _check_width(self, addresses: Array, dtype: Any) -> None:
         for region, _ in self._checked.touched(addresses):
             if np.dtype(dtype).itemsize != region.step:
                 raise ValueError(
                     f"inline assembly: an ordered access of {np.dtype(dtype).itemsize} bytes to symmetric buffer "
                     f"{region.key!r}, whose elements have {region.step}: expected the same width"
                 )
+        return super().ordered(addresses, dtype, order, name, change)
 
     def _semantics(self, order: frozenset[str], **more: bool) -> Semantics:
         return replace(super()._semantics(order, **more), assembly=True, alone=self._alone)
