@@ -221,6 +221,23 @@ def test_a_hazard_of_wgmma_is_named(body: str, fault: type[PtxError], message: s
     assert "line " in str(caught.value)
 
 
+@pytest.mark.parametrize("changing", ["", "@%p3", "@!%p3"])
+def test_each_warpgroup_needs_its_own_fence(changing: str) -> None:
+    """One warpgroup begins its product after the other one, and `changing` has changed a register since the fence."""
+    zeros = "\n".join(load_image(4096).split("\n")[:7])  # by 256 threads, each once
+    (line,) = re.findall(r"wgmma\.mma_async.*;", PRODUCT)
+    change = f"{changing} mov.b32 %acc3, %r0;" if changing else ""
+    apart = f"setp.ge.u32 %p3, %r0, 128;\n{change}\n@%p3 bra a;\n{line}\nbra.uni b;\na:\n{line}\nb:"
+    code = kernel(zeros + changed(PRODUCT, (line, apart)), inputs=2, threads=256, shared=4096)
+    given = torch.zeros(1024, dtype=torch.int32), torch.zeros(256, 8)
+    if not changing:
+        code.run((1,), given)
+        assert (given[1] == 1).all()
+        return
+    with pytest.raises(WgmmaHazard, match=r"no wgmma\.fence comes between"):
+        code.run((1,), given)
+
+
 def tensor_map(kind: int, stride: int, sizes: str, box: str, mode: int) -> str:
     """Return PTX by which the first warp makes a tensor map of array0 in shared memory and copies it to array2."""
     field = "tensormap.replace.tile.{}.shared::cta.b1024.b{}"

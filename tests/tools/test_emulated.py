@@ -117,6 +117,7 @@ FOUND = (0, "")
 DRAINED = "after its last loop the kernel does not use these places again"
 OWN = "what is used next was used by nobody, by the same thread, or before another barrier"
 JOINED = "the copies join the next group, for which the same wait waits"
+UNUSED = "nobody uses these sums before the next wait, which waits for them too"
 FETCHED = "the loop has two rounds, and copies for them begin before it"
 # Read in the PTX of Triton 3.7.1. 3 barriers follow the making of a tensor map: it is made, copied, fenced and used by
 # warp 0. 8 stand between mbarrier.arrive.expect_tx and the bulk copies, or between two of these: warp 0 executes them
@@ -142,6 +143,13 @@ PLANTED = {
         "no wait for a tile": FOUND,
         "a wait for another phase": FOUND,
         "no end of an mbarrier": FOUND,
+    },
+    # Products read what cp.async has copied.
+    ("sm_90", "attention", "attention_backward_dq_kernel", 8): {
+        "no proxy fence": (4, "another fence, or the end of the loop, comes before the next product"),
+        "no fence of registers": (1, "its registers have not changed since the fence before"),
+        "no wait for products": (1, UNUSED),
+        "no commit of products": (1, UNUSED),
     },
     ("sm_80", "gemm", "gemm_forward_kernel", 8): {
         "no barrier": FOUND,
@@ -181,6 +189,14 @@ PLANTED = {
         "two registers of a difference swapped": FOUND,
     },
     ("sm_80", "layer_norm", "norm_backward_kernel", 8): {
+        "no barrier": FOUND,
+        "no store to shared memory": FOUND,
+        "another place in shared memory": FOUND,
+        "another place in global memory": FOUND,
+        "a shuffle that exchanges nothing": FOUND,
+        "two registers of a difference swapped": FOUND,
+    },
+    ("sm_80", "wide layer_norm", "norm_forward_kernel", 4): {
         "no barrier": FOUND,
         "no store to shared memory": FOUND,
         "another place in shared memory": FOUND,
