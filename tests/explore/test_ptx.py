@@ -534,6 +534,15 @@ def test_a_fault_is_named_with_its_line(body: str, fault: type[PtxError], messag
         assert "(kernel.py:7)" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [(torch.zeros(3, dtype=torch.int16), r"0x\w+, byte 4 of array0 \(6\)"), (None, "0x4")],
+)
+def test_an_access_must_be_inside_a_buffer_to_its_end(given: torch.Tensor | None, place: str) -> None:
+    with pytest.raises(MemoryFault, match=f"4 bytes at address {place}: outside all memory"):
+        kernel("ld.global.b32 %r1, [%d0+4];").run((1,), [given])
+
+
 SEND = """
   mad.wide.u32 %d2, %r0, 4, %d0;
   st.global.b32 [%d2], %r0;

@@ -375,6 +375,17 @@ ASYNC = "fence.proxy.async.shared::cta;"
         (changed(TILE, (TILE_WAIT, "@%p3 mbarrier.inval.shared::cta.b64 [%r5];")), MbarrierFault, "have not ended"),
         (changed(TILE, (ASYNC, "st.shared.b32 [%r1], 7;" + ASYNC)), PtxError, ""),
         (changed(TILE, (ASYNC, "st.shared.b32 [%r1], 7;")), SharedRace, "no fence.proxy.async comes between"),
+        (changed(TILE, ("%r0, 32;", "%r0, 31;")), Divergence, "active with 31 lanes"),
+        (
+            changed(
+                TILE,
+                ("and.pred %p3, %p3, %p1;", "not.pred %p4, %p1;\nand.pred %p3, %p3, %p4;"),
+                (EXPECT, EXPECT.replace("%p2", "%p3")),
+                (ASYNC + "\n      bar.sync 0;", ASYNC),
+            ),
+            MemoryFault,
+            "no barrier orders the use of a tensor map",
+        ),
         (changed(TILE, ("{%r7, %r8}", "{%r7}"), ("tensor.2d", "tensor.1d")), MemoryFault, "given 1 coordinates"),
         (changed(TILE, ("[%r1], [%d2", "[%r1+64], [%d2")), MemoryFault, "no multiple of 128"),
     ],
