@@ -365,7 +365,7 @@ def check_then_act(memory):
     """Take a ticket; both ranks take it if one is interrupted after it has read the word and before it writes it."""
     tickets = memory.signals("tickets", 1)
     taken = memory.signals("taken", 1)
-    here = memory._run.memory.host_word("look", memory._word(tickets, 0, 0), 0, None)
+    here = memory._run.memory.host_word("look", memory._word(tickets, 0, 0), 0)
     if here == 0:
         memory.signal(tickets, 0, 0, 1)
         memory.signal(taken, memory.rank, 0, 1)

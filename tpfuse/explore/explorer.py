@@ -14,7 +14,7 @@ from tpfuse.explore.errors import ExploreError
 from tpfuse.explore.interpreter_hooks import hooked
 from tpfuse.explore.run import ExploredRun, RunOptions
 from tpfuse.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential
-from tpfuse.explore.simulated_memory import SharedBuffers, SimulatedMemory
+from tpfuse.explore.simulated_memory import SimulatedMemory
 from tpfuse.explore.torch_operations import LeavingTorch, TorchOperations
 
 Program = Callable[[SimulatedMemory], object]
@@ -123,15 +123,13 @@ def _execute(
     program: Program, world: int, schedule: Schedule, options: RunOptions, enter: Callable[[ExploredRun], None]
 ) -> ExploredRun:
     """Run the program under one schedule. Raise the fault that it shows."""
-    shared: SharedBuffers
     gradients = torch.is_grad_enabled()
 
     def body(run: ExploredRun, rank: int) -> None:
         with torch.set_grad_enabled(gradients), TorchOperations(run.memory), LeavingTorch(run.memory):
-            program(SimulatedMemory(shared, rank))
+            program(SimulatedMemory(run, rank))
 
     run = ExploredRun(body, world, schedule, options)
-    shared = SharedBuffers(run)
     enter(run)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -172,17 +172,6 @@ def _launch(run: ExploredRun, executor: Any, args: tuple[Any, ...], kwargs: dict
     run.launch(grid, begin, lambda: executor.fn(**named))
 
 
-_GRID = ("grid_dim", "grid_idx")
-
-
-def _save_grid() -> tuple[Any, ...]:
-    return tuple(vars(_BUILDER).get(name) for name in _GRID)
-
-
-def _restore_grid(saved: tuple[Any, ...]) -> None:
-    vars(_BUILDER).update(zip(_GRID, saved, strict=True))
-
-
 def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by name, without keywords that the function does not take (such as num_warps)."""
     spec = inspect.getfullargspec(function)
@@ -203,7 +192,8 @@ def hooked() -> Iterator[Callable[[ExploredRun], None]]:
         current[:] = [run]
         operations = _Operations(run)
         vars(_BUILDER).update({name: getattr(operations, name) for name in names})
-        run.scheduler.save, run.scheduler.restore = _save_grid, _restore_grid
+        run.scheduler.save = lambda: {name: vars(_BUILDER).get(name) for name in ("grid_dim", "grid_idx")}
+        run.scheduler.restore = vars(_BUILDER).update
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         _launch(current[0], executor, args, kwargs)

@@ -213,37 +213,25 @@ class CheckedMemory:
         """Return the lines of the atomic operations on words that two ranks have accessed."""
         return {line for ranks, lines in self._word_lines.values() if len(ranks) > 1 for line in lines}
 
-    def host_word(self, operation: str, region: Region, index: int, value: int | None) -> int:
-        """Set a word (release) or, without a value, read it (acquire); return its old value."""
-
-        address = region.base + index * region.step
-        semantics = HOST_WAIT if value is None else HOST_SIGNAL
+    def host_word(
+        self,
+        operation: str,
+        region: Region,
+        index: int,
+        semantics: Semantics = HOST_WAIT,
+        change: Callable[[int], int | None] = lambda old: None,
+    ) -> int:
+        """Return the old value of a word, which becomes change(old value) unless that is None."""
+        word = region.words[index : index + 1]
 
         def perform() -> tuple[int, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
-            assert region.words is not None
-            old = region.words[index : index + 1].copy()
-            if value is not None:
-                region.words[index] = np.int64(value).astype(np.int32)
-            return int(old[0]), old, region.words[index : index + 1].copy(), np.array([value is not None])
-
-        return int(self.atomic(operation, [(region, np.array([address], np.uint64))], semantics, perform))
-
-    def host_exchange(
-        self, operation: str, region: Region, index: int, expected: int, value: int, releases: bool
-    ) -> bool:
-        """Set a word to `value` if it is `expected`, as a release or an acquire; return whether it was."""
-        assert region.words is not None
-        word = region.words[index : index + 1]
-        semantics = Semantics(acquires=not releases, releases=releases, scope=2, host=True)
-
-        def perform() -> tuple[bool, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
-            old = word.copy()
-            done = bool(old[0] == expected)
-            word[0] = value if done else old[0]
-            return done, old, word.copy(), np.array([done])
+            old, new = word.copy(), change(int(word[0]))
+            if new is not None:
+                word[0] = np.int64(new).astype(np.int32)
+            return int(old[0]), old, word.copy(), np.array([new is not None])
 
         address = np.array([region.base + index * region.step], np.uint64)
-        return bool(self.atomic(operation, [(region, address)], semantics, perform))
+        return int(self.atomic(operation, [(region, address)], semantics, perform))
 
 
 def _words(parts: Parts) -> tuple[int, ...]:

@@ -84,44 +84,29 @@ def _apply(edit: Edit, function: ast.AST) -> None:
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
         places = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == edit.call]
     try:
-        old, new = (ast.parse(text, mode="eval").body for text in (edit.old, edit.by))
-        matches = [match for place in places for match in _expressions(place, ast.dump(old))]
-        replacement: list[Any] = [new]
+        old, new = ([ast.parse(text, mode="eval").body] for text in (edit.old, edit.by))
     except SyntaxError:
-        old_statements, replacement = ast.parse(edit.old).body, ast.parse(edit.by).body
-        matches = [match for place in places for match in _runs(place, [ast.dump(node) for node in old_statements])]
+        old, new = (ast.parse(text).body for text in (edit.old, edit.by))  # type: ignore[misc]
+    matches = [match for place in places for match in _matches(place, [ast.dump(node) for node in old])]
     if len(matches) != 1:
         inside = f" in calls of {edit.call}" if edit.call else ""
         name = f"{module_of(edit.function).__name__}.{_plain(edit.function).__qualname__}"
         raise ValueError(f"{name} contains {edit.old!r}{inside} {len(matches)} times: expected exactly once")
     siblings, first, last = matches[0]
     if isinstance(siblings, list):
-        siblings[first:last] = replacement
+        siblings[first:last] = new
     else:
-        setattr(siblings, first, replacement[0])
+        setattr(siblings, first, new[0])
 
 
-Match = tuple[Any, Any, Any]  # a list of nodes and two indices, or a node and the name of a field
-
-
-def _expressions(place: ast.AST, wanted: str) -> Iterator[Match]:
-    """Yield the places of the expression within this node."""
+def _matches(place: ast.AST, wanted: list[str]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the places of the consecutive nodes: a list and two indices, or a node, the name of its field, and None."""
     for parent in ast.walk(place):
         for field, value in ast.iter_fields(parent):
-            if isinstance(value, ast.expr) and ast.dump(value) == wanted:
+            if isinstance(value, ast.expr) and [ast.dump(value)] == wanted:
                 yield parent, field, None
             elif isinstance(value, list):
-                for index, item in enumerate(value):
-                    if isinstance(item, ast.expr) and ast.dump(item) == wanted:
-                        yield value, index, index + 1
-
-
-def _runs(place: ast.AST, wanted: list[str]) -> Iterator[Match]:
-    """Yield the places of the consecutive statements within this node."""
-    for parent in ast.walk(place):
-        for _, value in ast.iter_fields(parent):
-            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                dumps = [ast.dump(node) for node in value]
+                dumps = [ast.dump(item) if isinstance(item, ast.AST) else "" for item in value]
                 for first in range(len(dumps) - len(wanted) + 1):
                     if dumps[first : first + len(wanted)] == wanted:
                         yield value, first, first + len(wanted)

@@ -41,6 +41,7 @@ class ExploredRun:
         self.memory = CheckedMemory(self.scheduler, options.barrier_rule, roots)
         self.aborts = [Region("abort", rank, torch.Size([1]), torch.int32, checked=False) for rank in range(world)]
         self.memory.regions += self.aborts
+        self.parts: dict[tuple[str, int], list[Region]] = {}  # of buffers, by key and how often a buffer was made
         self.tables: list[torch.Tensor] = []  # of the addresses of buffers; kernels may get the address of a table
         self._body = body
         self._chains: dict[tuple[int, int], int] = {}  # (stream, program) -> chain
@@ -176,15 +177,11 @@ class ExploredRun:
 
     def aborted(self, rank: int) -> bool:
         """Return whether the waits of the rank were ended."""
-        words = self.aborts[rank].words
-        assert words is not None
-        return bool(words[0])
+        return bool(self.aborts[rank].words[0])
 
     def end_abort(self, rank: int) -> None:
         """Allow the rank to wait again."""
-        words = self.aborts[rank].words
-        assert words is not None
-        words[0] = 0
+        self.aborts[rank].words[0] = 0
 
     def meet(self, what: str, *, joins: bool) -> int | None:
         """Wait until every rank has called it. joins: whether this orders the ranks.
@@ -214,7 +211,6 @@ class ExploredRun:
         if not self.options.timeouts or (not meeting and all(self.aborted(rank) for rank in range(self.world))):
             return False
         for region in self.aborts:
-            assert region.words is not None
             region.words[0] = 1
         for arrived in self._arrived.values():
             present = {task.rank for task in arrived}

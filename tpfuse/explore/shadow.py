@@ -47,7 +47,7 @@ class Region:
         self.base = self._memory.data_ptr() + RED_ZONE
         self.end = self.base + self.count * self.step
         self.low, self.high = self.base - RED_ZONE, self.end + RED_ZONE
-        self.words: NDArray[np.int32] | None = inside.numpy().view(np.int32) if dtype == torch.int32 else None
+        self.words: NDArray[np.int32] = inside.numpy().view(np.int32) if dtype == torch.int32 else np.zeros(0, np.int32)
         if checked:
             self._writer: NDArray[np.int32] = np.zeros(self.count, np.int32)
             self._written: NDArray[np.int64] = np.zeros(self.count, np.int64)

@@ -9,16 +9,9 @@ from torch import Tensor
 
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
+from tpfuse.explore.memory import HOST_SIGNAL, Semantics
 from tpfuse.explore.run import ExploredRun
 from tpfuse.explore.shadow import Region
-
-
-class SharedBuffers:
-    """The parts of each buffer that the memories of all ranks share, by key and by how often the buffer was made."""
-
-    def __init__(self, run: ExploredRun) -> None:
-        self.run = run
-        self.parts: dict[tuple[str, int], list[Region]] = {}
 
 
 class SimulatedMemory(SymmetricMemory):
@@ -35,9 +28,9 @@ class SimulatedMemory(SymmetricMemory):
 
     backend = "simulated"
 
-    def __init__(self, shared: SharedBuffers, rank: int, timeout: float = 60.0) -> None:
-        super().__init__(rank, shared.run.world, torch.device("cpu"), timeout)
-        self._run, self._shared = shared.run, shared
+    def __init__(self, run: ExploredRun, rank: int) -> None:
+        super().__init__(rank, run.world, torch.device("cpu"), 60.0)
+        self._run = run
         self._made: dict[str, int] = {}
         self._regions: dict[str, list[Region]] = {}
         self._last_beside: int | None = None
@@ -48,10 +41,10 @@ class SimulatedMemory(SymmetricMemory):
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         generation = self._made[key] = self._made.get(key, 0) + 1
-        parts = self._shared.parts.get((key, generation))
+        parts = self._run.parts.get((key, generation))
         if parts is None:
             parts = [Region(key, rank, shape, dtype) for rank in range(self.world)]
-            self._shared.parts[key, generation] = parts
+            self._run.parts[key, generation] = parts
             self._run.memory.regions += parts
         elif (parts[0].shape, parts[0].dtype) != (shape, dtype):
             raise Disagreement(
@@ -68,13 +61,14 @@ class SimulatedMemory(SymmetricMemory):
         self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays, so that later accesses are reported
 
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
-        self._run.memory.host_word("signal", self._word(flags, owner, index), index, int(value))
+        new = int(value)
+        self._run.memory.host_word("signal", self._word(flags, owner, index), index, HOST_SIGNAL, lambda old: new)
 
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         region, peer = self._word(flags, owner, index), owner if peer is None else peer
-        done = lambda: wrapped(self._run.memory.host_word("wait_signal", region, index, None) - value) >= 0  # noqa: E731
+        done = lambda: wrapped(self._run.memory.host_word("wait_signal", region, index) - value) >= 0  # noqa: E731
         self._repeat(done, op, peer)
 
     def exchange(
@@ -94,7 +88,9 @@ class SimulatedMemory(SymmetricMemory):
         releases: whether this is a release, and not an acquire. Raise PeerTimeout as `wait_signal` does.
         """
         region = self._word(flags, owner, index)
-        done = lambda: self._run.memory.host_exchange(op, region, index, expected, value, releases)  # noqa: E731
+        semantics = Semantics(acquires=not releases, releases=releases, scope=2, host=True)
+        change = lambda old: value if old == expected else None  # noqa: E731
+        done = lambda: self._run.memory.host_word(op, region, index, semantics, change) == expected  # noqa: E731
         self._repeat(done, op, peer)
 
     def _repeat(self, done: Callable[[], bool], op: str, peer: int) -> None:
@@ -143,9 +139,8 @@ class SimulatedMemory(SymmetricMemory):
     def reset(self) -> None:
         self._meet("reset", joins=True)
         for key in self._signals & self._buffers.keys():
-            words = self._regions[key][self.rank].words
-            assert words is not None
-            words[:] = 0  # between two barriers of all ranks, so that no rank accesses them now
+            # No rank accesses them now: the barriers before and after are those of all ranks.
+            self._regions[key][self.rank].words[:] = 0
         self._run.end_abort(self.rank)
         self.generation += 1
         self._meet("reset", joins=True)
