@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_contiguous, check_device, check_integers, check_shape
+from tpfuse.kernels.checks import check_device, check_dtype, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
@@ -168,8 +168,7 @@ def adamw_(
     """
     scalars = {"lr": lr, "step": step, "scale": scale, "clip": clip}
     check_shard(master, gradient, exp_avg, exp_avg_sq, parameter, scalars)
-    if master.dtype != torch.float32:
-        raise ValueError(f"adamw: master is {master.dtype}: expected float32")
+    check_dtype("adamw", "master", master, (torch.float32,))
     row = choose_configuration("adamw", master.device, gradient.dtype if parameter is None else parameter.dtype)
     launch(
         adamw_kernel,
@@ -227,14 +226,10 @@ def check_shard(
         ("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,)),
         ("parameter", parameter, rest),
     ):
-        if x is not None:
-            check_shape(operator, name, x, tuple(master.shape))
-            check_device(operator, "master", master, name, x)
-            check_integers(operator, name, x, dtypes)
-            check_contiguous(operator, name, x)
+        check_tensor(operator, name, x, tuple(master.shape), dtypes, ("master", master), contiguous=True)
     for name, x in scalars.items():
         if x is not None:
             check_device(operator, "master", master, name, x)
-            check_integers(operator, name, x, (torch.float32, torch.int64) if name == "step" else (torch.float32,))
+            check_dtype(operator, name, x, (torch.float32, torch.int64) if name == "step" else (torch.float32,))
             if x.numel() != 1:
                 raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected one element")

@@ -33,7 +33,7 @@ from tpfuse.kernels.attention_scores import (
     score_arguments,
     visible,
 )
-from tpfuse.kernels.checks import check_device, check_floats, check_shape
+from tpfuse.kernels.checks import check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.launch import cdiv, launch
@@ -376,12 +376,7 @@ def _check(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tens
     check_shape(_OPERATOR, "out", out, tuple(q.shape))
     check_shape(_OPERATOR, "grad_out", grad_out, tuple(q.shape))
     for name, x in (("lse", lse), ("grad_lse", grad_lse)):
-        if x is None:
-            continue
-        check_shape(_OPERATOR, name, x, tuple(q.shape[:3]))
-        check_device(_OPERATOR, "q", q, name, x)
-        if x.dtype != torch.float32:
-            raise ValueError(f"{_OPERATOR}: {name} is {x.dtype}: expected float32")
+        check_tensor(_OPERATOR, name, x, tuple(q.shape[:3]), (torch.float32,), ("q", q))
 
 
 def _gradient(x: Tensor, zero: bool) -> Tensor:

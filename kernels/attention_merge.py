@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.attention_forward import strides
-from tpfuse.kernels.checks import check_device, check_floats, check_shape
+from tpfuse.kernels.checks import check_device, check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
@@ -123,10 +123,7 @@ def check_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, in
     check_shape(name, "out_b", out_b, tuple(out_a.shape))
     check_device(name, "out_a", out_a, "out_b", out_b)
     for label, x in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_shape(name, label, x, tuple(out_a.shape[:3]))
-        check_device(name, "out_a", out_a, label, x)
-        if x.dtype != torch.float32:
-            raise ValueError(f"{name}: {label} is {x.dtype}: expected float32")
+        check_tensor(name, label, x, tuple(out_a.shape[:3]), (torch.float32,), ("out_a", out_a))
     for label, x in (("out_a", out_a), ("out_b", out_b)):
         if x.numel() and x.stride(3) != 1:
             raise ValueError(f"{name}: {label} has strides {x.stride()}: expected contiguous rows")

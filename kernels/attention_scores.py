@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.checks import check_contiguous, check_device, check_dtype, check_floats, check_shape, check_tensor
 from tpfuse.kernels.dropout import hashed_rows, threshold
 
 FAR = 2**31 // 512  # elements
@@ -194,7 +194,7 @@ def check_sequences(operator: str, q: Tensor, k: Tensor, v: Tensor, **cu_seqlens
     if batch != 1:
         raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens: concatenate the documents")
     for name, x in given.items():
-        check_integers(operator, name, x, (torch.int32,))
+        check_dtype(operator, name, x, (torch.int32,))
         check_device(operator, "q", q, name, x)
         if x.dim() != 1 or not len(x):
             raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected [S + 1]")
@@ -232,6 +232,4 @@ def check_scores(
         raise ValueError(f"{operator}: {key_name} is None: expected one of tpfuse.ops.dropout.dropout_keys")
     shapes = {"head_rows": (sequences, q.shape[1]), key_name: ()}
     for name, x in (("head_rows", head_rows), (key_name, dropout_key)):
-        check_integers(operator, name, x, (torch.int64,))
-        check_device(operator, "q", q, name, x)
-        check_shape(operator, name, x, shapes[name])
+        check_tensor(operator, name, x, shapes[name], (torch.int64,), ("q", q))

@@ -6,9 +6,28 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_shape(operator: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless x has exactly this shape."""
-    if tuple(x.shape) != shape:
+def check_tensor(
+    operator: str,
+    name: str,
+    x: Tensor | None,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    beside: tuple[str, Tensor],
+    *,
+    contiguous: bool = False,
+) -> None:
+    """Raise ValueError unless x has this shape, one of these dtypes and the device of `beside`; None is skipped."""
+    if x is not None:
+        check_dtype(operator, name, x, dtypes)
+        check_device(operator, *beside, name, x)
+        check_shape(operator, name, x, shape)
+        if contiguous:
+            check_contiguous(operator, name, x)
+
+
+def check_shape(operator: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless x has exactly this shape; None is skipped."""
+    if x is not None and tuple(x.shape) != shape:
         raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected {shape}")
 
 
@@ -36,7 +55,7 @@ def check_contiguous(operator: str, name: str, x: Tensor) -> None:
         raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected contiguous")
 
 
-def check_integers(operator: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_dtype(operator: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise ValueError unless x has one of these dtypes."""
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

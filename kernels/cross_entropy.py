@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.checks import check_dtype, check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
@@ -176,12 +176,9 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
     gradient NaN, because a kernel cannot raise. Raise ValueError for other shapes, dtypes or devices.
     """
     operator = "cross_entropy_combine"
-    check_integers(operator, "target", target, (torch.int64,))
-    check_shape(operator, "target", target, (target.numel(),))
+    check_tensor(operator, "target", target, (target.numel(),), (torch.int64,), ("statistics", statistics))
+    check_dtype(operator, "statistics", statistics, (torch.float32,))
     check_shape(operator, "statistics", statistics, (*statistics.shape[:1], 3, len(target)))
-    if statistics.dtype != torch.float32:
-        raise ValueError(f"{operator}: statistics is {statistics.dtype}: expected float32")
-    check_device(operator, "statistics", statistics, "target", target)
     loss = torch.empty(len(target), dtype=torch.float32, device=target.device)
     normalizer = torch.empty(2, len(target), dtype=torch.float32, device=target.device)
     row = choose_configuration("cross_entropy_combine", target.device, torch.float32)
@@ -291,12 +288,7 @@ def _backward(
 ) -> Tensor:
     rows, width = logits.shape
     for name, x, shape in (("normalizer", normalizer, (2, rows)), ("scale", scale, (rows,))):
-        if x is None:
-            continue
-        check_shape(operator, name, x, shape)
-        check_device(operator, "logits", logits, name, x)
-        if x.dtype != torch.float32:
-            raise ValueError(f"{operator}: {name} is {x.dtype}: expected float32")
+        check_tensor(operator, name, x, shape, (torch.float32,), ("logits", logits))
     row = choose_configuration("cross_entropy", logits.device, logits.dtype, V=width)
     launch(
         cross_entropy_backward_kernel,
@@ -317,10 +309,8 @@ def _backward(
 
 def _check(operator: str, logits: Tensor, target: Tensor) -> None:
     check_floats(operator, logits=logits)
-    check_integers(operator, "target", target, (torch.int64,))
     if logits.ndim != 2:
         raise ValueError(f"{operator}: logits has shape {tuple(logits.shape)}: expected [M, V]")
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"{operator}: logits has strides {logits.stride()}: expected rows of adjacent elements")
-    check_shape(operator, "target", target, (logits.shape[0],))
-    check_device(operator, "logits", logits, "target", target)
+    check_tensor(operator, "target", target, (logits.shape[0],), (torch.int64,), ("logits", logits))

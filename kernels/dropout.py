@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.checks import check_floats, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
@@ -82,9 +82,7 @@ def dropout_forward(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
         raise ValueError(f"dropout: p {p}: expected 0 <= p < 1")
     m, c = x.shape
     for name, integers, count in (("rows", rows, m), ("key", key, 1)):
-        check_integers("dropout", name, integers, (torch.int64,))
-        check_device("dropout", "x", x, name, integers)
-        check_shape("dropout", name, integers.reshape(-1), (count,))
+        check_tensor("dropout", name, integers.reshape(-1), (count,), (torch.int64,), ("x", x))
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(m, c, dtype=x.dtype, device=x.device)
     row = choose_configuration("dropout", x.device, x.dtype)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_contiguous, check_device, check_integers, check_shape
+from tpfuse.kernels.checks import check_device, check_dtype, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import peer_pointer
@@ -64,19 +64,14 @@ class Endpoint:
             ("state", self.state, (2,), torch.int32),
             ("abort", self.abort, (1,), torch.int32),
         ):
-            check_shape("endpoint", name, x, shape)
-            check_integers("endpoint", name, x, (dtype,))
-            check_device("endpoint", "slots", self.slots, name, x)
+            check_tensor("endpoint", name, x, shape, (dtype,), ("slots", self.slots))
 
     def check(
         self, operator: str, x: Tensor, x_shape: tuple[int, ...], out: Tensor, out_shape: tuple[int, ...]
     ) -> None:
         """Raise ValueError unless both are contiguous, of one dtype, of these shapes, on the channel's device."""
         for name, tensor, shape in (("x", x, x_shape), ("out", out, out_shape)):
-            check_shape(operator, name, tensor, shape)
-            check_device(operator, "the channel", self.slots, name, tensor)
-            check_integers(operator, name, tensor, (x.dtype,))
-            check_contiguous(operator, name, tensor)
+            check_tensor(operator, name, tensor, shape, (x.dtype,), ("the channel", self.slots), contiguous=True)
 
     def grid(self, operator: str, nbytes: int, tiles: int, rounds: int = 1) -> tuple[int]:
         """Return how many programs share `tiles` tiles of each row; 0 where there is no tile.
@@ -134,13 +129,13 @@ def launch_words(kernel: Any, operator: str, x: Tensor, out: Tensor, n: int, end
 
 def check_summed(operator: str, x: Tensor) -> None:
     """Raise ValueError unless x has a dtype that can be summed."""
-    check_integers(operator, "x", x, SUMMED)
+    check_dtype(operator, "x", x, SUMMED)
 
 
 def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
     """Raise ValueError unless `ready` is int32 words, at least one for each rank, on the channel's device."""
     check_device(operator, "the channel", endpoint.slots, "ready", ready)
-    check_integers(operator, "ready", ready, (torch.int32,))
+    check_dtype(operator, "ready", ready, (torch.int32,))
     if ready.ndim != 1 or len(ready) < endpoint.world or not ready.is_contiguous():
         given = f"{tuple(ready.shape)} and strides {ready.stride()}"
         raise ValueError(f"{operator}: ready has shape {given}: expected contiguous, at least ({endpoint.world},)")

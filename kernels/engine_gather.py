@@ -44,7 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.kernels.checks import check_tensor
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import Launch, launch, planned
 from tpfuse.kernels.signals import advance, barrier, begin
@@ -92,9 +92,7 @@ def open_copies(endpoint: Endpoint, stamp: Tensor) -> None:
 
 @planned
 def _opening(endpoint: Endpoint, stamp: Tensor) -> Launch:
-    check_device("open_copies", "the channel", endpoint.slots, "stamp", stamp)
-    check_integers("open_copies", "stamp", stamp, (torch.int32,))
-    check_shape("open_copies", "stamp", stamp, (1,))
+    check_tensor("open_copies", "stamp", stamp, (1,), (torch.int32,), ("the channel", endpoint.slots))
     endpoint.grid("open_copies", 0, 1, rounds=2)
     return Launch(open_copies_kernel, (1,), endpoint.signals(), num_warps=1, num_stages=1)
 

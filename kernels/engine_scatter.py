@@ -47,7 +47,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_ready
 from tpfuse.kernels.gemm_reduce_scatter import sum_tile
@@ -122,9 +122,7 @@ def await_part(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) ->
 @planned
 def _waiting(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) -> Launch:
     for name, x, shape in (("stored", stored, (endpoint.programs, endpoint.world)), ("stamp", stamp, (1,))):
-        check_shape("await_part", name, x, shape)
-        check_integers("await_part", name, x, (torch.int32,))
-        check_device("await_part", "the channel", endpoint.slots, name, x)
+        check_tensor("await_part", name, x, shape, (torch.int32,), ("the channel", endpoint.slots))
     if not 0 <= owner < endpoint.world:
         raise ValueError(f"await_part: owner {owner} of {endpoint.world}: expected 0 <= owner < world")
     block = triton.next_power_of_2(endpoint.programs)
@@ -171,10 +169,8 @@ def _summing(
     if out.ndim != 2 or len(out) > chunk:
         raise ValueError(f"{operator}: out has shape {tuple(out.shape)}: expected [rows, N], at most {chunk} rows")
     rows, n = out.shape
-    if bias is not None:
-        check_shape(operator, "bias", bias, (n,))
-    if residual is not None:
-        check_shape(operator, "residual", residual, (rows, n))
+    check_shape(operator, "bias", bias, (n,))
+    check_shape(operator, "residual", residual, (rows, n))
     check_device(operator, "the channel", endpoint.slots, "out", out)
     check_ready(operator, ready, endpoint)
     row = choose_configuration(

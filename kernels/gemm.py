@@ -146,8 +146,7 @@ class _GemmPlan(NamedTuple):
 def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> _GemmPlan:
     m, k, n = check_product("gemm_forward", x, weight, bias, activation, residual=residual)
     width = n // 2 if activation in GATED else n
-    if residual is not None:
-        check_shape("gemm_forward", "residual", residual, (m, width))
+    check_shape("gemm_forward", "residual", residual, (m, width))
     gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
     aligned = allows_tma(x, gate, up)
     programs = multiprocessors(x.device)
@@ -199,6 +198,5 @@ def check_product(
     check_shape(operator, "weight", weight, (n, k))
     if activation in GATED and n % 2:
         raise ValueError(f"{operator}: weight has {n} rows: {activation} expects an even number, [gate | up]")
-    if bias is not None:
-        check_shape(operator, "bias", bias, (n,))
+    check_shape(operator, "bias", bias, (n,))
     return m, k, n

@@ -266,8 +266,7 @@ def _plan(
     check_device(operator, "the channel", endpoint.slots, "x", x)
     chunk = cdiv(m, endpoint.world)
     rows = min(max(m - endpoint.rank * chunk, 0), chunk)
-    if residual is not None:
-        check_shape(operator, "residual", residual, (rows, n))
+    check_shape(operator, "residual", residual, (rows, n))
     k_adjacent, weight_aligned = weight_layout(weight, None)
     aligned = weight_aligned and allows_tma(x)
     blocks, num_warps, num_stages = _configuration(operator, x, n, chunk, endpoint, aligned, other_tiles)

@@ -146,5 +146,4 @@ def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None = N
     if x.ndim != 2 or not x.shape[1]:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, C] with C of at least 1")
     check_shape(operator, "weight", weight, (x.shape[1],))
-    if bias is not None:
-        check_shape(operator, "bias", bias, (x.shape[1],))
+    check_shape(operator, "bias", bias, (x.shape[1],))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_floats, check_shape
+from tpfuse.kernels.checks import check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.layer_norm import check_norm, load_rows, unit_columns
@@ -175,9 +175,7 @@ def norm_backward(
     check_shape(operator, "grad_out", grad_out, tuple(x.shape))
     (m, c), device = x.shape, x.device
     for name, statistic in (("mean", mean), ("rstd", rstd)):
-        if statistic is not None:
-            check_shape(operator, name, statistic, (m,))
-            check_device(operator, "x", x, name, statistic)
+        check_tensor(operator, name, statistic, (m,), (torch.float32,), ("x", x))
     grad_out, x, weight = unit_columns(grad_out), unit_columns(x), weight.contiguous()
     row = choose_configuration("layer_norm", device, x.dtype, C=c)
     columns = cdiv(c, row.blocks["BLOCK_C"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpfuse.kernels.attention_scores import check_heads, check_scores
 from tpfuse.kernels.block_exchange import BlockExchange
-from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.kernels.checks import check_device, check_tensor
 from tpfuse.kernels.dropout import threshold
 from tpfuse.kernels.sequence_runs import SequenceRuns
 
@@ -43,7 +43,7 @@ def ring_arguments(
         if length != runs.local_length:
             raise ValueError(f"{operator}: {name} has {length} tokens: expected {runs.local_length}, as runs")
     for name, x in zip(("visible_range[0]", "visible_range[1]"), visible_range, strict=True):
-        _check_integers(operator, name, x, q, torch.int32, (tokens,))
+        check_tensor(operator, name, x, (tokens,), (torch.int32,), ("q", q))
     _check_dropout(operator, q, dropout_p, counters, dropout_key)
     first, last = visible_range
     return {
@@ -137,11 +137,4 @@ def _check_dropout(
     for name, x, shape in (("counters", counters, tuple(q.shape[:3])), ("dropout_key", dropout_key, ())):
         if x is None:
             raise ValueError(f"{operator}: {name} is None: dropout needs it")
-        _check_integers(operator, name, x, q, torch.int64, shape)
-
-
-def _check_integers(operator: str, name: str, x: Tensor, q: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless x has this dtype and shape and is on q's device."""
-    check_integers(operator, name, x, (dtype,))
-    check_device(operator, "q", q, name, x)
-    check_shape(operator, name, x, shape)
+        check_tensor(operator, name, x, shape, (torch.int64,), ("q", q))

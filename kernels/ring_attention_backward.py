@@ -20,7 +20,7 @@ from tpfuse.kernels.attention_backward import backward_row
 from tpfuse.kernels.attention_backward_delta import PADDING, attention_backward_delta
 from tpfuse.kernels.attention_scores import aligned
 from tpfuse.kernels.block_exchange import BlockExchange, part_starts
-from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.checks import check_dtype, check_floats, check_shape, check_tensor
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exchange
 from tpfuse.kernels.ring_attention_dkdv import ring_attention_dkdv_kernel
@@ -66,7 +66,7 @@ def ring_attention_backward(
         check_shape(operator, name, x, tuple(k.shape))
     counters = None
     if dropout_p > 0.0 and counters_of_all is not None:
-        check_integers(operator, "counters_of_all", counters_of_all, (torch.int64,))
+        check_dtype(operator, "counters_of_all", counters_of_all, (torch.int64,))
         check_shape(operator, "counters_of_all", counters_of_all, (runs.world, *q.shape[:3]))
         counters_of_all = counters_of_all.contiguous()
         counters = counters_of_all[rank]
@@ -174,10 +174,7 @@ def _queries(operator: str, q: Tensor, grad_out: Tensor, log2_sum: Tensor, delta
 def _check_sums(operator: str, q: Tensor, **sums: tuple[Tensor, int]) -> None:
     """Raise ValueError unless each is float32 [B, H, n + padding], on q's device."""
     for name, (x, padding) in sums.items():
-        if x.dtype != torch.float32:
-            raise ValueError(f"{operator}: {name} is {x.dtype}: expected float32")
-        check_device(operator, "q", q, name, x)
-        check_shape(operator, name, x, (*q.shape[:2], q.shape[2] + padding))
+        check_tensor(operator, name, x, (*q.shape[:2], q.shape[2] + padding), (torch.float32,), ("q", q))
 
 
 def _packed(operator: str, *queries: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import FLOATS, check_contiguous, check_device, check_integers, check_shape
+from tpfuse.kernels.checks import FLOATS, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import cdiv, launch
@@ -98,10 +98,7 @@ def shard_sum(
     m = out.numel()
     check_flat("shard_sum", "gradients", gradients, addresses, start, m, endpoint)
     for name, x, shape in (("out", out, (m,)), ("squares", squares, (squares.numel(),))):
-        check_shape("shard_sum", name, x, shape)
-        check_device("shard_sum", "gradients", gradients, name, x)
-        check_integers("shard_sum", name, x, FLOATS[:1])
-        check_contiguous("shard_sum", name, x)
+        check_tensor("shard_sum", name, x, shape, FLOATS[:1], ("gradients", gradients), contiguous=True)
     if len(squares) < endpoint.programs:
         raise ValueError(f"shard_sum: squares has {len(squares)} elements: expected at least {endpoint.programs}")
     if m == 0:
@@ -125,13 +122,9 @@ def shard_sum(
 
 def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: int, m: int, endpoint: Endpoint) -> None:
     """Raise ValueError unless x is flat and contains [start, start + m), and `addresses` has one address per rank."""
-    check_shape(operator, name, x, (x.numel(),))
-    check_integers(operator, name, x, FLOATS)
-    check_contiguous(operator, name, x)
-    check_shape(operator, f"the addresses of {name}", addresses, (endpoint.world,))
-    for other, tensor in ((name, x), (f"the addresses of {name}", addresses)):
-        check_device(operator, "the channel", endpoint.flags, other, tensor)
-    check_integers(operator, f"the addresses of {name}", addresses, (endpoint.flags.dtype,))
+    channel = "the channel", endpoint.flags
+    check_tensor(operator, name, x, (x.numel(),), FLOATS, channel, contiguous=True)
+    check_tensor(operator, f"the addresses of {name}", addresses, (endpoint.world,), (endpoint.flags.dtype,), channel)
     if m > _MOST:
         raise ValueError(f"{operator}: a shard of {m} elements: expected at most {_MOST}: pass it in pieces")
     if start < 0 or start + m > len(x):

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels import launch
-from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.kernels.checks import check_dtype, check_tensor
 from tpfuse.kernels.signals import peer_pointer, signal, wait_signal, wrapped
 
 
@@ -32,9 +32,7 @@ def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:
     flag: [1] int32, in any rank's symmetric memory; abort: [1] int32. Raise ValueError for other tensors.
     """
     for name, x in (("flag", flag), ("abort", abort)):
-        check_shape("signal_wait", name, x, (1,))
-        check_integers("signal_wait", name, x, (torch.int32,))
-        check_device("signal_wait", "flag", flag, name, x)
+        check_tensor("signal_wait", name, x, (1,), (torch.int32,), ("flag", flag))
     launch.launch(
         signal_wait_kernel,
         (1,),
@@ -62,7 +60,7 @@ def set_signal(flags: Tensor, owner: int, index: int, epoch: int) -> None:
 
     flags: [world] int64, the addresses of all ranks' flags, on this rank's device. Raise ValueError for another tensor.
     """
-    check_integers("set_signal", "flags", flags, (torch.int64,))
+    check_dtype("set_signal", "flags", flags, (torch.int64,))
     launch.launch(
         set_signal_kernel,
         (1,),
