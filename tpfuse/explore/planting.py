@@ -83,10 +83,12 @@ def _apply(edit: Edit, function: ast.AST) -> None:
     if edit.call:
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
         places = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == edit.call]
+    old: list[Any]
+    new: list[Any]
     try:
         old, new = ([ast.parse(text, mode="eval").body] for text in (edit.old, edit.by))
     except SyntaxError:
-        old, new = (ast.parse(text).body for text in (edit.old, edit.by))  # type: ignore[misc]
+        old, new = (ast.parse(text).body for text in (edit.old, edit.by))
     matches = [match for place in places for match in _matches(place, [ast.dump(node) for node in old])]
     if len(matches) != 1:
         inside = f" in calls of {edit.call}" if edit.call else ""

@@ -55,7 +55,7 @@ def norm(
         shape = (x.shape[-1],)
         return F.layer_norm(x, shape, weight, bias, eps) if centered else F.rms_norm(x, shape, weight, eps)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
-    out, _, _ = _forward(x.reshape(-1, x.shape[-1]), weight, bias, eps, centered)
+    out: Tensor = _forward(x.reshape(-1, x.shape[-1]), weight, bias, eps, centered)[0]
     return out.view(x.shape)
 
 
