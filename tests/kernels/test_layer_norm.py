@@ -1,13 +1,11 @@
 """The launchers that layer_norm and rms_norm share; the operators' numbers are in tests/ops."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.cases import refusals
 from tests.support.tiers import exhaustive
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
@@ -95,34 +93,25 @@ def test_weights_may_have_another_dtype() -> None:
 
 
 ROWS, ROW = torch.zeros(4, 8), torch.zeros(8)
-ERRORS: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: norm_forward(ROWS.int(), ROW, None, 1e-5, centered=True),
-        "layer_norm: x is torch.int32: expected",
-    ),
-    (lambda: norm_forward(ROWS.double(), ROW, None, 1e-5, centered=True), "x is torch.float64: expected float32"),
-    (lambda: norm_forward(ROW, ROW, None, 1e-5, centered=True), r"x has shape \(8,\): expected \[M, C\]"),
-    (lambda: norm_forward(ROWS[:, :0], ROW, None, 1e-5, centered=True), r"x has shape \(4, 0\)"),
-    (lambda: norm_forward(ROWS, ROW[1:], None, 1e-5, centered=True), r"weight has shape \(7,\): expected \(8,\)"),
-    (lambda: norm_forward(ROWS, ROW, ROWS, 1e-5, centered=True), r"bias has shape \(4, 8\): expected \(8,\)"),
-    (
-        lambda: norm_forward(ROWS, ROW, ROW.half(), 1e-5, centered=True),
-        "bias is torch.float16, weight is",
-    ),
-    (lambda: norm_forward(ROWS, ROW.to("meta"), None, 1e-5, centered=True), "weight is on meta, x on cpu"),
-    (
-        lambda: norm_backward(ROWS.half(), ROWS, ROW, None, ROW[:4], with_bias=False),
-        "rms_norm_backward: grad_out is torch.float16",
-    ),
-    (
-        lambda: norm_backward(ROWS[1:], ROWS, ROW, None, ROW[:4], with_bias=False),
-        "rms_norm_backward: grad_out has shape",
-    ),
-    (lambda: norm_backward(ROWS, ROWS, ROW, None, ROW, with_bias=False), r"rstd has shape \(8,\): expected \(4,\)"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), ERRORS)
-def test_bad_input(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+test_bad_input_of_forward = refusals(
+    norm_forward,
+    {"x": ROWS, "weight": ROW, "bias": None, "eps": 1e-5, "centered": True},
+    "layer_norm: ",
+    ({"x": ROWS.int()}, "x is torch.int32: expected"),
+    ({"x": ROWS.double()}, "x is torch.float64: expected float32"),
+    ({"x": ROW}, r"x has shape \(8,\): expected \[M, C\]"),
+    ({"x": ROWS[:, :0]}, r"x has shape \(4, 0\)"),
+    ({"weight": ROW[1:]}, r"weight has shape \(7,\): expected \(8,\)"),
+    ({"bias": ROWS}, r"bias has shape \(4, 8\): expected \(8,\)"),
+    ({"bias": ROW.half()}, "bias is torch.float16, weight is"),
+    ({"weight": ROW.to("meta")}, "weight is on meta, x on cpu"),
+)
+test_bad_input_of_backward = refusals(
+    norm_backward,
+    {"grad_out": ROWS, "x": ROWS, "weight": ROW, "mean": None, "rstd": ROW[:4], "with_bias": False},
+    "rms_norm_backward: ",
+    ({"grad_out": ROWS[1:]}, "grad_out has shape"),
+    ({"grad_out": ROWS.half()}, "grad_out is torch.float16"),
+    ({"rstd": ROW}, r"rstd has shape \(8,\): expected \(4,\)"),
+    ({"rstd": ROW[:4].double()}, "rstd is torch.float64: expected float32"),
+)
