@@ -130,45 +130,40 @@ def test_a_file_that_cannot_be_written_is_no_error() -> None:
     assert found.taken == "second"
 
 
-def _compared(case: str, times: dict[str, float], usual: str) -> str:
-    """Return the decision for these milliseconds. Each candidate has one outlier, downwards or upwards."""
-    group = dist.new_group()
+@pytest.mark.parametrize(
+    ("second", "usual", "taken"), [(0.979, "first", "second"), (0.981, "first", "first"), (0.981, "second", "second")]
+)
+@on_ranks(1)
+def test_another_candidate_must_be_faster_than_the_usual_one_by_more_than_the_margin(
+    second: float, usual: str, taken: str
+) -> None:
+    """Each candidate has one outlier, downwards or upwards."""
+    times, seen = {"first": 1.0, "second": second}, {"first": 0, "second": 0}
+
+    def milliseconds(run: Callable[[], str], device: torch.device) -> float:
+        name = run()
+        seen[name] += 1
+        return times[name] * ({"first": 0.1, "second": 10.0}[name] if seen[name] == 3 else 1.0)
+
     with pytest.MonkeyPatch.context() as patch, autotune(600, file=Path("/proc/no")):
-        seen: dict[str, int] = dict.fromkeys(times, 0)
-
-        def milliseconds(run: Callable[[], str], device: torch.device) -> float:
-            name = run()
-            seen[name] += 1
-            return times[name] * ({"first": 0.1, "second": 10.0}[name] if seen[name] == 3 else 1.0)
-
         patch.setattr(tuner, "_milliseconds", milliseconds)
         candidates = {name: partial(str, name) for name in times}
-        return decide(group, CPU, case, candidates, usual, _nothing).taken
+        found = decide(dist.new_group(), CPU, f"margin {second} {usual}", candidates, usual, _nothing)
+    assert found.taken == taken
 
 
-def test_another_candidate_must_be_faster_than_the_usual_one_by_more_than_the_margin() -> None:
-    close, closer = {"first": 1.0, "second": 0.979}, {"first": 1.0, "second": 0.981}
-    assert pool(1).run(_compared, "close", close, "first") == ["second"]
-    assert pool(1).run(_compared, "closer", closer, "first") == ["first"]
-    assert pool(1).run(_compared, "closer, and usual", closer, "second") == ["second"]
-
-
-def _in_two_groups(case: str, file: str) -> str:
-    """Measure one case in two groups of one rank, each of which would decide for another candidate alone."""
-    rank = dist.get_rank()
-    groups = [dist.new_group([0]), dist.new_group([1])]
-    seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
-    candidates = {name: _sleeping(time, [], name) for name, time in seconds.items()}
-    with autotune(600, file=Path(f"{file} {rank}")):
-        return decide(groups[rank], CPU, case, candidates, "first", _nothing).taken
-
-
+@on_ranks(2)
 def test_groups_of_one_job_decide_alike(tmp_path: Path) -> None:
-    file, case = tmp_path / "decisions.json", _case(tmp_path)
-    one, other = pool(2).run(_in_two_groups, case, str(file))
-    assert one == other
-    for rank in range(2):
-        assert read_decisions(Path(f"{file} {rank}"), machine("cpu"))[case].taken == one
+    """Each rank is a group of its own, which would decide for another candidate alone."""
+    groups, rank = [dist.new_group([0]), dist.new_group([1])], dist.get_rank()
+    file, case = tmp_path / str(rank), _case(tmp_path)
+    candidates = {"first": _sleeping(0.02 * (1 - rank), [], "first"), "second": _sleeping(0.02 * rank, [], "second")}
+    with autotune(600, file=file):
+        taken = decide(groups[rank], CPU, case, candidates, "first", _nothing).taken
+    assert read_decisions(file, machine("cpu"))[case].taken == taken
+    every = [""] * 2
+    dist.all_gather_object(every, taken)
+    assert every[0] == every[1]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -240,10 +235,11 @@ RESULTS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def _compared_results(what: str, file: str) -> tuple[str, list[str], list[str]]:
-    """Return the candidate that is taken, the warnings, and the names in the order of their calls."""
+@pytest.mark.parametrize("what", RESULTS)
+@on_ranks(2)
+def test_a_candidate_whose_results_differ_on_one_rank_is_left_out(what: str, tmp_path: Path) -> None:
     group, runs = dist.new_group(), list[str]()
-    usual, wrong, _ = RESULTS[what]
+    usual, wrong, said = RESULTS[what]
     computed = wrong if wrong is not None and group.rank() == 1 else usual
 
     def run(name: str, result: Any) -> Any:
@@ -258,37 +254,29 @@ def _compared_results(what: str, file: str) -> tuple[str, list[str], list[str]]:
         warnings.simplefilter("always")
         patch.setattr(tuner, "_milliseconds", lambda run, device: 2.0 - (run.args[0] == "second"))
         candidates = {"second": partial(run, "second", computed), "first": partial(run, "first", usual)}
-        with autotune(600, file=Path(file)):
-            taken = decide(group, CPU, f"{what} {file}", candidates, "first", exact).taken
-    return taken, [str(warning.message) for warning in caught], runs
+        with autotune(600, file=tmp_path / "decisions.json"):
+            taken = decide(group, CPU, f"{what} {tmp_path}", candidates, "first", exact).taken
+    assert taken == ("first" if said else "second") and runs == ["first", "second"]
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (bool(said) and group.rank() == 0)
+    if texts:
+        assert texts[0].startswith(f"{what} {tmp_path}: second is not taken: on rank 1: {said}")
 
 
-@pytest.mark.parametrize("what", RESULTS)
-def test_a_candidate_whose_results_differ_on_one_rank_is_left_out(tmp_path: Path, what: str) -> None:
-    file, said = str(tmp_path / "decisions.json"), RESULTS[what][2]
-    (taken, texts, runs), (other, none, _) = pool(2).run(_compared_results, what, file)
-    assert taken == other == ("first" if said else "second") and not none and runs == ["first", "second"]
-    assert len(texts) == bool(said)
-    assert not said or texts[0].startswith(f"{what} {file}: second is not taken: on rank 1: {said}")
-
-
-def _without_an_exact_result(file: str) -> tuple[Decision, list[str]]:
+@on_ranks(2)
+def test_without_an_exact_result_the_usual_candidate_is_taken(tmp_path: Path) -> None:
     def exact() -> None:
         if group.rank() == 1:
             raise torch.OutOfMemoryError("no memory is left")
 
-    group = dist.new_group()
-    with autotune(600, file=Path(file)), warnings.catch_warnings(record=True) as caught:
+    group, file = dist.new_group(), tmp_path / "decisions.json"
+    with autotune(600, file=file), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        taken = decide(group, CPU, f"inexact {file}", {"a": _nothing, "b": _nothing}, "a", exact)
-    return taken, [str(warning.message) for warning in caught]
-
-
-def test_without_an_exact_result_the_usual_candidate_is_taken(tmp_path: Path) -> None:
-    file = tmp_path / "decisions.json"
-    (taken, texts), other = pool(2).run(_without_an_exact_result, str(file))
-    assert taken == other[0] == Decision("a") and not other[1] and not file.exists()
-    assert "a is taken, since nothing can be compared with it: on rank 1: OutOfMemoryError" in texts[0]
+        taken = decide(group, CPU, f"inexact {tmp_path}", {"a": _nothing, "b": _nothing}, "a", exact)
+    assert taken == Decision("a") and not file.exists() and len(caught) == (group.rank() == 0)
+    if caught:
+        said = "a is taken, since nothing can be compared with it: on rank 1: OutOfMemoryError"
+        assert said in str(caught[0].message)
 
 
 def _tried(file: str, case: str, b: Callable[[], object], lost: bool = False) -> tuple[str, list[str], str, list[bool]]:

@@ -21,7 +21,7 @@ from tpfuse.comm.rank_state import Mapping
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.watchdog import is_late
 from tpfuse.testing.patience import wait_until
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 
 
 def _control_block(timeout: float = 60.0) -> ControlBlock:
@@ -36,17 +36,13 @@ def _open() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:tpfuse")
 
 
-def _exchange(texts: list[str]) -> list[list[str]]:
-    control = _control_block()
-    return [control.exchange(f"{text}{control.rank}" if len(text) < 4000 else text, "test") for text in texts]
-
-
 @pytest.mark.parametrize("world", [1, 3])
-def test_an_exchange_returns_the_texts_of_all_ranks(world: int) -> None:
-    texts = ["", "short", "ü" * 500, "x", "y" * 4088, "after the longest"]
-    for results in pool(world).run(_exchange, texts):
-        for text, result in zip(texts, results, strict=True):
-            assert result == [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(world)]
+@on_ranks("world")
+def test_an_exchange_returns_the_texts_of_all_ranks() -> None:
+    control = _control_block()
+    for text in ("", "short", "ü" * 500, "x", "y" * 4088, "after the longest"):
+        every = [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(control.world)]
+        assert control.exchange(every[control.rank], "test") == every
 
 
 @on_ranks(3)
@@ -57,8 +53,9 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
         assert [text.rstrip(".") for text in texts] == [f"{turn} {rank}" for rank in range(control.world)]
 
 
-def _compare() -> list[str]:
-    """Begin the same operations, other ones, and more of them than other ranks. Return this rank's errors by turn."""
+@on_ranks(2)
+def test_operations_that_differ_are_named_without_a_wait() -> None:
+    """Ranks begin the same operations, other ones, and more of them than other ranks."""
     control, errors = _control_block(), []
 
     def begin(*ops: str) -> None:
@@ -83,7 +80,12 @@ def _compare() -> list[str]:
     begin(*["all_reduce [4]"] * (control.world - 1 - control.rank))
     begin(*["all_reduce [4]"] * 2 * rank_state.RECORDS)
     begin("long " * 50 + str(control.rank))
-    return errors
+    other = 1 - control.rank
+    assert errors[1] == (
+        f"operation 4: rank {other} runs all_gather [{4 + other}], rank {control.rank} runs all_gather"
+        f" [{4 + control.rank}]"
+    )
+    assert [bool(text) for text in errors] == [False, True, False, False, False, True, False, True]
 
 
 @on_ranks(2)
@@ -99,14 +101,6 @@ def test_an_operation_that_is_overwritten_is_not_compared() -> None:
         ) << 32  # as in the middle of `begin`, which has not published it yet
         control.compare()
     dist.barrier()
-
-
-def test_operations_that_differ_are_named_without_a_wait() -> None:
-    first, second = pool(2).run(_compare)
-    assert first[1] == "operation 4: rank 1 runs all_gather [5], rank 0 runs all_gather [4]"
-    assert second[1] == "operation 4: rank 0 runs all_gather [4], rank 1 runs all_gather [5]"
-    for errors in (first, second):
-        assert [bool(text) for text in errors] == [False, True, False, False, False, True, False, True]
 
 
 @on_ranks(3)
@@ -127,34 +121,25 @@ def test_a_rank_that_was_told_to_stop_keeps_the_reason() -> None:
         assert isinstance(error, PeerTimeout) and error.peer == 2
 
 
-def _meet_in_vain() -> tuple[str, str]:
-    """Rank 0 waits for an exchange to which the others, in another operation, never come.
-
-    Return the error, and the texts of an exchange after it.
-    """
+@on_ranks(3)
+def test_ranks_that_wait_for_a_rank_in_another_operation_get_an_error() -> None:
+    """Rank 0 waits for an exchange to which the others never come; it names the one that it compared with first."""
     control = _control_block()
-    control.begin(f"operation of {min(control.rank, 1)}")
-    try:
-        if control.rank == 0:
+    rank, own = control.rank, f"operation of {min(control.rank, 1)}"
+    control.begin(own)
+    with pytest.raises(Disagreement) as caught:
+        if rank == 0:
             control.exchange("", "test")
         else:
             wait_until(lambda: control.states[0].begun, "rank 0 has begun")
             control.stop_if_others_differ()
             assert control.aborted
             raise control.fail("test", None, 0.0)
-    except Disagreement as error:
-        control.reset(lambda: None)
-        return str(error), "".join(control.exchange(str(control.rank), "after"))
-    return "", ""
-
-
-def test_ranks_that_wait_for_a_rank_in_another_operation_get_an_error() -> None:
-    """Rank 0 names the one of the others that it compared with first."""
-    for rank, (text, after) in enumerate(pool(3).run(_meet_in_vain)):
-        others = (0,) if rank else (1, 2)
-        own = f"rank {rank} runs operation of {min(rank, 1)}"
-        assert text in [f"operation 1: rank {other} runs operation of {min(other, 1)}, {own}" for other in others]
-        assert after == "012"
+    control.reset(lambda: None)
+    others = (0,) if rank else (1, 2)
+    expected = [f"operation 1: rank {x} runs operation of {min(x, 1)}, rank {rank} runs {own}" for x in others]
+    assert str(caught.value) in expected
+    assert control.exchange(str(rank), "after") == ["0", "1", "2"]
 
 
 @on_ranks(3)

@@ -1,7 +1,6 @@
 """Ranks by node: with pretended nodes, and with two network namespaces if this machine lets a test make them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
 from tpfuse.comm.settings import set_settings
 from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero.reducer.base import BucketSpec
 from tpfuse.zero.reducer.dispatch import make_reducer
 
@@ -34,34 +33,28 @@ def _members(group: dist.ProcessGroup) -> list[int]:
     return [int(rank) for rank in gathered]
 
 
-def _split(*sizes: int) -> tuple[int, int, list[int], list[int]] | str:
-    with pretended_nodes(*sizes) as group:
-        found = split_by_node(group)
-        if found is None:
-            return why_not_split(group)
-        assert why_not_split(group) == "" and split_by_node(group) is found
-        return found.count, found.ranks_per_node, _members(found.within), _members(found.across)
-
-
+@on_ranks(4)
 def test_four_ranks_of_two_nodes() -> None:
-    assert pool(4).run(_split, 2, 2) == [
-        (2, 2, [0, 1], [0, 2]),
-        (2, 2, [0, 1], [1, 3]),
-        (2, 2, [2, 3], [0, 2]),
-        (2, 2, [2, 3], [1, 3]),
-    ]
+    node, place = divmod(dist.get_rank(), 2)
+    with pretended_nodes(2, 2) as group:
+        found = split_by_node(group)
+        assert found is not None and why_not_split(group) == "" and split_by_node(group) is found
+        assert (found.count, found.ranks_per_node) == (2, 2)
+        assert _members(found.within) == [2 * node, 2 * node + 1] and _members(found.across) == [place, place + 2]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "reason"),
+    ("world", "sizes", "reason"),
     [
-        ((4,), "all ranks are on one node"),
-        ((1, 1), "each of the 2 nodes has one rank"),
-        ((2, 1), "the 2 nodes have unequal numbers of ranks: 2, 1"),
+        (4, (4,), "all ranks are on one node"),
+        (2, (1, 1), "each of the 2 nodes has one rank"),
+        (3, (2, 1), "the 2 nodes have unequal numbers of ranks: 2, 1"),
     ],
 )
+@on_ranks("world")
 def test_every_rank_gets_the_reason_why_a_split_gains_nothing(sizes: tuple[int, ...], reason: str) -> None:
-    assert pool(sum(sizes)).run(_split, *sizes) == [reason] * sum(sizes)
+    with pretended_nodes(*sizes) as group:
+        assert split_by_node(group) is None and why_not_split(group) == reason
 
 
 @on_ranks(3)
@@ -77,26 +70,18 @@ def test_ranks_of_a_node_keep_their_order_wherever_they_are() -> None:
     assert ranks_by_node({7: "b", 2: "a", 5: "a", 3: "b", 4: "c"}) == [[2, 5], [3, 7], [4]]
 
 
-def _part_of_the_world() -> Any:
+@on_ranks(4)
+def test_a_group_that_is_not_the_world_is_split_by_its_members_alone() -> None:
     """Split ranks 1, 2, 3 without rank 0, then with it: the first split has made no group on rank 0."""
-    rank = dist.get_rank()
+    pair, place = divmod(dist.get_rank(), 2)
     with pretended_nodes(1, 1, 1, 1) as whole:
         small = dist.new_group([1, 2, 3])
-        host.node_identity = lambda: "ab"[rank % 2]
-        first = why_not_split(small) if rank else ""
-        other = split_by_node(whole)
-        assert other is not None
-        return first, _members(other.within), _members(other.across)
-
-
-def test_a_group_that_is_not_the_world_is_split_by_its_members_alone() -> None:
-    unequal = "the 2 nodes have unequal numbers of ranks: 2, 1"
-    assert pool(4).run(_part_of_the_world) == [
-        ("", [0, 2], [0, 1]),
-        (unequal, [1, 3], [0, 1]),
-        (unequal, [0, 2], [2, 3]),
-        (unequal, [1, 3], [2, 3]),
-    ]
+        host.node_identity = lambda: "ab"[place]
+        if dist.get_rank():
+            assert why_not_split(small) == "the 2 nodes have unequal numbers of ranks: 2, 1"
+        found = split_by_node(whole)
+        assert found is not None
+        assert _members(found.within) == [place, place + 2] and _members(found.across) == [2 * pair, 2 * pair + 1]
 
 
 @on_ranks(4)
