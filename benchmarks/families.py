@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.harness import Parser
 from tests.support.decoders import exact
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import gather_whole
@@ -272,6 +273,7 @@ def page(results: dict[str, dict[str, tuple[str, str]]]) -> str:
 
 def main() -> None:
     """Try all families, write the page and print the counts."""
+    Parser(__doc__, keep=False).parse_args()
     results = sweep(families())
     PAGE.write_text(page(results), encoding="utf-8")
     for name, modes in results.items():

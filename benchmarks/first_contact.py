@@ -106,7 +106,7 @@ def write_results(document: dict[str, Any], measured: Sequence[Row], keep: bool)
     folder = results(keep)
     if keep and (folder / f"{name}.json").exists():
         committed = json.loads((folder / f"{name}.json").read_text())["rows"]
-        if {(row.get("operator"), row["case"]) for row in committed} - {(x["operator"], x["case"]) for x in measured}:
+        if {(row["operator"], row["case"]) for row in committed} - {(x["operator"], x["case"]) for x in measured}:
             folder = results(keep=False)
     replace_file(folder / f"{name}.json", f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
     lines = [
