@@ -19,7 +19,7 @@ from tpfuse.profile.summary import summarise, table
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.train.config import PRESETS, profiled_steps
 from tpfuse.train.errors import RunError, UserError
-from tpfuse.train.messages import say, warn
+from tpfuse.train.messages import say
 from tpfuse.train.options import ProfileCommand
 
 TRACE, RUN = "trace", "run"  # folders within a profile
@@ -78,13 +78,11 @@ def _tool(options: ProfileCommand) -> str:
     """Return the path of the profiler's program. Raise UserError if it cannot record here."""
     if options.with_ == "trace":
         return ""
-    from tpfuse.tools.doctor import Machine, dcgm_runs, profiler  # torch takes seconds
+    from tpfuse.tools.doctor import Machine, profiler  # torch takes seconds
 
     path, problem = profiler(Machine(), options.with_)
     if problem:
         raise UserError(problem)
-    if options.with_ == "ncu" and (advice := dcgm_runs(Machine())):
-        warn(advice)
     return path
 
 

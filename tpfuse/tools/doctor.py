@@ -23,7 +23,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import triton
 
 from tpfuse.comm.cuda_calls import CudaCalls
@@ -37,15 +36,12 @@ from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kern
 from tpfuse.tools.assembler import ptxas
 from tpfuse.train.messages import say
 
-_OLDEST_TORCH, _OLDEST_TRITON = (2, 11), (3, 6)  # pyproject.toml requires them
 # The Triton that belongs to each torch, for builds of torch that do not require one.
 TRITON_OF_TORCH: dict[tuple[int, ...], str] = {(2, 11): "3.6.0", (2, 12): "3.7.1", (2, 13): "3.7.1", (2, 15): "3.9.0"}
 # NCCL's message "Error while creating shared memory segment" names this size for each connection (NVIDIA/nccl#290).
 _NCCL_SEGMENT = 9637888
 # CPU runs of `tpfuse train` with 2 ranks failed with 18 open files and worked with 24, with 4 ranks 24 and 32.
 _FILES, _FILES_OF_A_RANK = 16, 4
-_USUAL_FILES = 1024  # the soft limit of most distributions
-_DISK = 2**30  # bytes; the checkpoints of a small model
 _PATIENCE = 10.0  # seconds that a program gets
 _OPEN = "import sys; open(sys.argv[1], 'r+b').close()"
 # Where CUDA and NVIDIA's profilers are installed on machines whose PATH does not contain them.
@@ -55,24 +51,18 @@ _ADMINISTRATOR, _PERFORMANCE_MONITOR = 1 << 21, 1 << 38  # bits of CapEff: CAP_S
 _PROFILERS = {"nsys": ("Nsight Systems", (2023, 1)), "ncu": ("Nsight Compute", (2020, 1))}
 _INJECTIONS = ("CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")  # a profiler sets them for the programs it runs
 
-_ON, _ANY = "1|true|yes|on|y", ".+"
-# Variables with the values that hurt, as an expression without case, and what these do.
+_ON = "1|true|yes|on|y"
+# Variables with the values that are known to hurt, as an expression without case, and what these do.
 _HURTING = {
-    # A larger number does not hurt here: 1 alone puts the work of all streams into one queue.
+    # 1 puts the work of all streams into one queue.
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "copies of shards do not overlap with products"),
     "CUDA_LAUNCH_BLOCKING": (_ON, "the host waits for every kernel, so nothing overlaps"),
-    "NCCL_ALGO": (_ANY, "NCCL uses only these algorithms, even if others are faster or needed"),
-    "NCCL_PROTO": (_ANY, "NCCL uses only these protocols, even if others are faster"),
     "NCCL_P2P_DISABLE": (_ON, "NCCL copies through the host instead of directly between GPUs"),
-    "NCCL_P2P_LEVEL": (_ANY, "NCCL copies directly only between GPUs that are this near to each other"),
     "NCCL_SHM_DISABLE": (_ON, "NCCL uses the network between GPUs without peer access"),
     "NCCL_IB_DISABLE": (_ON, "NCCL uses TCP between nodes, even if there is InfiniBand"),
     "NCCL_NVLS_ENABLE": ("0", "NCCL does not let NVLink switches sum"),
-    "NCCL_MAX_NCHANNELS": (_ANY, "NCCL may not use more channels, which can limit its bandwidth"),
     "TORCH_NCCL_BLOCKING_WAIT": (_ON, "the host waits for every collective, so nothing overlaps"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank waits in NCCL for ever when another rank has ended"),
     "TORCH_DISTRIBUTED_DEBUG": ("detail", "torch compares all ranks before every collective, which takes time"),
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": (_ON, "ranks on one GPU may share memory, and may wait for ever"),
     "TRITON_INTERPRET": (_ON, "Triton interprets every kernel on the host, which takes very long"),
     **dict.fromkeys(
         ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -160,43 +150,31 @@ class Machine:
         privileged = effective is not None and int(effective[1], 16) & (_ADMINISTRATOR | _PERFORMANCE_MONITOR) != 0
         return None if only is None else only[1] == "0" or privileged
 
-    def version(self, package: str) -> str:
-        """Return the version of "python", "torch" with the name of its build, "triton" or "numpy"."""
-        packages = {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
-        return platform.python_version() if package == "python" else str(packages[package])
+    def versions(self) -> dict[str, str]:
+        """Return versions by name; empty where there is none.
 
-    def pinned_triton(self) -> str | None:
-        """Return the version of Triton that this torch requires; None if it requires none, as CPU builds do."""
+        cuda: for which torch was built; driver: of CUDA, which the driver supports; pinned: the Triton that this torch
+        requires, which CPU builds do not; ptxas: the assembler that Triton uses, if one runs.
+        """
         pins = (re.match(r"triton==([\d.]+)", text) for text in importlib.metadata.requires("torch") or [])
-        return next((pin[1] for pin in pins if pin), None)
-
-    def ptxas(self) -> str:
-        """Return the version of the assembler that Triton uses; empty if there is none that runs."""
-        assembler = ptxas()
-        return assembler.version if assembler else ""
+        assembler, supported, nccl = ptxas(), driver(), ""
+        with contextlib.suppress(Exception):  # Builds without NCCL raise errors of several classes.
+            nccl = ".".join(str(number) for number in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        return {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "numpy": np.__version__,
+            "cuda": torch.version.cuda or "",
+            "driver": f"{int(supported) // 1000}.{int(supported) % 1000 // 10}" if supported.isdigit() else "",
+            "nccl": nccl,
+            "pinned": next((pin[1] for pin in pins if pin), ""),
+            "ptxas": assembler.version if assembler else "",
+        }
 
     def python_header(self) -> bool:
         """Return whether the C header of this Python is installed."""
         return Path(sysconfig.get_path("include"), "Python.h").is_file()
-
-    def built_for(self) -> str | None:
-        """Return the version of CUDA for which torch was built, such as 12.8; None for another build."""
-        return torch.version.cuda
-
-    def nccl(self) -> str | None:
-        """Return the version of torch's NCCL."""
-        with contextlib.suppress(Exception):  # Builds without NCCL raise errors of several classes.
-            return ".".join(str(number) for number in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-        return None
-
-    def gloo(self) -> bool:
-        """Return whether torch has Gloo."""
-        return dist.is_available() and dist.is_gloo_available()
-
-    def cuda_of_driver(self) -> int | None:
-        """Return the version of CUDA that the driver supports, such as 12040 for 12.4."""
-        version = driver()
-        return int(version) if version.isdigit() else None
 
     def cuda_error(self) -> str:
         """Return why torch can use no GPU; empty if it can."""
@@ -250,10 +228,6 @@ class Machine:
                 return f"{here} to {there} ({reason})"
         return ""
 
-    def mps(self) -> bool:
-        """Return whether the Multi-Process Service of CUDA runs, by which kernels of several processes share a GPU."""
-        return CudaCalls(torch.device("cuda", 0)).shared_by_mps()
-
     def shared_memory(self) -> str:
         """Return why processes of this user cannot share anonymous memory; empty if they can."""
         try:
@@ -269,14 +243,6 @@ class Machine:
         finally:
             os.close(descriptor)
         return "" if opened is not None else f"another process cannot open {path}"
-
-    def process_descriptors(self) -> str:
-        """Return why a process cannot watch another one by pidfd_open; empty if it can."""
-        try:
-            os.close(os.pidfd_open(os.getpid()))
-        except (OSError, AttributeError) as error:
-            return str(error)
-        return ""
 
     def space(self, folder: str) -> tuple[int, int] | None:
         """Return (size, free space) of a folder's file system in bytes; None if no file can be made in the folder."""
@@ -301,12 +267,12 @@ class Machine:
 
 def examine(machine: Machine) -> list[Finding]:
     """Return all findings about a machine, those of one topic together."""
-    gpus, unshared = machine.gpus(), machine.shared_memory()
+    gpus, unshared, versions = machine.gpus(), machine.shared_memory(), machine.versions()
     topics: dict[str, Iterable[Statement]] = {
-        "software": _software(machine, bool(gpus)),
-        "communication": _communication(machine, len(gpus), unshared),
+        "software": _software(machine, versions, bool(gpus)),
+        "communication": _communication(machine, versions["nccl"], len(gpus), unshared),
         "limits": _limits(machine, max(2, len(gpus))),
-        "GPUs": _gpus(machine, gpus),
+        "GPUs": _gpus(machine, versions, gpus),
         "profilers": _profilers(machine) if machine.gpu_files() else (),
         "environment": _environment(machine, bool(gpus)),
         "what tpfuse will use": _use(machine, gpus, unshared),
@@ -323,31 +289,25 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _software(machine: Machine, gpus: bool) -> Iterator[Statement]:
-    torch, triton, built_for = machine.version("torch"), machine.version("triton"), machine.built_for()
-    yield "ok", f"Python is {machine.version('python')}"
-    if _release(torch) < _OLDEST_TORCH:
-        text = f"torch {torch} is older than 2.11, so symmetric memory and the layers will fail"
-        yield "fails", text, "pip install 'torch>=2.11'"
-    else:
-        yield "ok", f"torch is {torch}, built for {f'CUDA {built_for}' if built_for else 'CPUs only'}"
-    pair = machine.pinned_triton() or TRITON_OF_TORCH.get(_release(torch))
-    if _release(triton) < _OLDEST_TRITON:
-        text = f"Triton {triton} is older than 3.6, so the kernels will fail"
-        yield "fails", text, f"pip install triton=={pair or '3.6.0'}"
-    elif pair is None:
+def _software(machine: Machine, versions: Mapping[str, str], gpus: bool) -> Iterator[Statement]:
+    torch, triton = versions["torch"], versions["triton"]
+    yield "ok", f"Python is {versions['python']}"
+    build = f"CUDA {versions['cuda']}" if versions["cuda"] else "CPUs only"
+    yield "ok", f"torch is {torch}, built for {build}"
+    pair = versions["pinned"] or TRITON_OF_TORCH.get(_release(torch))
+    if pair is None:
         yield "note", f"Triton is {triton}. It is unknown which one belongs to torch {torch}"
     elif _release(triton) != _release(pair):
         text = f"Triton is {triton}, but {pair} belongs to torch {torch}. torch.compile and the kernels may fail"
         yield "note", text, f"pip install triton=={pair}"
     else:
         yield "ok", f"Triton is {triton}, which belongs to this torch"
-    if problem := interpreter_problem(triton, machine.version("numpy")):
+    if problem := interpreter_problem(triton, versions["numpy"]):
         text = "Kernels cannot be interpreted, so `tpfuse verify` without a GPU will fail"
         yield "note" if gpus else "fails", text, problem
     if gpus:  # Triton compiles the function that launches a kernel.
-        if version := machine.ptxas():
-            yield "ok", f"ptxas {version} assembles the kernels"
+        if versions["ptxas"]:
+            yield "ok", f"ptxas {versions['ptxas']} assembles the kernels"
         else:
             text = "Triton finds no ptxas that runs, so every Triton kernel will fail when it is compiled"
             yield "fails", text, "install Triton again, or unset TRITON_PTXAS_PATH"
@@ -362,23 +322,14 @@ def _software(machine: Machine, gpus: bool) -> Iterator[Statement]:
             yield "ok", f"Triton builds its launchers with {compiler}"
 
 
-def _communication(machine: Machine, gpus: int, unshared: str) -> Iterator[Statement]:
-    nccl = machine.nccl()
-    if nccl is not None:
+def _communication(machine: Machine, nccl: str, gpus: int, unshared: str) -> Iterator[Statement]:
+    if nccl:
         yield "ok", f"NCCL is {nccl}"
-    elif gpus > 1:
-        yield "fails", "torch has no NCCL, so every run on several GPUs will fail", "install a build of torch with NCCL"
-    if not machine.gloo():
-        text = "torch has no Gloo, so every run on several CPU ranks will fail"
-        yield "fails", text, "install a build of torch with Gloo"
     if unshared:
         text = f"Processes cannot share anonymous memory ({unshared}), so `tpfuse train` on several ranks will fail"
         yield "fails", text, "let the container or sandbox permit memfd_create and /proc/PID/fd"
     else:
         yield "ok", "Processes can share anonymous memory, through which ranks watch each other"
-    if problem := machine.process_descriptors():
-        text = f"pidfd_open does not work ({problem}), so ranks notice later that another rank was killed"
-        yield "note", text, "let the container or sandbox permit it"
     if gpus < 2:
         return  # only NCCL needs /dev/shm
     space = machine.space("dev/shm")
@@ -396,21 +347,12 @@ def _communication(machine: Machine, gpus: int, unshared: str) -> Iterator[State
 
 def _limits(machine: Machine, ranks: int) -> Iterator[Statement]:
     """Yield what limits processes. ranks: the number of ranks that a run here may well have."""
-    space = machine.space(str(Path.cwd())[1:])
-    if space is None or space[1] < _DISK:
-        text = "cannot be written" if space is None else f"has {space[1] / 2**20:.0f} MiB of free space"
-        yield "note", f"The current folder {text}, so checkpoints may fail", "give runs another one with --out"
-    else:
-        yield "ok", f"The current folder has {space[1] / 2**30:.1f} GiB of free space"
     files, needed = machine.open_files(), _FILES + _FILES_OF_A_RANK * ranks
-    if files is None or files >= max(needed, _USUAL_FILES):
-        yield "ok", f"A process may open {'any number of' if files is None else files} files"
-    elif files < needed:
+    if files is not None and files < needed:
         text = f"A process may open {files} files, but each of {ranks} ranks needs about {needed} and will fail"
         yield "fails", text, "ulimit -n 4096"
     else:
-        text = f"A process may open only {files} files. Runs on many ranks or with many files of data need more"
-        yield "note", text, "ulimit -n 4096"
+        yield "ok", f"A process may open {'any number of' if files is None else files} files"
     cores, threads = machine.cores(), machine.environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > cores:
         text = f"OMP_NUM_THREADS={threads} is more than the {cores:g} cores whose time this process may take"
@@ -419,19 +361,17 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Statement]:
         yield "ok", f"This process and its ranks may take the time of {cores:g} cores"
 
 
-def _gpus(machine: Machine, gpus: Sequence[VisibleGpu]) -> Iterator[Statement]:
+def _gpus(machine: Machine, versions: Mapping[str, str], gpus: Sequence[VisibleGpu]) -> Iterator[Statement]:
     module = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", machine.text("proc/driver/nvidia/version") or "")
     name = f"The NVIDIA driver{f' {module[1]}' if module else ''}"
-    supported, built_for = machine.cuda_of_driver(), machine.built_for()
-    if supported is not None:
-        cuda = f"{supported // 1000}.{supported % 1000 // 10}"
-        if built_for is not None and supported // 1000 < int(built_for.split(".")[0]):
-            text = f"{name} supports CUDA {cuda}, but torch is built for CUDA {built_for}, so every use of a GPU will"
-            yield "fails", f"{text} fail", f"update the driver, or install torch for CUDA {cuda}"
-        else:
-            yield "ok", f"{name} supports CUDA {cuda}"
+    cuda, built_for = versions["driver"], versions["cuda"]
+    if cuda and built_for and int(cuda.split(".")[0]) < int(built_for.split(".")[0]):
+        text = f"{name} supports CUDA {cuda}, but torch is built for CUDA {built_for}, so every use of a GPU will"
+        yield "fails", f"{text} fail", f"update the driver, or install torch for CUDA {cuda}"
+    elif cuda:
+        yield "ok", f"{name} supports CUDA {cuda}"
     if not gpus:
-        yield _no_gpu(machine)
+        yield _no_gpu(machine, built_for)
     for number, gpu in enumerate(gpus):
         size, capability = f"{gpu.memory / 2**30:.1f} GiB", ".".join(map(str, gpu.capability))
         text = f"cuda:{number} is {gpu.name} with {size} and compute capability {capability}"
@@ -440,24 +380,15 @@ def _gpus(machine: Machine, gpus: Sequence[VisibleGpu]) -> Iterator[Statement]:
             yield "fails", f"{text}. Triton kernels will fail", advice
         else:
             yield "ok", text
-    if len({gpu.name for gpu in gpus}) > 1:
-        text = "The GPUs are of several models, so the faster ones will wait"
-        yield "note", text, "choose some with CUDA_VISIBLE_DEVICES"
-    if any(" MIG " in gpu.name for gpu in gpus):
-        text = "MIG permits no peer access, so ranks on instances of GPUs will have no symmetric memory"
-        yield "note", text, "switch MIG off for runs on several ranks"
-    if gpus and machine.mps():
-        text = "MPS runs, so ranks that share a GPU will have no symmetric memory"
-        yield "note", text, "give each rank a GPU of its own"
 
 
-def _no_gpu(machine: Machine) -> Statement:
+def _no_gpu(machine: Machine, built_for: str) -> Statement:
     if not machine.gpu_files():
         return "ok", "There is no GPU, so tpfuse runs on the CPU"
     if machine.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "note", "CUDA_VISIBLE_DEVICES hides every GPU of this machine", "unset it to use them"
     text = "This machine has GPUs, but training on them will fail, because torch"
-    if machine.built_for() is None:
+    if not built_for:
         return "fails", f"{text} is built without CUDA", "install a build of torch for CUDA"
     return "fails", f"{text} cannot use them", machine.cuda_error() or "the reason is unknown"
 
@@ -501,17 +432,6 @@ def profiler(machine: Machine, name: str) -> tuple[str, str]:
     return path, ""
 
 
-def dcgm_runs(machine: Machine) -> str:
-    """Return what to do about DCGM, which may hold what ncu needs; empty if it does not run."""
-    processes = (name for name in machine.names("proc") if name.isdigit())
-    if not any(machine.text(f"proc/{name}/comm") == "nv-hostengine" for name in processes):
-        return ""
-    return (
-        "DCGM runs on this machine (nv-hostengine). If ncu says that a driver resource is unavailable, call `dcgmi"
-        " profile --pause` before, and `dcgmi profile --resume` afterwards"
-    )
-
-
 def _profilers(machine: Machine) -> Iterator[Statement]:
     for name in _PROFILERS:
         path, problem = profiler(machine, name)
@@ -519,8 +439,6 @@ def _profilers(machine: Machine) -> Iterator[Statement]:
             yield "note", f"`tpfuse profile --with {name}` cannot record", problem
         else:
             yield "ok", f"{path} can record"
-    if advice := dcgm_runs(machine):
-        yield "note", advice
 
 
 def _environment(machine: Machine, gpus: bool) -> Iterator[Statement]:
