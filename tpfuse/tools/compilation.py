@@ -35,7 +35,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.launch import FAMILIES
-from tpfuse.tools import front_end, gate, resources, sass, wgmma_hazards
+from tpfuse.tools import front_end, gate, resources, wgmma_hazards
 from tpfuse.tools import operators as cases
 from tpfuse.tools.recorded import DTYPES, Job, Recorded, record, target
 from tpfuse.tools.resources import Compilation
@@ -155,7 +155,7 @@ def compile_jobs(
 @cache
 def _reader() -> str:
     """Return the digest of the code that makes a Compilation from a compiled kernel."""
-    files = resources.__file__, sass.__file__, wgmma_hazards.__file__
+    files = resources.__file__, wgmma_hazards.__file__
     return hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in files)).hexdigest()[:16]
 
 

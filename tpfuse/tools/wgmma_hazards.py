@@ -15,16 +15,63 @@ follow inputs in shared memory, whose reuse mbarriers and barriers order.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from tpfuse.tools.sass import BasicBlock, Instruction, blocks
-
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"^\{?\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?(\w\S*)\s*(.*?)\s*;")
+_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _PRODUCT = re.compile(r"[A-Z]GMMA(?:\.SP)?\.64x(\d+)x\d+\.(\w+)")
 _WAIT = "WARPGROUP.DEPBAR"
 _REGISTER = re.compile(r"(?<!\w)R(\d+)")
 _RESULT = re.compile(r"(?:!?U?P(?:\d|T), )*R(\d+)\b")  # predicates may precede it
 # These instructions have no result in a register, and may have one as their first operand.
 _WITHOUT_RESULT = ("BAR", "BRX", "CALL", "DSETP", "FSETP", "HSETP2", "ISETP", "NANOSLEEP", "PLOP3", "RET", "WARPSYNC")
+
+
+class Instruction(NamedTuple):
+    """An instruction: its address in hexadecimal digits, its predicate or "", its name with modifiers, its operands."""
+
+    address: str
+    predicate: str
+    name: str
+    operands: str
+
+
+@dataclass
+class BasicBlock:
+    """Instructions that run one after another. after: the numbers of the blocks that may run next."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    after: set[int] = field(default_factory=set)
+
+
+def _blocks(sass: str) -> list[BasicBlock]:
+    """Return the program, divided into blocks at labels and after branches. Its first block is the first to run.
+
+    A call of a function counts as an instruction that the next one follows.
+    """
+    program, labels, targets = [BasicBlock()], {}, []
+    for line in sass.splitlines():
+        if match := _LABEL.match(line):
+            if program[-1].instructions:
+                program[-1].after.add(len(program))
+                program.append(BasicBlock())
+            labels[match[1]] = len(program) - 1
+        elif match := _INSTRUCTION.match(line):
+            address, predicate, name, operands = match.groups()
+            program[-1].instructions.append(Instruction(address, predicate or "", name, operands))
+            branches = name.startswith("BRA")
+            if branches and (target := _TARGET.search(operands)):
+                targets.append((len(program) - 1, target[1]))
+            if branches or name in ("EXIT", "BRX"):
+                # BRA.DIV, for example, has an operand before its target: it branches if threads differ.
+                if predicate or (branches and not operands.startswith("`(")):
+                    program[-1].after.add(len(program))
+                program.append(BasicBlock())
+    for number, label in targets:
+        program[number].after.add(labels[label])
+    return program
 
 
 @dataclass(frozen=True)
@@ -46,7 +93,7 @@ def hazards(sass: str) -> list[str]:
 
     sass: a kernel with wgmma, as nvdisasm prints it. Raise ValueError where no wgmma is found in it.
     """
-    program = blocks(sass)
+    program = _blocks(sass)
     instructions = [instruction for block in program for instruction in block.instructions]
     products = {each: product for each in instructions if (product := _product(each)) is not None}
     if not products:
