@@ -1,8 +1,8 @@
 """The steps of `benchmarks.first_contact`: on a GPU, or in a rehearsal, interpreted on a CPU.
 
-A rehearsal takes the same steps. Shapes are tiny, an operator has one case, two ranks of one process alternate in the
-explorer instead of two and four that run at the same time, one run stands for all sanitizers, tests that need a GPU
-skip themselves, and the tuner's clock is the host's.
+A rehearsal takes the same steps, each with one of what it does on a GPU: an operator has one case, one program of ranks
+runs, of two ranks that alternate in the explorer, one run stands for all sanitizers, and one file of tests, which need
+a GPU and skip themselves. Shapes are tiny, and the tuner's clock is the host's.
 """
 
 import importlib
@@ -145,7 +145,7 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
         ],
         "processes": [
             Step(f"processes: {file}", partial(run_tests, file), 200.0, most=180.0, least=30.0, environment=tests)
-            for file in TESTS
+            for file in (TESTS[:1] if plan.rehearse else TESTS)
         ],
         "verify": [Step("verify", partial(one_row, "training", partial(train, plan)), 400.0, least=30.0)],
         "sanitizers": [
@@ -260,7 +260,7 @@ def _blame(plan: Plan, suspect: str, operator: str, name: str) -> Row:
 
 
 def sanitize(plan: Plan, rows: Rows) -> None:
-    """Run the smallest case of each operator under each tool of NVIDIA's compute-sanitizer; once in a rehearsal."""
+    """Run the first case of each operator under each tool of NVIDIA's compute-sanitizer; once in a rehearsal."""
     for tool in SANITIZERS[:1] if plan.rehearse else SANITIZERS:
         rows.each(tool, partial(_sanitize, plan, tool, rows))
 
@@ -294,7 +294,7 @@ def compute_sanitizer() -> Path | None:
 
 
 def sanitize_pipelines(plan: Plan) -> Row:
-    """Run the smallest cases of the products and of attention under Triton's own sanitizer of asynchronous copies.
+    """Run the first cases of the products and of attention under Triton's own sanitizer of asynchronous copies.
 
     ConSan checks that nothing reads or writes shared memory that a copy or a product in flight still uses.
     """
@@ -309,7 +309,7 @@ def sanitize_pipelines(plan: Plan) -> Row:
 def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
     """Run all ranks in this process, each on a stream of its own, late at random, over the largest epoch."""
     plan.begin()
-    for name in PROGRAMS:
+    for name in list(PROGRAMS)[:1] if plan.rehearse else PROGRAMS:
         rows.each(name, partial(_run_ranks, plan, name, world), fatal=True)
 
 
@@ -532,15 +532,13 @@ def _write_table(plan: Plan, operator: str) -> None:
 
 
 def main() -> int:
-    """Compare the smallest case of each of the named operators, for a sanitizer. Return 1 where one is wrong."""
-    wrong = 0
+    """Compare the first case of each of the named operators, for a sanitizer. Return 1 where one is wrong."""
+    wrong, device = 0, torch.device("cpu" if launch.INTERPRETED else "cuda")
     for operator in sys.argv[1:]:
-        size = lambda case: sum(tensor.numel() for tensor in case.seeded(torch.bfloat16).values())  # noqa: E731
-        smallest = min(cases.load(operator).cases, key=size)
-        device = torch.device("cpu" if launch.INTERPRETED else "cuda")
-        comparison = verify.compare(operator, smallest, "bfloat16", device)
+        name, work = next(iter(verify.comparisons(operator, device).items()))
+        comparison = work("bfloat16")
         wrong += not comparison.passed
-        print(f"{_COMPARED}{operator}, {smallest.name}: {comparison.failure or comparison.error}", flush=True)
+        print(f"{_COMPARED}{operator}, {name}: {comparison.failure or comparison.error}", flush=True)
     return int(wrong > 0)
 
 

@@ -37,24 +37,6 @@ from tpfuse.comm.host import replace_file
 from tpfuse.kernels.launch import interpreter_problem
 from tpfuse.tools import operators as cases
 
-GROUPS = (
-    "device",
-    "compile",
-    "operators",
-    "blame",
-    "timings",
-    "one process",
-    "processes",
-    "verify",
-    "sanitizers",
-    "other timings",
-    "nodes",
-    "graph",
-    "torch.compile",
-    "tune",
-    "float16",
-    "more timings",
-)
 TIMINGS = ("timings", "torch.compile", "more timings")
 
 
@@ -138,6 +120,7 @@ def line(row: Row) -> str:
 
 def _arguments() -> argparse.Namespace:
     operators = list(dict.fromkeys([*cases.names(), *TIMED]))
+    groups = list(steps(Plan(Path(), True, 0, ())))
     parser = Parser(None, "python -m benchmarks.first_contact")
     parser.add_argument(
         "--out",
@@ -148,7 +131,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.option("--minutes", 25.0, "end this call after this number of minutes; another call continues")
     parser.add_argument(
-        "--steps", nargs="+", choices=GROUPS, metavar="STEP", help=f"run only device and these of {', '.join(GROUPS)}"
+        "--steps", nargs="+", choices=groups, metavar="STEP", help=f"run only device and these of {', '.join(groups)}"
     )
     parser.add_argument(
         "--operators", nargs="+", choices=operators, metavar="OPERATOR", help="run only these operators"
@@ -175,8 +158,9 @@ def main() -> int:
     deadline = monotonic() + 60 * arguments.minutes
     operators = tuple(arguments.operators)
     plan = Plan(arguments.out.resolve(), arguments.rehearse, arguments.seed, operators, arguments.keep)
-    by_group, groups = steps(plan), {"device", *(arguments.steps or GROUPS)}
-    selected = [step for group in GROUPS if group in groups for step in by_group[group]]
+    by_group = steps(plan)
+    groups = {"device", *(arguments.steps or by_group)}
+    selected = [step for group, of_group in by_group.items() if group in groups for step in of_group]
     names = [step.name for step in selected]
 
     def say(row: Row) -> None:

@@ -23,6 +23,7 @@ from tpfuse.comm.host import processor
 from tpfuse.switches import use
 from tpfuse.tools.assembler import ptxas
 from tpfuse.tools.operator import Draw
+from tpfuse.tools.search import one_line
 
 RESULTS = Path(__file__).parent / "results"  # git tracks it
 SCRATCH = Path(__file__).parents[1] / "build" / "results"
@@ -193,7 +194,7 @@ def measure(case: BenchCase, bench: Bench) -> Iterator[Row]:
                 for row in _rows(work, verdicts, bench):
                     yield identity | row
     except Exception as error:
-        yield identity | {"mode": "", "candidate": OURS, "error": timing.one_line(error)}
+        yield identity | {"mode": "", "candidate": OURS, "error": one_line(error)}
     finally:
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()

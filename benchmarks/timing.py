@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.tools.search import one_line
+
 _CYCLES = 2e9  # approximate cycles per second of current GPUs' multiprocessors; for holding the stream
 _LONGEST_HOLD = 5e-3  # seconds
 _SETTLING = 0.02  # seconds before a turn of CPU ranks; OpenMP's threads spin for less time
@@ -122,12 +124,6 @@ class HostClock:
         """Return the seconds that `start` measured."""
         seconds, self._seconds = self._seconds, []
         return seconds
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception as a cell of a table."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
 
 
 def verdict(check: Callable[[], object]) -> str:

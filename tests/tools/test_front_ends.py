@@ -20,11 +20,12 @@ from tpfuse.tools.gate import violations
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST, INSTALLED, NEWEST = "3.6.0", triton.__version__, "3.9.0"
 EVERY = tuple(dict.fromkeys((OLDEST, "3.7.1", INSTALLED, NEWEST)))
-# Versions, how many features occur together (`front_end.representatives`), families and dtypes. sm_100 has no constants
-# of its own except sizes. The front end accepts float16 wherever it accepts bfloat16.
+# Versions, how many features occur together (`front_end.representatives`), family and dtypes. The other families have
+# no constants of their own except sizes: launches that TMA cannot read are among those of sm_90. The front end accepts
+# float16 wherever it accepts bfloat16.
 KERNELS = [
     ((OLDEST, NEWEST), 1, "sm_90", "bfloat16"),
-    *exhaustive((EVERY, 2, "sm_80 sm_90", "bfloat16 float32")),
+    *exhaustive((EVERY, 2, "sm_90", "bfloat16 float32")),
 ]
 
 
@@ -53,11 +54,11 @@ def _report(version: str, process: subprocess.Popen[str]) -> CompilationReport:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("versions", "together", "families", "dtypes"), KERNELS)
-def test_every_kernel_passes(versions: tuple[str, ...], together: int, families: str, dtypes: str) -> None:
+@pytest.mark.parametrize(("versions", "together", "family", "dtypes"), KERNELS)
+def test_every_kernel_passes(versions: tuple[str, ...], together: int, family: str, dtypes: str) -> None:
     """All versions run at the same time."""
     missing = [version for version in versions if (folder := _folder(version)) and not folder.is_dir()]
-    flags = ("--front-end", str(together), "--families", *families.split(), "--dtypes", *dtypes.split())
+    flags = ("--front-end", str(together), "--families", family, "--dtypes", *dtypes.split())
     started = {version: _start(version, *flags) for version in versions if version not in missing}
     for version, process in started.items():
         report = _report(version, process)
@@ -76,4 +77,4 @@ def test_every_kernel_passes(versions: tuple[str, ...], together: int, families:
 
 
 # These operators launch a kernel that no operator before them launches.
-OWN_KERNELS = set(operators.names()) - {"ring_attention", "rms_norm", "linear_cross_entropy", "attention_forward"}
+OWN_KERNELS = set(operators.names()) - {"rms_norm", "linear_cross_entropy", "attention_forward"}

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiers import exhaustive
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.explore import PCT, RoundRobin, Sequential, SimulatedMemory, explore
+from tpfuse.explore import PCT, Sequential, SimulatedMemory, explore
 from tpfuse.explore.mutants import mutants_of, surviving
 from tpfuse.explore.suite import current
 from tpfuse.kernels import all_gather_gemm, signals
@@ -33,7 +32,7 @@ def of(name: str, rounds: int = 4) -> Callable[[SimulatedMemory], None]:
     return program
 
 
-@pytest.mark.parametrize("name", [*QUICK, *exhaustive(*(name for name in PROGRAMS if name not in QUICK))])
+@pytest.mark.parametrize("name", QUICK)
 def test_results_are_right_past_the_largest_epoch(name: str) -> None:
     explore(of(name), 2, schedules=[Sequential()], resident=3)
 
@@ -41,7 +40,7 @@ def test_results_are_right_past_the_largest_epoch(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_are_right_on_more_ranks(name: str) -> None:
-    explore(of(name), 3, schedules=[RoundRobin(), PCT(0)], resident=3)
+    explore(of(name), 3, schedules=[PCT(0)], resident=3)
 
 
 def test_a_missing_wait_is_detected() -> None:
@@ -59,10 +58,11 @@ def test_a_missing_wait_is_detected() -> None:
 
 
 def test_results_are_compared_to_the_bit() -> None:
-    check = rank_programs._equal({"out": torch.tensor([1.0, 2.0])})
-    check({"out": torch.tensor([1.0, 2.0])})
-    with pytest.raises(AssertionError, match="out: 1 of 2 numbers are wrong"):
-        check({"out": torch.tensor([1.0, 2.0000002])})
+    expected = rank_programs._exactly({"out": torch.tensor([1.0, 2.0])})
+    program = rank_programs.RankProgram([(dict, expected)])
+    program.check(0, {"out": torch.tensor([1.0, 2.0])})
+    with pytest.raises(AssertionError, match=r"out\[1\] is 2.0000002.*, expected 2.0"):
+        program.check(0, {"out": torch.tensor([1.0, 2.0000002])})
 
 
 class Later:

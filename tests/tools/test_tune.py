@@ -165,25 +165,19 @@ def test_a_candidate_whose_machine_code_has_a_hazard_is_left_out_by_name(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("seconds", "broken"),
+    ("seconds", "broken", "replaced"),
     [
-        (lambda row: 1.0 if row.num_warps == 8 else 0.99, lambda row: False),  # a gain within noise
-        (lambda row: 1.0 if row.num_warps == 8 else 0.5, lambda row: row.num_warps != 8),  # NaN
+        (lambda row: 1.0 if row.num_warps == 8 else 0.99, lambda row: False, False),  # a gain within noise
+        (lambda row: 1.0 if row.num_warps == 8 else 0.5, lambda row: row.num_warps != 8, False),  # NaN
+        (_seconds, lambda row: row.num_warps == 8 and not row.blocks["FAST"], True),
     ],
 )
-def test_the_present_row_stays_but_is_measured(
-    seconds: Callable[[Configuration], float], broken: Callable[[Configuration], bool], table: Path
+def test_the_present_row_stays_unless_it_is_wrong_but_is_measured(
+    seconds: Callable[[Configuration], float], broken: Callable[[Configuration], bool], replaced: bool, table: Path
 ) -> None:
     (best,) = tune(["toy"], _tuner(_Clock(seconds)), [_toy(1000, broken, float("nan"))], SPACE, table)
-    assert (best.blocks, best.num_warps) == ({"BLOCK_M": 128, "FAST": False}, 8)
+    assert replaced == ((best.blocks, best.num_warps) != ({"BLOCK_M": 128, "FAST": False}, 8))
     assert best.measured.startswith("Toy GPU")
-
-
-def test_a_present_row_that_is_wrong_is_replaced(table: Path) -> None:
-    clock = _Clock(lambda row: 0.5 if row.blocks["FAST"] else 1.0)
-    trials = [_toy(1000, lambda row: row.num_warps == 8 and not row.blocks["FAST"], float("nan"))]
-    (best,) = tune(["toy"], _tuner(clock), trials, SPACE, table)
-    assert best.blocks["FAST"] and best.measured.startswith("Toy GPU")
 
 
 def test_a_candidate_that_is_slow_at_one_trial_is_not_tried_at_the_others(table: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpfuse.comm.comparison import error_bound
+from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.testing.compare import check_error
 
 Tensors = dict[str, Tensor]
@@ -124,6 +126,18 @@ class Given(Shape):
 
 
 @dataclass(frozen=True)
+class OneRank:
+    """A program of `tpfuse.tools.rank_programs`, which `tpfuse verify` runs in a group of one rank."""
+
+    program: str
+
+    @property
+    def name(self) -> str:
+        """Return the name in messages."""
+        return "one rank"
+
+
+@dataclass(frozen=True)
 class Trial:
     """The launcher of a shape's mode, which the tuner measures."""
 
@@ -158,8 +172,8 @@ class Operator:
     # Calls the launchers on meta tensors of a dtype, so that they choose every row of the operator's configurations and
     # reach every variant of its kernels.
     launches: Callable[[torch.dtype], None]
-    # Small shapes that `tpfuse verify` compares with the reference.
-    cases: tuple[Shape, ...] = ()
+    # Small shapes that `tpfuse verify` compares with the reference, and programs that know their results.
+    cases: tuple[Shape | OneRank, ...] = ()
     # The shapes of models, which the tuner measures.
     models: tuple[Shape, ...] = ()
     # Small shapes with the same launchers, for the interpreter.
@@ -174,8 +188,14 @@ def gradients(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], gra
 
 def check_rounding(name: str, actual: Tensor, plain: Tensor, truth: Tensor) -> None:
     """Raise AssertionError if a result differs from float64 by more than twice the error of `plain`, plus rounding."""
-    error, scale = (plain.double() - truth).abs().max().item(), truth.abs().max().item()
-    check_error(name, actual, plain, truth, 2 * error + torch.finfo(plain.dtype).eps * scale)
+    check_error(name, actual, plain, truth, error_bound(plain, truth))
+
+
+def on_meta(world: int, flags: int, programs: int, slot_bytes: int = 1 << 30) -> Endpoint:
+    """Return the endpoint of the last rank of a group, whose launches are recorded. flags: their number."""
+    slot_table, flag_table = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
+    state, abort = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1))
+    return Endpoint(world - 1, world, slot_table, slot_bytes, flag_table, flags, state, abort, programs)
 
 
 def without_gradient(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.collectives.fused import FusedCollectives, most_programs, open_channel
+from tpfuse.comm.comparison import error_bound
 from tpfuse.comm.messages.base import Route
 from tpfuse.comm.messages.fused import FusedMessages
 from tpfuse.comm.messages.symmetric import name_of
@@ -29,7 +30,6 @@ from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.one_process import set_epochs
-from tpfuse.tools.operator import check_rounding
 
 VARIANTS = 3
 _WRAP = 2**31  # the epoch that becomes negative
@@ -57,32 +57,38 @@ class Sizes:
 
 
 TINY = Sizes(torch.float32, 3, 8, 5, 7, 8, 1, 16, 40)  # for the interpreter
+ALONE = Sizes(torch.float32, 70, 48, 40, 1003, 40, 1, 24, 1003)  # of a rank without peers, for `tpfuse verify`
+
+# By the name of a result: plain torch's result in its dtype, the exact result, and the largest error that it may have.
+Expectation = dict[str, tuple[Tensor, Tensor, float]]
 
 
 class RankProgram:
-    """The work that a rank repeats. rounds: for each set of inputs a function, and a check of its results."""
+    """The work that a rank repeats. rounds: for each set of inputs its results and what they must be."""
 
-    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Callable[[Tensors], None]]]) -> None:
+    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Callable[[], Expectation]]]) -> None:
         self._rounds = rounds
 
     def run(self, variant: int) -> Tensors:
         """Launch one round with a set of inputs, and return its results, which the next round may overwrite."""
         return self._rounds[variant][0]()
 
+    def expected(self, variant: int) -> Expectation:
+        """Return what the results of `run(variant)` must be."""
+        return self._rounds[variant][1]()
+
     def check(self, variant: int, results: Tensors) -> None:
         """Raise AssertionError if the results of `run(variant)` are wrong."""
-        self._rounds[variant][1](results)
+        for name, expected in self.expected(variant).items():
+            check_error(name, results[name], *expected)
 
 
-def _equal(expected: Tensors) -> Callable[[Tensors], None]:
-    """Return a check that results are equal to the expected ones to the bit."""
+def _exactly(expected: Tensors) -> Callable[[], Expectation]:
+    return lambda: {name: (x, x, 0.0) for name, x in expected.items()}
 
-    def check(results: Tensors) -> None:
-        for name, x in expected.items():
-            wrong = int((results[name] != x).sum())
-            assert wrong == 0, f"{name}: {wrong} of {x.numel()} numbers are wrong"
 
-    return check
+def _bounded(plain: Tensors, exact: Tensors) -> Expectation:
+    return {name: (x, exact[name], error_bound(x, exact[name])) for name, x in plain.items()}
 
 
 def _whole(seed: int, *shape: int, memory: SymmetricMemory, dtype: torch.dtype) -> Tensor:
@@ -91,44 +97,59 @@ def _whole(seed: int, *shape: int, memory: SymmetricMemory, dtype: torch.dtype) 
 
 
 def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> RankProgram:
-    """Return the program of act(all_gather(x) Wᵀ); programs of the product, or copy engines, copy the shards."""
+    """Return the program of swiglu(all_gather(x) Wᵀ + bias); programs of the product, or copy engines, copy the shards.
+
+    The weight is transposed in memory where copy engines copy, as in the backward pass of a row-parallel layer.
+    """
     products = FusedLinear(memory, 1 if engines else _NO_ENGINES)
-    weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
+    weight = _whole(1, 2 * sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
+    weight = weight.t().contiguous().t() if engines else weight
+    bias = _whole(2, 2 * sizes.n, memory=memory, dtype=sizes.dtype)
     rounds = []
     for seed in range(VARIANTS):
         xs = _whole(10 + seed, memory.world, sizes.rows, sizes.k, memory=memory, dtype=sizes.dtype)
-        expected = torch.relu(xs.flatten(0, 1).float() @ weight.float().t()).to(sizes.dtype)
 
         def run(x: Tensor = xs[memory.rank]) -> Tensors:
-            return {"out": products.all_gather(x, [weight], [None], "relu", False)[0][0]}
+            ((out, preactivation),) = products.all_gather(x, [weight], [bias], "swiglu", True)
+            assert preactivation is not None
+            return {"out": out, "preactivation": preactivation}
 
-        rounds.append((run, _equal({"out": expected})))
+        def expected(xs: Tensor = xs) -> Expectation:
+            def results(dtype: torch.dtype) -> Tensors:
+                x, w, b = (tensor.to(dtype) for tensor in (xs.flatten(0, 1), weight, bias))
+                return {"out": reference.linear(x, w, b, "swiglu"), "preactivation": reference.linear(x, w, b)}
+
+            return _bounded(results(sizes.dtype), results(torch.float64))
+
+        rounds.append((run, expected))
     return RankProgram(rounds)
 
 
 def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> RankProgram:
-    """Return the program of reduce_scatter(x Wᵀ) + residual and of all_reduce(x Wᵀ).
+    """Return the program of reduce_scatter(x Wᵀ) + bias + residual and of all_reduce(x Wᵀ).
 
     Programs of the product, or copy engines, move the partial sums. The all-reduce is a reduce-scatter followed by an
-    all-gather.
+    all-gather. The weight is transposed in memory where copy engines move, as in a backward pass.
     """
     products = FusedLinear(memory).variant(engines=engines, other_tiles=False)
     rank, world = memory.rank, memory.world
     weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
+    weight = weight.t().contiguous().t() if engines else weight
+    bias = _whole(2, sizes.n, memory=memory, dtype=sizes.dtype)
     rounds = []
     for seed in range(VARIANTS):
         xs = _whole(10 + seed, world, world * sizes.rows, sizes.k, memory=memory, dtype=sizes.dtype)
         residual = _whole(20 + seed, sizes.rows, sizes.n, memory=memory, dtype=sizes.dtype)
         partial_sums = (xs.float() @ weight.float().t()).to(sizes.dtype).float()  # in the dtype in which they are moved
         sums = partial_sums.sum(0)
-        scattered_sum = sums.view(world, sizes.rows, -1)[rank] + residual.float()
+        scattered_sum = sums.view(world, sizes.rows, -1)[rank] + bias.float() + residual.float()
         expected = {"scattered": scattered_sum.to(sizes.dtype), "reduced": sums.to(sizes.dtype)}
 
         def run(x: Tensor = xs[rank], residual: Tensor = residual) -> Tensors:
-            scattered = products.reduce_scatter(x, weight, None, residual)
+            scattered = products.reduce_scatter(x, weight, bias, residual)
             return {"scattered": scattered, "reduced": products.all_reduce(x, weight, None, None)}
 
-        rounds.append((run, _equal(expected)))
+        rounds.append((run, _exactly(expected)))
     return RankProgram(rounds)
 
 
@@ -157,7 +178,7 @@ def collectives(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
             launched.all_reduce(x[0, :few].contiguous(), out["all_reduce of few"])
             return out
 
-        rounds.append((run, _equal(expected)))
+        rounds.append((run, _exactly(expected)))
     return RankProgram(rounds)
 
 
@@ -179,7 +200,7 @@ def messages(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
             opened.release(source, message)
             return {"received": received}
 
-        rounds.append((run, _equal({"received": xs[source]})))
+        rounds.append((run, _exactly({"received": xs[source]})))
     return RankProgram(rounds)
 
 
@@ -203,13 +224,13 @@ def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Rank
             gradients = attention.backward(grad_shard, q_shard, k_shard, v_shard, out, lse, call)
             return {"out": out} | dict(zip("qkv", gradients, strict=True))
 
-        check = partial(_check_attention, layout=layout, rank=rank, inputs={"q": q, "k": k, "v": v}, grad=grad)
-        rounds.append((run, check))
+        expected = partial(_attention, layout, rank, {"q": q, "k": k, "v": v}, grad)
+        rounds.append((run, expected))
     return RankProgram(rounds)
 
 
-def _check_attention(results: Tensors, layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> None:
-    """Check the results of a round against float64.
+def _attention(layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> Expectation:
+    """Return the output and the gradients of one rank's queries, keys and values.
 
     The log-sum-exp is rounded between forward and backward, which causes a relative error of the probabilities. The
     bound includes this error.
@@ -218,14 +239,19 @@ def _check_attention(results: Tensors, layout: SequenceLayout, rank: int, inputs
         expected = Expected(lambda **x: reference.attention(**x)[0], inputs, grad)
     lse = reference.attention(*(inputs[name].double() for name in "qkv"))[1]
     rounding = lse.abs().max().item() * torch.finfo(torch.float32).eps
-    for name, x in results.items():
-        plain, truth = (layout.shard(y[name], rank, 2) for y in (expected.same_dtype, expected.float64))
-        bound = expected.bound(name) + rounding * expected.float64[name].abs().max().item()
-        check_error(name, x.to(plain.dtype), plain, truth, bound)
+    return {
+        name: (
+            layout.shard(x, rank, 2),
+            layout.shard(expected.float64[name], rank, 2),
+            expected.bound(name) + rounding * expected.float64[name].abs().max().item(),
+        )
+        for name, x in expected.same_dtype.items()
+    }
 
 
 _RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-_STEP, _LR = 3, 1e-3
+_STEP, _LR, _CLIP = 3, 1e-3, 0.5
+_SUMS = ("summed by the update", "summed before")
 
 
 def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
@@ -238,7 +264,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
     shard, device = slice(start, start + sizes.shard), memory.device
     _, endpoint = open_channel(memory, "sharded_adamw", 16, most_programs(memory))
     values, gradients = (memory.buffer(f"sharded_adamw: {x}", (size,), sizes.dtype) for x in ("values", "gradients"))
-    lr, step = (torch.full((1,), float(x), device=device) for x in (_LR, _STEP))
+    lr, step, clip = (torch.full((1,), float(x), device=device) for x in (_LR, _STEP, _CLIP))
     squares = torch.zeros(endpoint.programs, device=device)
     rounds = []
     for seed in range(VARIANTS):
@@ -247,7 +273,8 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
 
         def run(first: Tensor = first, sent_gradients: Tensor = every[memory.rank]) -> Tensors:
             results: Tensors = {}
-            for summed in (False, True):
+            for when in _SUMS:
+                summed = when == "summed before"
                 values.local.copy_(first)
                 gradients.local.copy_(sent_gradients)
                 sums = torch.empty(sizes.shard, device=device)
@@ -259,32 +286,29 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
                 separate_master = None if sizes.dtype == torch.float32 else master
                 sharded_adamw_(
                     values.local, values.addresses, sent, addresses, separate_master, mean, square,
-                    start=start, decay_end=sizes.shard // 2, lr=lr, step=step, clip=None, endpoint=endpoint, **_RATES,
+                    start=start, decay_end=sizes.shard // 2, lr=lr, step=step, clip=clip, endpoint=endpoint, **_RATES,
                 )  # fmt: skip
-                results |= {f"values, summed before: {summed}": values.local.clone(), f"moments {summed}": square}
+                results |= {f"values, {when}": values.local.clone(), f"moments, {when}": square}
             return results
 
-        rounds.append((run, partial(_check_adamw, world=memory.world, rank=memory.rank, first=first, every=every)))
+        rounds.append((run, partial(_adamw, memory.world, memory.rank, first, every)))
     return RankProgram(rounds)
 
 
-def _check_adamw(results: Tensors, world: int, rank: int, first: Tensor, every: list[Tensor]) -> None:
-    def updated(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _adamw(world: int, rank: int, first: Tensor, every: list[Tensor]) -> Expectation:
+    def updated(dtype: torch.dtype) -> Tensors:
         parts = []
         for owner in range(world):
             parameter, *gradients = (x.chunk(world)[owner].to(dtype) for x in (first, *every))
-            zero, decay_end = torch.zeros_like(parameter), len(parameter) // 2
-            parts.append(
-                reference.sharded_adamw(
-                    parameter, gradients, zero, zero, decay_end=decay_end, clip=1.0, lr=_LR, step=_STEP, **_RATES
-                )
-            )
-        return torch.cat([part[0] for part in parts]), parts[rank][2]
+            numbers = _RATES | {"decay_end": len(parameter) // 2, "clip": _CLIP, "lr": _LR, "step": _STEP}
+            zero = torch.zeros_like(parameter)
+            parts.append(reference.sharded_adamw(parameter, gradients, zero, zero, **numbers))
+        return {"values": torch.cat([part[0] for part in parts]), "moments": parts[rank][2]}
 
-    (values, moments), (true_values, true_moments) = updated(torch.float32), updated(torch.float64)
-    for name, x in results.items():
-        plain, truth = (values.to(x.dtype), true_values) if "values" in name else (moments, true_moments)
-        check_rounding(name, x, plain, truth)
+    plain, exact = updated(torch.float32), updated(torch.float64)
+    plain["values"] = plain["values"].to(first.dtype)
+    expected = _bounded(plain, exact)
+    return {f"{name}, {when}": x for name, x in expected.items() for when in _SUMS}
 
 
 PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], RankProgram]] = {

@@ -125,7 +125,8 @@ def brief(row: Configuration) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    """Return an exception as a cell of a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def _check_device(device: torch.device, error: Exception) -> None:

@@ -25,19 +25,23 @@ from rich.table import Table
 
 from tpfuse._version import __version__
 from tpfuse.comm.comparison import error_bound
+from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import launch
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected, evaluate, largest_error, unwritten_memory_is_nan
 from tpfuse.testing.inputs import normal
+from tpfuse.testing.one_process import OneProcess
 from tpfuse.tools import doctor
 from tpfuse.tools import operators as cases
-from tpfuse.tools.operator import Shape, Trial
+from tpfuse.tools.operator import OneRank, Shape, Trial
+from tpfuse.tools.rank_programs import ALONE, PROGRAMS, VARIANTS
 from tpfuse.tools.recorded import DTYPES
-from tpfuse.tools.search import copies, widened
+from tpfuse.tools.search import copies, one_line, widened
 from tpfuse.tools.training import TrainingRun, train_each
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.messages import say
 
+_LONGEST = 600.0  # seconds of a program, with the compilation of its kernels
 TRAINING = "training"  # a name that may be given besides those of the operators
 
 
@@ -75,8 +79,27 @@ def compare(operator: str, case: Shape, dtype: str, device: torch.device) -> Com
             (name, expected.error(name, actual.get(name)), expected.bound(name)) for name in expected.same_dtype
         ]
     except Exception as error:
-        return Comparison(*identity, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+        return Comparison(*identity, failure=one_line(error))
     return _worst(identity, measured)
+
+
+def compare_program(operator: str, case: OneRank, dtype: str, device: torch.device) -> Comparison:
+    """Run a program with each of its sets of inputs in a group of one rank."""
+
+    def measured(memory: SymmetricMemory) -> list[tuple[str, float, float]]:
+        program, found = PROGRAMS[case.program](memory, replace(ALONE, dtype=DTYPES[dtype])), []
+        for variant in range(VARIANTS):
+            results = program.run(variant)
+            for name, (_, exact, bound) in program.expected(variant).items():
+                found.append((name, largest_error(results[name], exact), bound))
+        return found
+
+    identity = operator, case.name, dtype
+    try:
+        with torch.no_grad():
+            return _worst(identity, OneProcess(1, device, timeout=_LONGEST, shared=False).alone(0, measured))
+    except Exception as error:
+        return Comparison(*identity, failure=one_line(error))
 
 
 def compare_launch(operator: str, trial: Trial, dtype: str, device: torch.device) -> Comparison:
@@ -91,7 +114,7 @@ def compare_launch(operator: str, trial: Trial, dtype: str, device: torch.device
             for number, (x, same, exact) in enumerate(zip(actual, plain, truth, strict=True))
         ]
     except Exception as error:
-        return Comparison(*identity, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+        return Comparison(*identity, failure=one_line(error))
     return _worst(identity, measured)
 
 
@@ -107,7 +130,10 @@ def _worst(identity: tuple[str, str, str], measured: Sequence[tuple[str, float, 
 def comparisons(operator: str, device: torch.device) -> Mapping[str, Callable[[str], Comparison]]:
     """Return what is compared of an operator, by name; each is called with the name of a dtype."""
     description = cases.load(operator)
-    works = {case.name: partial(compare, operator, case, device=device) for case in description.cases}
+    works: dict[str, Callable[[str], Comparison]] = {}
+    for case in description.cases:
+        function: Any = compare_program if isinstance(case, OneRank) else compare
+        works[case.name] = partial(function, operator, case, device=device)
     shapes = description.models if device.type == "cuda" else ()
     trials = [Trial(shape, mode) for shape in shapes for mode in shape.launchers()]
     return works | {trial.name: partial(compare_launch, operator, trial, device=device) for trial in trials}

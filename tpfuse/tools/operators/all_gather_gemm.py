@@ -1,4 +1,4 @@
-"""all_gather_gemm: one rank alone, with its copiers, for `tpfuse verify`, and launches that reach every row."""
+"""all_gather_gemm: the product after an all-gather, and launches that reach every row."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +13,18 @@ from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_gather import close_copies, open_copies
 from tpfuse.kernels.launch import multiprocessors
-from tpfuse.ops.autograd import apply
-from tpfuse.ops.gemm import preactivation_gradient
-from tpfuse.testing.inputs import normal
-from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
-from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors, seeded_draw
+from tpfuse.tools.operator import (
+    CallCost,
+    Draw,
+    Launchers,
+    OneRank,
+    Operator,
+    Outputs,
+    Shape,
+    Tensors,
+    on_meta,
+    seeded_draw,
+)
 
 
 @dataclass(frozen=True)
@@ -89,80 +96,6 @@ class AllGatherGemmShape(Shape):
         return {"forward": (self.launch, self.plain)}
 
 
-def _alone(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, copied: bool, **options: Any
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Multiply several times in a group of one rank. Return the last results and the gathered rows."""
-    endpoint, memory = of_one_rank(x.device, programs=4)
-    ready, stamp = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 1))
-    gathered = torch.empty(1, *x.shape, dtype=x.dtype, device=x.device)
-    options |= {"copied": True} if copied else {"keep_own": True}
-    for _ in range(EPOCHS):
-        if copied:
-            open_copies(endpoint, stamp)
-            gathered[0].copy_(x)
-        out, preactivation = all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
-    del memory  # freed in the order of the stream, or at once if kernels are interpreted
-    return out, preactivation, gathered[0]
-
-
-class _GatherLinear(torch.autograd.Function):
-    """A linear layer. The kernel computes the output and the gradient of x.
-
-    The gradient of the weight is computed from the gathered rows, so that it is wrong if these are wrong.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, copied: bool
-    ) -> Tensor:
-        keep = activation is not None
-        out, preactivation, gathered = _alone(
-            x, weight, bias, copied=copied, activation=activation, keep_preactivation=keep
-        )
-        ctx.save_for_backward(gathered, weight, preactivation)
-        ctx.activation, ctx.copied = activation, copied
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gathered, weight, preactivation = ctx.saved_tensors
-        left, grad_bias = preactivation_gradient(grad, preactivation, ctx.activation, ctx.needs_input_grad[2])
-        grad_x = _alone(left, weight.t(), None, copied=ctx.copied)[0]
-        return grad_x, left.t() @ gathered, grad_bias, None, None
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None, copied: bool) -> Tensor:
-    return apply(_GatherLinear, x, weight, bias, activation, copied)
-
-
-def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    m, n, k = 70, 80, 48
-    tensors = {
-        "x": normal(1, m, k, dtype=dtype),
-        "weight": normal(2, n, k, dtype=dtype) / k**0.5,
-        "bias": normal(3, n, dtype=dtype),
-    }
-    return {name: tensors[name] for name in names.split()}
-
-
-def _case(name: str, inputs: str, activation: str | None, copied: bool = False) -> Given:
-    return Given(
-        f"{name}, one rank",
-        partial(_linear, activation=activation, copied=copied),
-        partial(reference.linear, activation_name=activation),
-        partial(_inputs, inputs),
-    )
-
-
-CASES = (
-    _case("bias", "x weight bias", None),
-    _case("gelu_tanh, bias", "x weight bias", "gelu_tanh"),
-    _case("swiglu", "x weight", "swiglu"),
-    _case("as after a copy engine", "x weight", None, copied=True),
-)
-
-
 def launches(dtype: torch.dtype) -> None:
     """Launch column-parallel layers and gradients of a row-parallel one, in groups of several sizes (meta tensors)."""
 
@@ -194,7 +127,7 @@ def launches(dtype: torch.dtype) -> None:
 OPERATOR = Operator(
     name="all_gather_gemm",
     launches=launches,
-    cases=CASES,
+    cases=(OneRank("all_gather_gemm"),),
     models=(
         AllGatherGemmShape("70b tp8 up", 8, 1024, 7168, 8192, "swiglu"),
         AllGatherGemmShape("70b tp8 qkv", 8, 1024, 1280, 8192, None),

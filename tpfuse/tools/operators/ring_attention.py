@@ -1,8 +1,6 @@
-"""ring_attention: one rank, whose blocks are present or copied by its copiers, and launches that reach every row."""
+"""ring_attention: forward and backward, with blocks that are present or copied, and launches that reach every row."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +8,14 @@ from torch import Tensor
 
 from tpfuse.kernels import reference
 from tpfuse.kernels.block_exchange import BlockExchange
+from tpfuse.kernels.ring_attention_backward import ring_attention_backward, ring_attention_dkdv, ring_attention_dq
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
+from tpfuse.ops.autograd import apply
+from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.triton_blocks import KernelBackward, KernelForward
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.endpoints import EPOCHS, of_one_rank, on_meta
-from tpfuse.tools.operator import CallCost, Draw, Given, Operator, Shape, Tensors, without_gradient
+from tpfuse.tools.operator import CallCost, Draw, Given, OneRank, Operator, Shape, Tensors, on_meta
 
 
 @dataclass(frozen=True)
@@ -45,55 +46,52 @@ class RingAttentionShape(Shape):
         return {"forward": CallCost(flops, 2 * of_q + of_kv), "backward": CallCost(2.5 * flops, 4 * of_q + 2 * of_kv)}
 
 
-def _causal(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the range of positions that each query sees, in a sequence without padding."""
-    return torch.zeros_like(positions, dtype=torch.int32), positions.to(torch.int32)
+class _Blocks(torch.autograd.Function):
+    """Causal attention of two ranks, one after another, to one block of keys and values after another."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+        for rank, tokens in enumerate(_TOKENS):
+            block = KernelForward(q[:, :, tokens], RingCall(_RUNS, rank, True, None, q.shape[3] ** -0.5))
+            for source, keys in enumerate(_TOKENS):
+                block.add(source, k[:, :, keys], v[:, :, keys])
+            out[:, :, tokens], lse[:, :, tokens] = block.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros(x.shape, device=x.device) for x in (q, k, v))
+        for rank, tokens in enumerate(_TOKENS):
+            call = RingCall(_RUNS, rank, True, None, q.shape[3] ** -0.5)
+            own = grad[:, :, tokens], q[:, :, tokens], out[:, :, tokens], lse[:, :, tokens]
+            block = KernelBackward(*own, call)
+            for source, keys in enumerate(_TOKENS):
+                parts = torch.empty(2, *k[:, :, keys].shape, device=k.device)
+                block.add(source, k[:, :, keys], v[:, :, keys], parts)
+                dk[:, :, keys] += parts[0]
+                dv[:, :, keys] += parts[1]
+            dq[:, :, tokens] = block.dq()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _brought(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Launch several times in a ring of one rank, which has both ends of the sequence; return the last output."""
-    runs = SequenceRuns(q.shape[2], 1, 2, q.shape[2] // 2, q.shape[2] // 2, 1)
-    blocks = torch.stack([k, v])
-    endpoint, memory = of_one_rank(q.device, programs=4, slot_bytes=-(-blocks.nbytes // 64) * 64)
-    exchange = BlockExchange(endpoint, torch.zeros(8, dtype=torch.int32, device=q.device), ring=True)
-    for _ in range(EPOCHS):
-        out, _ = ring_attention_forward(q, blocks, runs, 0, _causal(runs.positions(0, q.device)), exchange=exchange)
-    del memory  # freed in the order of the stream, or at once if kernels are interpreted
-    return out
-
-
-def _here(q: Tensor, k: Tensor, v: Tensor, *, runs: SequenceRuns) -> Tensor:
-    """Launch for every rank, one after another, with all blocks present."""
-    tokens_of = [runs.positions(rank, q.device) for rank in range(runs.world)]
-    blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in tokens_of])
-    out = torch.empty_like(q)
-    for rank, tokens in enumerate(tokens_of):
-        order = [(rank - step) % runs.world for step in range(runs.world)]
-        out[:, :, tokens] = ring_attention_forward(
-            q[:, :, tokens], blocks[order], runs, rank, _causal(tokens), sources=order
-        )[0]
-    return out
-
-
-def two_heads(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return q of two heads that share one of k and v, 72 tokens."""
+def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return q of two heads that share one of k and v, 46 tokens."""
     heads = {"q": 2, "k": 1, "v": 1}
-    return {name: normal(seed, 1, n, 72, 24, dtype=dtype) for seed, (name, n) in enumerate(heads.items(), 1)}
+    return {name: normal(seed, 1, n, 46, 24, dtype=dtype) for seed, (name, n) in enumerate(heads.items(), 1)}
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the reference's output."""
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return reference.attention(q, k, v)[0]
 
 
-def _case(name: str, function: Callable[..., Tensor]) -> Given:
-    return Given(name, without_gradient(function), without_gradient(causal_attention), two_heads)
-
-
+_RUNS = SequenceRuns(46, 2, 1, 23, 1, 2)  # stripes
+_TOKENS = [slice(rank, None, 2) for rank in range(2)]
 CASES = (
-    _case("forward, one rank and its copiers", _brought),
-    _case("forward, zigzag of two ranks", partial(_here, runs=SequenceRuns(72, 2, 2, 18, 18, 1))),
-    _case("forward, stripes of three ranks", partial(_here, runs=SequenceRuns(72, 3, 1, 24, 1, 3))),
+    OneRank("ring_attention"),
+    Given("blocks of two ranks", lambda q, k, v: apply(_Blocks, q, k, v), _causal, _inputs),
 )
 
 
@@ -106,6 +104,12 @@ def launches(dtype: torch.dtype) -> None:
     _launch(dtype, 80, 2, ring=False)
     _launch(dtype, 128, 4, sources=(1,), out_dtype=torch.float32)
     _launch(dtype, 256, 4, sources=(1,), dropout_p=0.1)
+    for size in (64, 128, 256):
+        _launch_backward(dtype, size, 8)
+        _launch_backward(dtype, size, 8, dropout_p=0.1)
+    _launch_backward(dtype, 80, 2, ring=False)
+    for size in (64, 128):
+        _launch_backward_of_present_blocks(dtype, size, 4)
 
 
 def _launch(
@@ -144,6 +148,37 @@ def _exchange(world: int, ring: bool) -> BlockExchange:
     """Return the block exchange of the last rank of a group, on meta tensors."""
     ready = torch.empty(16 * world, dtype=torch.int32, device="meta")
     return BlockExchange(on_meta(world, flags=16 * world**2, programs=108), ready, ring)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _runs(world: int) -> SequenceRuns:
+    return SequenceRuns(world * 2048, world, 2, 1024, 1024, 1)
+
+
+def _launch_backward(dtype: torch.dtype, size: int, world: int, ring: bool = True, dropout_p: float = 0.0) -> None:
+    """Launch the last rank's 2048 tokens, in zigzag, with 16 heads of queries, and 4 of keys and values."""
+    q, k = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 4, 2048, size, dtype=dtype)
+    visible = (_empty(2048, dtype=torch.int32),) * 2
+    end = on_meta(world, flags=16 * world * max(world - 1, 1), programs=108)
+    ring_attention_backward(
+        q, q, k, k, q, _empty(1, 16, 2048, dtype=torch.float32), _runs(world), world - 1, visible, visible,
+        exchange=BlockExchange(end, _empty(16 * world, dtype=torch.int32), ring),
+        dropout_p=dropout_p,
+        counters_of_all=_empty(world, 1, 16, 2048, dtype=torch.int64) if dropout_p else None,
+        dropout_key=_empty(dtype=torch.int64) if dropout_p else None,
+    )  # fmt: skip
+
+
+def _launch_backward_of_present_blocks(dtype: torch.dtype, size: int, world: int) -> None:
+    """Launch with all blocks present, and with one block at a time."""
+    q, sums = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 16, 2048 + 128, dtype=torch.float32)
+    visible = (_empty(2048, dtype=torch.int32),) * 2
+    blocks = _empty(world, 2, 1, 4, 2048, size, dtype=dtype)
+    ring_attention_dq(q, q, sums, sums, blocks, _runs(world), 0, visible, range(world))
+    ring_attention_dkdv(blocks[0], q, q, sums, sums, _runs(world), 0, 1, visible)
 
 
 OPERATOR = Operator("ring_attention", launches, CASES)
