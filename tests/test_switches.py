@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpfuse import switches
-from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels, use, use_triton
+from tpfuse.switches import chosen_implementation, chosen_kernels, use, use_triton
 
 
 def _chosen() -> tuple[str, str]:
@@ -56,10 +56,6 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(switches, "INTERPRETED", False)
     with use(kernels="triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         use_triton(torch.ones(2))
-
-
-def test_resolved_kernels_depend_on_the_device() -> None:
-    assert [resolved_kernels(name) for name in ("cpu", "cuda", "meta")] == ["torch", "triton", "torch"]
 
 
 def test_cublas_has_a_workspace_of_a_fixed_size() -> None:
