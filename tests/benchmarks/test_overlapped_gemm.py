@@ -34,7 +34,6 @@ def other(x: Tensor, *place: int) -> Tensor:
         # The changed row is pushed to another rank.
         ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, -1, 3), w)),
         *exhaustive(
-            ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (other(x, 0, 0), w, b, gathered)),
             ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, other(b, 7), gathered)),
             ("link", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 0, 0, 31))),
             # The changed row is this rank's own.
@@ -55,11 +54,3 @@ def test_a_wrong_kernel_is_not_timed(
     by_candidate = rows(kind)
     assert "median_us" not in by_candidate[OURS] and by_candidate[OURS]["error"].startswith("AssertionError: out[")
     assert all("median_us" in row for name, row in by_candidate.items() if name != OURS)
-
-
-@pytest.mark.parametrize("kind", ["scatter", *exhaustive("gather", "link")])
-def test_a_right_kernel_is_timed_beside_its_peers(kind: str) -> None:
-    by_candidate = rows(kind)
-    assert len(by_candidate) == {"gather": 2, "scatter": 3, "link": 4}[kind]
-    assert all(row["median_us"] > 0 for row in by_candidate.values())
-    assert by_candidate[OURS]["check"] == "within the bound"

@@ -10,7 +10,6 @@ from torch import nn
 from benchmarks import zero_training
 from benchmarks.bench_zero import measure
 from benchmarks.zero_training import ALONE, CANDIDATES, STAGES, Training
-from tests.support.tiers import exhaustive
 from tpfuse.testing.ranks import pool
 
 TRAINING = Training(1, 24, 3, 8, 2)
@@ -50,11 +49,9 @@ def _error_of(name: str, changed: str = "") -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["DDP", *exhaustive(STAGES[1])])
-def test_a_candidate_that_takes_other_steps_is_not_timed(name: str) -> None:
-    assert pool(2).run(_error_of, name) == ["", ""]
-    assert all(error.startswith(f"{name}: norms ") for error in pool(2).run(_error_of, name, "sum"))
-    if name == "DDP":
-        assert all(error.startswith(f"{name}: ") for error in pool(2).run(_error_of, name, "clip"))
-    for error in pool(2).run(_error_of, name, "decay"):
-        assert error.startswith(f"{name}: ") and error.endswith(" of the way from where plain AdamW comes to")
+def test_a_candidate_that_takes_other_steps_is_not_timed() -> None:
+    assert pool(2).run(_error_of, "DDP") == ["", ""]
+    assert all(error.startswith("DDP: norms ") for error in pool(2).run(_error_of, "DDP", "sum"))
+    assert all(error.startswith("DDP: ") for error in pool(2).run(_error_of, "DDP", "clip"))
+    for error in pool(2).run(_error_of, "DDP", "decay"):
+        assert error.startswith("DDP: ") and error.endswith(" of the way from where plain AdamW comes to")

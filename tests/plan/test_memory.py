@@ -125,24 +125,21 @@ LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
     (WIDE, {"dtype": "bfloat16", "tp": 2, "recompute": "full", "offload_activations": True, "state_dtype": "bfloat16"}),
     *exhaustive(
         (WIDE, {"dtype": "bfloat16", "dp": 2, "stage": 2, "accumulation": 2, "recompute": "full"}),
-        (WIDE, {"dtype": "bfloat16", "dp": 2, "tp": 2, "stage": 1}),
         (WIDE, {"dtype": "bfloat16", "dp": 2, "stage": 2, "accumulation": 2, "accumulate": "whole"}),
-        (WIDE, {"dtype": "bfloat16", "recompute": "full", "dp": 2, "stage": 2}),
         (WIDE, {"dtype": "bfloat16", "recompute": "full", "dp": 2, "stage": 2, "optim": {"name": "muon"}}),
         (WIDE, {"dtype": "float64", "tp": 2, "cp": 2, "cp_schedule": "ring"}),
         (dataclasses.replace(WIDE, dropout=0.2), {"dtype": "float32"}),
         (dataclasses.replace(WIDE, bias=False), {"dtype": "float32", "cp": 2, "cp_schedule": "all_gather"}),
         *(
             (DEEP, {"pp": pp, "accumulation": 2 * pp, "batch": 12 * pp, "pp_schedule": schedule})
-            for pp in (2, 4)
-            for schedule in ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv")
+            for pp, schedule in ((4, "1f1b"), (4, "gpipe"), (2, "interleaved_1f1b"), (4, "zero_bubble"), (4, "zbv"))
         ),
         *(
             (DEEP, {"pp": 2, "accumulation": 4, "batch": 24, "pp_schedule": schedule, **more})
-            for schedule in ("1f1b", "zbv")
-            for more in (
-                {"tp": 2}, {"cp": 2, "cp_schedule": "ring"}, {"recompute": "selective"}, {"recompute": "full"},
-                {"dp": 2, "stage": 2}, {"dp": 2, "stage": 0}, {"recompute": "full", "offload_activations": True},
+            for schedule, more in (
+                ("zbv", {"tp": 2}), ("1f1b", {"cp": 2, "cp_schedule": "ring"}), ("zbv", {"recompute": "selective"}),
+                ("1f1b", {"recompute": "full"}), ("zbv", {"dp": 2, "stage": 2}), ("1f1b", {"dp": 2, "stage": 0}),
+                ("zbv", {"recompute": "full", "offload_activations": True}),
             )
         ),
     ),
@@ -179,8 +176,7 @@ def test_ranks_hold_what_the_formula_counts(config: GPTConfig, more: dict[str, A
 @pytest.mark.parametrize(
     ("recompute", "dropout", "dtype", "autocast"),
     exhaustive(
-        ("none", 0.2, "bfloat16", "none"), ("none", 0.0, "float32", "bfloat16"),
-        ("selective", 0.0, "float32", "none"), ("full", 0.2, "float32", "none"),
+        ("none", 0.2, "bfloat16", "none"), ("selective", 0.0, "float32", "bfloat16"),
     ),
 )  # fmt: skip
 def test_kernels_of_triton_save_what_the_formula_counts(
@@ -234,8 +230,9 @@ def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int, in
     return shards, moments, max(gathered), max(whole), sums, max(sent)
 
 
-@pytest.mark.parametrize(("dp", "tp", "cp"), [(2, 1, 1), *exhaustive((1, 1, 2), (2, 2, 1))])
-@pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("zbv")])
+@pytest.mark.parametrize(
+    ("schedule", "dp", "tp", "cp"), [("1f1b", 2, 1, 1), *exhaustive(("zbv", 1, 1, 2), ("zbv", 2, 2, 1))]
+)
 def test_ranks_at_stage_3_hold_what_the_formula_counts(schedule: PipelineSchedule, dp: int, tp: int, cp: int) -> None:
     optim = {"name": "muon" if dp == 2 else "adamw"}
     layout = {"stage": 3, "pp": 2, "pp_schedule": schedule, "dp": dp, "tp": tp, "cp": cp}
@@ -299,8 +296,8 @@ def _with_and_without_muon(options: TrainCommand) -> Any:
     [
         {"dp": 2, "stage": 3, "dtype": "float32"},
         *exhaustive(
-            {"dp": 2, "tp": 2, "stage": 0}, {"cp": 2, "tp": 2, "stage": 3}, {"dp": 2, "stage": 2},
-            {"dp": 3, "stage": 1}, {"tp": 2, "stage": 1}, {"dp": 4, "stage": 3, "replicas": 2, "dtype": "float32"},
+            {"dp": 2, "tp": 2, "stage": 0}, {"cp": 2, "tp": 2, "stage": 3}, {"dp": 3, "stage": 1},
+            {"dp": 4, "stage": 3, "replicas": 2, "dtype": "float32"},
         ),
     ],
 )  # fmt: skip
@@ -358,10 +355,7 @@ def test_activations_of_models_of_transformers(sizes: ModelSizes) -> None:
     [
         ("1f1b", 4, 1, 12),
         ("zbv", 4, 2, 8),
-        *exhaustive(
-            ("gpipe", 4, 1, 7), ("1f1b", 8, 1, 100), ("interleaved_1f1b", 4, 2, 64), ("interleaved_1f1b", 2, 4, 24),
-            ("zero_bubble", 4, 1, 24), ("zero_bubble", 2, 2, 8), ("zbv", 2, 2, 16),
-        ),
+        *exhaustive(("gpipe", 4, 1, 7), ("interleaved_1f1b", 2, 4, 24), ("zero_bubble", 4, 1, 24)),
     ],
 )  # fmt: skip
 def test_parts_keep_the_most_that_any_rank_keeps(

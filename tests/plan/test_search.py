@@ -75,10 +75,9 @@ def test_shapes_use_all_gpus_and_divide_the_model() -> None:
     assert tensor_ranks(planned_model(PlanCommand(model="gpt2-1558m")), cluster) == [1], "25 heads"
 
 
-@pytest.mark.parametrize("factor", [1.2, *exhaustive(50.0)])
-def test_tpfuse_train_accepts_what_is_proposed_and_the_command_gives_the_same_options(factor: float) -> None:
+def test_tpfuse_train_accepts_what_is_proposed_and_the_command_gives_the_same_options() -> None:
     model = planned_model(GPT)
-    fitting = search(model, scarce(model, cluster_of(8), factor)).fitting
+    fitting = search(model, scarce(model, cluster_of(8), 1.2)).fitting
     assert len({each.layout for each in fitting}) == len(fitting) > 60
     sample = random.Random(0).sample(fitting, 30)
     assert len({each.layout.schedule for each in sample}) == 4 and {each.layout.pp for each in sample} == {1, 2, 4}
@@ -108,7 +107,7 @@ def _all(model: PlannedModel, cluster: Cluster) -> list[RankLayout]:
     return layouts
 
 
-@pytest.mark.parametrize("factor", [0.99, 1.01, *exhaustive(1.001, 1.1, 50.0)])
+@pytest.mark.parametrize("factor", [0.99, 1.01, *exhaustive(1.1)])
 def test_what_the_search_leaves_out_is_not_better(factor: float) -> None:
     model = planned_model(GPT)
     cluster = scarce(model, cluster_of(8), factor)
@@ -139,10 +138,9 @@ def test_of_layouts_that_take_equally_long_the_simplest_is_first() -> None:
     assert SearchResult([*equal, other, slower], [], 6).best == [equal[2], other]
 
 
-@pytest.mark.parametrize(("gpus", "batch"), [*exhaustive((1024, 1920)), (16384, 16384)])
-def test_a_search_takes_seconds(gpus: int, batch: int) -> None:
-    model = planned_model(PlanCommand(layers=48, width=8192, heads=64, tokens=4096, batch=batch))
+def test_a_search_takes_seconds() -> None:
+    model = planned_model(PlanCommand(layers=48, width=8192, heads=64, tokens=4096, batch=16384))
     start = time.process_time()
-    found = search(model, cluster_of(gpus))
+    found = search(model, cluster_of(16384))
     assert time.process_time() - start < 8.0, "1 to 5 seconds, on a machine with nothing else to do"
     assert found.compared > 2000 and found.fitting
