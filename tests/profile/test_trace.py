@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.meshes import mesh_of, tensor_mesh
-from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm import collectives, trace
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
@@ -111,9 +110,7 @@ def _record(folder: Path, kind: Implementation, busy: bool) -> tuple[list[float]
     return walls, took
 
 
-@pytest.mark.parametrize(
-    ("kind", "busy"), [("direct", True), ("collective", False), *exhaustive(("direct", False), ("collective", True))]
-)
+@pytest.mark.parametrize(("kind", "busy"), [("direct", True), ("collective", False)])
 def test_a_delay_is_attributed_to_its_rank_and_operator(kind: Implementation, busy: bool, tmp_path: Path) -> None:
     def attempt(folder: Path) -> None:
         walls, took = zip(*pool(2).run(_record, folder, kind, busy), strict=True)
@@ -144,8 +141,8 @@ class _Sleeping(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def _record_pipeline(folder: Path, late: int) -> None:
-    model = nn.Sequential(*(_Sleeping(PASS * (rank == late)) for rank in range(2)))
+def _record_pipeline(folder: Path) -> None:
+    model = nn.Sequential(*(_Sleeping(PASS * (rank == 0)) for rank in range(2)))
     ends: dict[str, Any] = {"embed": lambda x: x, "head": lambda x, _: x.sum()}
     stages = mesh_of(1, 1, pp=2)["pp"]
     pipeline = Pipeline(model, blocks=model, device_mesh=stages, micro_batches=MICRO_BATCHES, **ends)
@@ -157,13 +154,11 @@ def _record_pipeline(folder: Path, late: int) -> None:
                 pipeline.step(batches)
 
 
-@pytest.mark.parametrize("late", [0, *exhaustive(1)])
-def test_a_delay_between_stages_is_attributed_to_its_rank(late: int, tmp_path: Path) -> None:
+def test_a_delay_between_stages_is_attributed_to_its_rank(tmp_path: Path) -> None:
     def attempt(folder: Path) -> None:
-        pool(2).run(_record_pipeline, folder, late)
+        pool(2).run(_record_pipeline, folder)
         waits = summarise(read_traces(folder))["wait_matrix"]
-        assert waits[1 - late][late] == pytest.approx(MICRO_BATCHES * PASS, rel=0.25)
-        assert waits[late][1 - late] < PASS / 2
+        assert waits[1][0] == pytest.approx(MICRO_BATCHES * PASS, rel=0.25) and waits[0][1] < PASS / 2
 
     _once_undisturbed(attempt, tmp_path)
 
