@@ -15,211 +15,123 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpfuse.explore.ptx.faults import Unsupported
-from tpfuse.explore.ptx.numbers import (
-    TYPES,
-    UNSIGNED,
-    Bits,
-    Float,
-    bits_of,
-    decoder,
-    encoder,
-    joined,
-    on_bits,
-    to_tf32,
-)
+from tpfuse.explore.ptx.numbers import INTEGERS, Bits, Float, bits_of, joined, on_bits, on_halves, to_tf32
+
+_Function = Callable[..., Any]  # of numbers
 
 
 class Operation(NamedTuple):
-    """An instruction's function. widths: bits of the sources."""
+    """An instruction's function, whose result is a pair for a comparison of pairs. widths: bits of the sources."""
 
-    function: Callable[..., Bits]
+    function: Callable[..., Any]
     widths: tuple[int, ...]
-
-
-_Maker = Callable[[list[str]], Operation]
-_MAKERS: dict[str, _Maker] = {}
 
 
 @cache
 def operation(opcode: str) -> Operation:
     """Return the function of an opcode. Raise Unsupported if it, or one of its modifiers, is not known."""
     name, *modifiers = opcode.split(".")
-    if name not in _MAKERS:
+    if name not in _MAKERS and name not in _SIMPLE:
         raise Unsupported(f"{opcode} is not supported")
     try:
-        return _MAKERS[name](modifiers)
-    except (KeyError, IndexError, ValueError):
+        return _MAKERS[name](*modifiers) if name in _MAKERS else _simple(name, *modifiers)
+    except (LookupError, TypeError, ValueError):  # TypeError: another number of modifiers
         raise Unsupported(f"{opcode} is not supported: {'.'.join(modifiers)!r}") from None
 
 
-def _opcode(*names: str) -> Callable[[_Maker], _Maker]:
-    def register(maker: _Maker) -> _Maker:
-        _MAKERS.update(dict.fromkeys(names, maker))
-        return maker
-
-    return register
+def _is_float(kind: str) -> bool:
+    return kind.startswith(("f", "bf"))
 
 
-def _is_float(name: str) -> bool:
-    return name.startswith(("f", "bf"))
+def _operation(function: _Function, sources: tuple[str, ...], result: str, ftz: bool = False) -> Operation:
+    """Return the operation that computes a function of numbers of some types."""
+    return Operation(on_bits(function, sources, result, ftz), tuple(map(bits_of, sources)))
 
 
 def _fused(a: Float, b: Float, c: Float) -> Float:
     return a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
 
 
-# name -> (its modifiers, what it computes)
-_FLOATS: dict[str, tuple[str, Callable[..., Float]]] = {
-    "add": ("rn ftz", operator.add),
-    "sub": ("rn ftz", operator.sub),
-    "mul": ("rn ftz", operator.mul),
-    "div": ("rn ftz full approx", operator.truediv),
-    "min": ("ftz NaN", np.fmin),
-    "max": ("ftz NaN", np.fmax),
-    "fma": ("rn ftz", _fused),
-    "abs": ("ftz", np.abs),
-    "neg": ("ftz", operator.neg),
-    "sqrt": ("rn ftz approx", np.sqrt),
-    "rsqrt": ("ftz approx", lambda x: 1 / np.sqrt(x.astype(np.float64))),
-    "ex2": ("ftz approx", lambda x: np.exp2(x.astype(np.float64))),
-    "lg2": ("ftz approx", lambda x: np.log2(x.astype(np.float64))),
+# name -> (number of sources; what it computes of floats, with which modifiers; what it computes of integers)
+_SIMPLE: dict[str, tuple[int, _Function | None, str, _Function | None]] = {
+    "add": (2, operator.add, "rn ftz", operator.add),
+    "sub": (2, operator.sub, "rn ftz", operator.sub),
+    "mul": (2, operator.mul, "rn ftz", None),  # of integers: `_product`
+    "fma": (3, _fused, "rn ftz", None),
+    "div": (2, operator.truediv, "rn ftz full approx", lambda a, b: (a - np.fmod(a, b)) // b),
+    "rem": (2, None, "", np.fmod),
+    "min": (2, np.fmin, "ftz NaN", np.minimum),
+    "max": (2, np.fmax, "ftz NaN", np.maximum),
+    "abs": (1, np.abs, "ftz", np.abs),
+    "neg": (1, operator.neg, "ftz", operator.neg),
+    "and": (2, None, "", operator.and_),
+    "or": (2, None, "", operator.or_),
+    "xor": (2, None, "", operator.xor),
+    "not": (1, None, "", np.invert),
+    "sqrt": (1, np.sqrt, "rn ftz approx", None),
+    "rsqrt": (1, lambda x: 1 / np.sqrt(x.astype(np.float64)), "ftz approx", None),
+    "ex2": (1, lambda x: np.exp2(x.astype(np.float64)), "ftz approx", None),
+    "lg2": (1, lambda x: np.log2(x.astype(np.float64)), "ftz approx", None),
 }
-_INTEGERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "rem": np.fmod,
-    "div": lambda a, b: (a - np.fmod(a, b)) // b,
-    "abs": np.abs,
-    "neg": operator.neg,
-    "not": np.invert,
-}
-_ARITY = dict.fromkeys(("abs", "neg", "not", "sqrt", "rsqrt", "ex2", "lg2"), 1) | {"fma": 3}
 
 
-def _elementwise(name: str) -> _Maker:
-    def make(modifiers: list[str]) -> Operation:
-        *given, kind = modifiers
-        if name == "mul" and not _is_float(kind):
-            return _integer_product(modifiers, 2)
-        if (name, kind) == ("fma", "f64") or (name in ("abs", "neg") and kind.startswith("u")):
-            raise ValueError  # float64 has no wider type in which to compute a fused product
-        known = "relu" if name in ("min", "max") and kind == "s32" else ""
-        if _is_float(kind):
-            known, function = _FLOATS[name]
-        else:
-            function = _INTEGERS[name]
-        if set(given) - set(known.split()):
-            raise ValueError
-        if "NaN" in given:
-            function = _INTEGERS[name]
-        if "relu" in given:
-            plain = function
-            function = lambda a, b: np.maximum(plain(a, b), np.int32(0))  # noqa: E731
-        arity = _ARITY.get(name, 2)
-        return Operation(on_bits(function, kind, "ftz" in given, arity), (bits_of(kind),) * arity)
-
-    return make
-
-
-_MAKERS.update({name: _elementwise(name) for name in _FLOATS.keys() | _INTEGERS.keys()})
-
-
-def _integer_product(modifiers: list[str], arity: int) -> Operation:
-    """Return mul or mad (arity 3) of integers. Widened operands have twice the bits."""
-    part, kind = modifiers
-    bits, signed = bits_of(kind), kind[0] == "s"
-    narrow, unsigned = TYPES[kind], UNSIGNED[bits]
-    if part == "lo":
-        if arity == 2:
-            return Operation(lambda a, b: a * b, (bits, bits))
-        return Operation(lambda a, b, c: a * b + c, (bits, bits, bits))
-    if part not in ("wide", "hi") or bits == 64:
+def _simple(name: str, *modifiers: str) -> Operation:
+    *given, kind = modifiers
+    arity, function, known, of_integers = _SIMPLE[name]
+    if not _is_float(kind):
+        function, known = of_integers, "relu" if name in ("min", "max") and kind == "s32" else ""
+    elif "NaN" in given:
+        function = of_integers
+    if function is None or set(given) - set(known.split()):
         raise ValueError
-    wide, out = TYPES[f"{'s' if signed else 'u'}{2 * bits}"], UNSIGNED[2 * bits]
-
-    def product(a: Bits, b: Bits) -> Bits:
-        return (a.view(narrow).astype(wide) * b.view(narrow).astype(wide)).view(out)
-
-    if part == "wide":
-        if arity == 2:
-            return Operation(product, (bits, bits))
-        return Operation(lambda a, b, c: product(a, b) + c, (bits, bits, 2 * bits))
-
-    def high(a: Bits, b: Bits) -> Bits:
-        return (product(a, b) >> out(bits)).astype(unsigned)
-
-    if arity == 2:
-        return Operation(high, (bits, bits))
-    return Operation(lambda a, b, c: high(a, b) + c, (bits, bits, bits))
+    if (name, kind) == ("fma", "f64") or (name in ("abs", "neg") and kind.startswith("u")):
+        raise ValueError  # float64 has no wider type in which to compute a fused product
+    if "relu" in given:
+        return _operation(lambda *sources: np.maximum(function(*sources), np.int32(0)), (kind,) * arity, kind)
+    return _operation(function, (kind,) * arity, kind, "ftz" in given)
 
 
-@_opcode("mad")
-def _mad(modifiers: list[str]) -> Operation:
-    return _integer_product(modifiers, 3)
+def _product(part: str, kind: str, *, adds: bool = False) -> Operation:
+    """Return mul or mad of integers. part: "wide" has twice the bits, of which "lo" and "hi" are the halves."""
+    if kind not in INTEGERS:
+        raise ValueError
+    shift = {"lo": 0, "wide": 0, "hi": bits_of(kind)}[part]
+    wide = kind if part == "lo" else f"{kind[0]}{2 * bits_of(kind)}"
+    result, dtype = kind if shift else wide, INTEGERS[wide]
+
+    def product(a: Any, b: Any) -> Any:
+        both = a.astype(dtype, copy=False) * b.astype(dtype, copy=False)
+        return both >> dtype(shift) if shift else both
+
+    if adds:
+        return _operation(lambda a, b, c: product(a, b) + c, (kind, kind, result), result)
+    return _operation(product, (kind, kind), result)
 
 
-@_opcode("mov")
-def _mov(modifiers: list[str]) -> Operation:
-    (kind,) = modifiers
+def _same(kind: str) -> Operation:
     return Operation(lambda a: a, (bits_of(kind),))
 
 
-@_opcode("cvta")
-def _cvta(modifiers: list[str]) -> Operation:
-    if modifiers != ["global", "u64"]:  # global addresses are generic ones
-        raise ValueError
-    return Operation(lambda a: a, (64,))
+def _shift(function: _Function, kind: str) -> Operation:
+    bits, dtype = np.uint32(bits_of(kind)), INTEGERS[kind]
+    # NumPy defines shifts by a number's width and more as PTX does, up to the amounts that the type holds.
+    return _operation(lambda a, amount: function(a, np.minimum(amount, bits).astype(dtype)), (kind, "u32"), kind)
 
 
-@_opcode("selp")
-def _selp(modifiers: list[str]) -> Operation:
-    (kind,) = modifiers
-    return Operation(lambda a, b, p: np.where(p, a, b), (bits_of(kind), bits_of(kind), 1))
-
-
-def _shift_maker(right: bool) -> _Maker:
-    def make(modifiers: list[str]) -> Operation:
-        (kind,) = modifiers
-        bits = bits_of(kind)
-        dtype, unsigned = TYPES[kind], UNSIGNED[bits]
-        function = operator.rshift if right else operator.lshift
-
-        def shift(a: Bits, amount: Bits) -> Bits:
-            # NumPy defines shifts by a number's width and more as PTX does, up to the amounts that the type holds.
-            return function(a.view(dtype), np.minimum(amount, np.uint32(bits)).astype(dtype)).view(unsigned)
-
-        return Operation(shift, (bits, 32))
-
-    return make
-
-
-_MAKERS.update({"shl": _shift_maker(False), "shr": _shift_maker(True)})
-
-
-@_opcode("bfe")
-def _bfe(modifiers: list[str]) -> Operation:
+def _bfe(kind: str) -> Operation:
     """Return the bits from position b on, c of them, extended by zeros or by the highest of them."""
-    (kind,) = modifiers
-    bits, wide = bits_of(kind), np.int64 if kind[0] == "s" else np.uint64
+    wide: Any = {"s": np.int64, "u": np.uint64}[kind[0]]
 
-    def extract(a: Bits, position: Bits, length: Bits) -> Bits:
-        value = a.view(TYPES[kind]).astype(wide) >> (position & np.uint32(0xFF)).astype(wide)
+    def extract(a: Any, position: Any, length: Any) -> Any:
+        value = a.astype(wide) >> (position & np.uint32(0xFF)).astype(wide)
         unused = (np.uint32(64) - np.minimum(length & np.uint32(0xFF), np.uint32(64))).astype(wide)
-        return (value << unused >> unused).astype(wide).view(np.uint64).astype(UNSIGNED[bits])
+        return value << unused >> unused
 
-    return Operation(extract, (bits, 32, 32))
+    return _operation(extract, (kind, "u32", "u32"), kind)
 
 
-@_opcode("prmt")
-def _prmt(modifiers: list[str]) -> Operation:
+def _prmt(kind: str) -> Operation:
     """Return four bytes of a and b, which the digits of c number; a digit of 8 or more takes the byte's sign alone."""
-    if modifiers != ["b32"]:
-        raise ValueError
 
     def permute(a: Bits, b: Bits, digits: Bits) -> Bits:
         both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
@@ -231,85 +143,80 @@ def _prmt(modifiers: list[str]) -> Operation:
             result = result | np.where(digit >= 8, sign, byte.astype(np.uint32)) << np.uint32(8 * place)
         return result
 
-    return Operation(permute, (32, 32, 32))
+    return {"b32": Operation(permute, (32, 32, 32))}[kind]
 
 
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+_COMPARE: dict[str, _Function] = {x: getattr(operator, x) for x in ("eq", "ne", "lt", "le", "gt", "ge")}
+# Comparisons that hold if a number is NaN (equ, neu, ...) are the negations of the opposite ones.
+_COMPARE_FLOATS: dict[str, _Function] = _COMPARE | {
+    "ne": lambda a, b: (a < b) | (a > b),
+    "neu": operator.ne,
+    "equ": lambda a, b: ~((a < b) | (a > b)),
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }
-# Comparisons that hold if a number is NaN are the negations of the opposite ones.
-_OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
-def _float_comparison(name: str) -> Callable[[Float, Float], Any]:
-    if name == "num":
-        return lambda a, b: ~(np.isnan(a) | np.isnan(b))
-    if name == "nan":
-        return lambda a, b: np.isnan(a) | np.isnan(b)
-    if name == "ne":
-        return lambda a, b: (a < b) | (a > b)
-    if name.endswith("u"):
-        opposite = _float_comparison(_OPPOSITE[name[:-1]])
-        return lambda a, b: ~opposite(a, b)
-    return _COMPARE[name]
-
-
-@_opcode("setp")
-def _setp(modifiers: list[str]) -> Operation:
-    name, *given, kind = modifiers
-    if set(given) - {"ftz"}:
+def _setp(name: str, *modifiers: str) -> Operation:
+    *given, kind = modifiers
+    if given not in ([], ["ftz"]):
         raise ValueError
-    compare = _float_comparison(name) if _is_float(kind) else _COMPARE[name]
-    decode = decoder(kind, "ftz" in given)
-    return Operation(lambda a, b: compare(decode(a), decode(b)), (bits_of(kind),) * 2)
+    compare = (_COMPARE_FLOATS if _is_float(kind) else _COMPARE)[name]
+    compared = on_bits(compare, (kind.removesuffix("x2"),) * 2, "pred", bool(given))
+    return Operation(on_halves(compared) if kind.endswith("x2") else compared, (bits_of(kind),) * 2)
 
 
-@_opcode("cvt")
-def _cvt(modifiers: list[str]) -> Operation:
+_TO_INTEGERS: dict[str, _Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def _cvt(*modifiers: str) -> Operation:
     """Return a conversion. cvt.rn.bf16x2.f32 packs its first operand above its second one."""
-    *_, to, source = modifiers
-    given, bits = set(modifiers[:-2]), bits_of(source)
-    if given - {"rn", "rz", "rna", "rni", "rzi", "rmi", "rpi", "ftz", "sat"} or "sat" in given:
-        raise ValueError
-    if to == "tf32":
-        if source != "f32" or given != {"rna"}:
-            raise ValueError
+    *given, to, source = modifiers
+    ftz, rounding = "ftz" in given, ".".join(x for x in given if x != "ftz")
+    if (given, to, source) == (["rna"], "tf32", "f32"):
         return Operation(to_tf32, (32,))
-    ftz = "ftz" in given
-    if to.endswith("x2"):
-        if source != "f32" or given - {"rn", "ftz"}:
-            raise ValueError
-        decode, encode = decoder("f32", ftz), encoder(to[:-2])
-        return Operation(lambda a, b: joined(encode(decode(b)), encode(decode(a))), (32, 32))
-    if _is_float(source) and _is_float(to):
-        if given - {"rn", "ftz"}:
-            raise ValueError
-        decode, encode = decoder(source, ftz and source == "f32"), encoder(to, ftz and to == "f32")
-        return Operation(lambda a: encode(decode(a)), (bits,))
-    decode, encode = decoder(source, ftz), encoder(to)
-    if _is_float(to):
-        if given != {"rn"}:
+    if not _is_float(source):
+        if given != (["rn"] if _is_float(to) else []):
             raise ValueError
         # Integers of up to 53 bits are exact in float64; of longer ones the sum is rounded twice.
-        return Operation(lambda a: encode(decode(a).astype(np.float64)), (bits,))
-    if _is_float(source):
-        return Operation(_to_integer(given, to, decode), (bits,))
-    if given:
+        return _operation(lambda x: x.astype(np.float64) if given else x, (source,), to)
+    if not _is_float(to):
+        return _operation(_clamped(_TO_INTEGERS[rounding], INTEGERS[to]), (source,), to, ftz)
+    if rounding not in ("", "rn") or (to.endswith("x2") and source != "f32"):
         raise ValueError
-    return Operation(lambda a: encode(decode(a)), (bits,))
+    convert = on_bits(lambda x: x, (source,), to.removesuffix("x2"), ftz)
+    if to.endswith("x2"):
+        return Operation(lambda a, b: joined(convert(b), convert(a)), (32, 32))
+    return Operation(convert, (bits_of(source),))
 
 
-def _to_integer(given: set[str], to: str, decode: Callable[[Bits], Float]) -> Callable[[Bits], Bits]:
-    """Return the conversion of a float to an integer: clamped to the integer's range, and 0 for NaN."""
-    (rounding,) = given - {"ftz"}
-    function = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding]
-    limits, encode = np.iinfo(TYPES[to]), encoder(to)
+def _clamped(function: _Function, dtype: Any) -> _Function:
+    """Return the conversion of floats to integers that rounds by a function: clamped to their range, and 0 for NaN."""
+    limits = np.iinfo(dtype)
     above = 2.0 ** (limits.bits - (limits.min < 0))
 
-    def convert(a: Bits) -> Bits:
-        x = function(decode(a)).astype(np.float64)
-        inside = np.where(np.isnan(x) | (x >= above) | (x < limits.min), 0, x).astype(TYPES[to])
-        value = np.where(x >= above, TYPES[to](limits.max), inside)
-        return encode(np.where(x < limits.min, TYPES[to](limits.min), value))
+    def convert(x: Float) -> Any:
+        x = function(x).astype(np.float64)
+        inside = np.where(np.isnan(x) | (x >= above) | (x < limits.min), 0, x).astype(dtype)
+        return np.where(x >= above, dtype(limits.max), np.where(x < limits.min, dtype(limits.min), inside))
 
     return convert
+
+
+_MAKERS: dict[str, Callable[..., Operation]] = {
+    "mul": lambda *x: _simple("mul", *x) if _is_float(x[-1]) else _product(*x),
+    "mad": lambda part, kind: _product(part, kind, adds=True),
+    "mov": _same,
+    "cvta": lambda *x: {("global", "u64"): _same("u64")}[x],  # global addresses are generic ones
+    "selp": lambda kind: Operation(lambda a, b, p: np.where(p, a, b), (bits_of(kind), bits_of(kind), 1)),
+    "shl": lambda kind: _shift(operator.lshift, kind),
+    "shr": lambda kind: _shift(operator.rshift, kind),
+    "bfe": _bfe,
+    "prmt": _prmt,
+    "setp": _setp,
+    "cvt": _cvt,
+}

@@ -5,7 +5,7 @@ have the same. bfloat16 is rounded to the nearest, ties to even, in integer arit
 need not have the bits that a GPU gives them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,23 +15,19 @@ from tpfuse.explore.ptx.faults import Unsupported
 Bits = Any  # an array of unsigned integers or of booleans, or a NumPy scalar of such a type
 Float = Any  # float16, float32 or float64
 
-_TYPES: dict[str, Any] = {f"{kind}{bits}": f"{kind}{bits // 8}" for kind in "f" for bits in (16, 32, 64)}
-_TYPES |= {f"s{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
-_TYPES |= {f"{kind}{bits}": f"u{bits // 8}" for kind in "bu" for bits in (8, 16, 32, 64)}
-TYPES = {name: np.dtype(code).type for name, code in _TYPES.items()}
 UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+INTEGERS: dict[str, Any] = {f"{kind}{bits}": UNSIGNED[bits] for kind in "bu" for bits in (8, 16, 32, 64)}
+INTEGERS |= {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64}
+TYPES: dict[str, Any] = INTEGERS | {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64}
+_BITS: dict[str, int] = {name: 8 * np.dtype(dtype).itemsize for name, dtype in TYPES.items()}
+_BITS |= {"pred": 1, "bf16": 16, "tf32": 32} | {f"{name}16x2": 32 for name in ("f", "bf", "s", "u")}
 
 
 def bits_of(name: str) -> int:
     """Return the width of a type, such as 32 of "s32" and of "bf16x2", and 1 of "pred"."""
-    if name == "pred":
-        return 1
-    if name.endswith("x2"):
-        return 32
-    width = name.lstrip("bsutf")
-    if not width.isdigit() or int(width) not in UNSIGNED:
+    if name not in _BITS:
         raise Unsupported(f"{name} is no type that is known")
-    return int(width)
+    return _BITS[name]
 
 
 def immediate(value: int, bits: int) -> Bits:
@@ -45,7 +41,7 @@ def flushed(x: Float) -> Float:
 
 
 def to_bfloat16(x: Float) -> Bits:
-    """Return float32 numbers rounded to bfloat16."""
+    """Return numbers rounded to float32, and then to bfloat16."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
@@ -57,10 +53,8 @@ def to_tf32(bits: Bits) -> Bits:
     return np.where(finite, bits + np.uint32(0x1000), bits) & np.uint32(0xFFFFE000)
 
 
-def decoder(name: str, ftz: bool = False) -> Callable[[Bits], Any]:
+def decoder(name: str, ftz: bool) -> Callable[[Bits], Any]:
     """Return the function that turns bits of a type into numbers; 16-bit floating-point types become float32."""
-    if name == "pred":
-        return lambda x: x
     if name == "bf16":
         return lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if name == "f16":
@@ -71,15 +65,13 @@ def decoder(name: str, ftz: bool = False) -> Callable[[Bits], Any]:
     return lambda x: x.view(dtype)
 
 
-def encoder(name: str, ftz: bool = False) -> Callable[[Any], Bits]:
+def encoder(name: str, ftz: bool) -> Callable[[Any], Bits]:
     """Return the function that turns numbers into bits of a type, rounded to the nearest, ties to even.
 
-    A number of float64 is rounded to float32 before it is rounded to 16 bits. Integers have the type's width.
+    A number of float64 is rounded to float32 before it is rounded to 16 bits. Integers lose the bits above the type's.
     """
-    if name == "pred":
-        return lambda x: x
     if name == "bf16":
-        return lambda x: to_bfloat16(x.astype(np.float32))
+        return to_bfloat16
     if name == "f16":
         return lambda x: x.astype(np.float32).astype(np.float16).view(np.uint16)
     if name == "f32" and ftz:
@@ -98,19 +90,19 @@ def joined(low: Bits, high: Bits) -> Bits:
     return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
 
 
-def on_bits(f: Callable[..., Any], name: str, ftz: bool, arity: int) -> Callable[..., Bits]:
-    """Return a function of bits of a type, such as "s32" or "bf16x2", that computes f of the numbers."""
-    if name.endswith("x2"):
-        half = on_bits(f, name[:-2], ftz, arity)
+def on_halves(f: Callable[..., Bits]) -> Callable[..., list[Bits]]:
+    """Return a function that computes f of the lower and of the upper halves of 32-bit numbers."""
+    return lambda *sources: [f(*x) for x in zip(*map(halves, sources), strict=True)]
 
-        def both(*sources: Bits) -> Bits:
-            low, high = zip(*map(halves, sources), strict=True)
-            return joined(half(*low), half(*high))
 
-        return both
-    decode, encode = decoder(name, ftz), encoder(name, ftz)
-    if arity == 1:
-        return lambda a: encode(f(decode(a)))
-    if arity == 2:
-        return lambda a, b: encode(f(decode(a), decode(b)))
-    return lambda a, b, c: encode(f(decode(a), decode(b), decode(c)))
+def on_bits(f: Callable[..., Any], sources: Sequence[str], result: str, ftz: bool = False) -> Callable[..., Bits]:
+    """Return a function from bits of types to bits of a type that computes f of the numbers, or of those of pairs."""
+    if result.endswith("x2"):
+        both = on_halves(on_bits(f, [x[:-2] for x in sources], result[:-2], ftz))
+        return lambda *bits: joined(*both(*bits))
+    decoders, encode = [decoder(name, ftz) for name in sources], encoder(result, ftz)
+    if len(decoders) == 1:
+        return lambda a: encode(f(decoders[0](a)))
+    if len(decoders) == 2:
+        return lambda a, b: encode(f(decoders[0](a), decoders[1](b)))
+    return lambda *bits: encode(f(*[decode(x) for decode, x in zip(decoders, bits, strict=True)]))

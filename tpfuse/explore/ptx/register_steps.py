@@ -1,12 +1,11 @@
 """The steps of instructions that work on registers: arithmetic, and what the lanes of a warp do together."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tpfuse.explore.ptx import warps
-from tpfuse.explore.ptx.arithmetic import operation
+from tpfuse.explore.ptx.arithmetic import Operation, operation
 from tpfuse.explore.ptx.faults import Unsupported
 from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of, halves, joined
 from tpfuse.explore.ptx.parser import Immediate, PtxInstruction, Register, Vector
@@ -15,66 +14,35 @@ from tpfuse.explore.ptx.slots import Slots
 
 
 def arithmetic(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return the step of an instruction that computes each thread's result from its own registers."""
-    target, *sources = instruction.operands
-    if instruction.parts[0] == "mov" and (isinstance(target, Vector) or isinstance(sources[0], Vector)):
-        return _move_halves(slots, instruction)
-    if instruction.parts[0] == "setp" and instruction.opcode.endswith("x2"):
-        return _compare_halves(slots, instruction)
-    function, widths = operation(instruction.opcode)
+    """Return the step of an instruction that computes each thread's result from its own registers.
+
+    A mov between a register and a vector of its halves has two sources or results, and a setp of pairs two results.
+    """
+    opcode, results, sources = instruction.opcode, instruction.operands[:1], instruction.operands[1:]
+    if opcode == "mov.b32" and isinstance(results[0], Vector):
+        (function, widths), results = Operation(halves, (32,)), results[0].elements
+    elif opcode == "mov.b32" and isinstance(sources[0], Vector):
+        (function, widths), sources = Operation(joined, (16, 16)), sources[0].elements
+    else:
+        function, widths = operation(opcode)
+        if opcode.startswith("setp") and opcode.endswith("x2"):
+            results, sources = instruction.operands[:2], instruction.operands[2:]
     if len(sources) != len(widths):
-        raise Unsupported(f"{instruction.opcode} has {len(sources)} sources: expected {len(widths)}")
+        raise Unsupported(f"{opcode} has {len(sources)} sources: expected {len(widths)}")
     if any(isinstance(x, Register) and x.bits > width for x, width in zip(sources, widths, strict=True)):
-        function = _narrowed(instruction, function, *widths)
-    slot = slots.slot(target, 0)
-    places = [slots.slot(source, width) for source, width in zip(sources, widths, strict=True)]
+        if instruction.parts[0] != "cvt":
+            raise Unsupported(f"{opcode} of a wider register is not supported")
+        whole, narrow = function, UNSIGNED[widths[0]]
+        function = lambda a: whole(a.astype(narrow))  # noqa: E731 (the lower bits count)
+    targets, places = [slots.slot(x, 0) if x else None for x in results], list(map(slots.slot, sources, widths))
     guard = slots.guard(instruction)
 
     def step(p: Program) -> None:
-        registers = p.registers
-        p.write(slot, function(*[registers[x] for x in places]), p.guarded(guard))
-
-    return step
-
-
-def _narrowed(instruction: PtxInstruction, function: Callable[..., Any], width: int) -> Callable[..., Any]:
-    """Return cvt of a register that is wider than its type: the lower bits count."""
-    if instruction.parts[0] != "cvt":
-        raise Unsupported(f"{instruction.opcode} of a wider register is not supported")
-    return lambda a: function(a.astype(UNSIGNED[width]))
-
-
-def _move_halves(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return a mov between a 32-bit register and a vector of its halves."""
-    target, source = instruction.operands
-    guard = slots.guard(instruction)
-    if instruction.opcode != "mov.b32":
-        raise Unsupported(f"{instruction.opcode} of a vector is not supported")
-    if isinstance(source, Vector):
-        whole = slots.slot(target, 32)
-        low, high = (slots.slot(x, 16) for x in source.elements)
-        return lambda p: p.write(whole, joined(p.registers[low], p.registers[high]), p.guarded(guard))
-    whole, parts = slots.slot(source, 32), slots.elements(target, 16)
-
-    def step(p: Program) -> None:
-        for slot, half in zip(parts, halves(p.registers[whole]), strict=True):
+        registers, mask = p.registers, p.guarded(guard)
+        computed = function(*[registers[x] for x in places])
+        for slot, value in zip(targets, (computed,) if len(targets) == 1 else computed, strict=True):
             if slot is not None:
-                p.write(slot, half, p.guarded(guard))
-
-    return step
-
-
-def _compare_halves(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return a setp of pairs, whose two results are those of the lower and of the upper numbers."""
-    low, high, *sources = instruction.operands
-    results = slots.slot(low, 1), slots.slot(high, 1)
-    a, b = (slots.slot(source, 32) for source in sources)
-    compare, guard = operation(instruction.opcode.removesuffix("x2")).function, slots.guard(instruction)
-
-    def step(p: Program) -> None:
-        mask = p.guarded(guard)
-        for slot, left, right in zip(results, halves(p.registers[a]), halves(p.registers[b]), strict=True):
-            p.write(slot, compare(left, right), mask)
+                p.write(slot, value, mask)
 
     return step
 
