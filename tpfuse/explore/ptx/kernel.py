@@ -1,41 +1,65 @@
-"""A kernel of PTX that runs on the CPU."""
+"""A kernel of PTX that runs on the CPU: compiled to blocks of steps, each of which executes one instruction for all
+active threads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from tpfuse.explore.ptx.compilation import compile_kernel
-from tpfuse.explore.ptx.faults import PtxError
+from tpfuse.explore.ptx import asynchronous_steps, memory_steps, register_steps
+from tpfuse.explore.ptx.control_flow import weak_topological_order
+from tpfuse.explore.ptx.faults import PtxError, Unsupported
 from tpfuse.explore.ptx.global_memory import Buffer, GlobalMemory
-from tpfuse.explore.ptx.numbers import UNSIGNED, bits_of
-from tpfuse.explore.ptx.parser import parse
-from tpfuse.explore.ptx.program import LANES, Program
+from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of, immediate
+from tpfuse.explore.ptx.parser import Immediate, Parsed, PtxInstruction, parse
+from tpfuse.explore.ptx.program import LANES, Program, Step, StepBlock
 from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
-from tpfuse.explore.ptx.slots import special_registers
+from tpfuse.explore.ptx.slots import Slots
+
+Grid = Sequence[int]  # three sizes, or a place
+_MOST = 1_000_000  # blocks of instructions that a program executes
+_ENDS = {"bra": "branch", "ret": "exit", "exit": "exit", "bar": "barrier", "barrier": "barrier"}
+_MAKERS: dict[str, Callable[..., Step]] = {
+    "ld": memory_steps.load,
+    "st": memory_steps.store,
+    "atom": memory_steps.atomic,
+    "red": memory_steps.atomic,
+    "cp": memory_steps.asynchronous,
+    "ldmatrix": memory_steps.matrix,
+    "stmatrix": memory_steps.matrix,
+    "mma": register_steps.products,
+    "shfl": register_steps.shuffle,
+    "redux": register_steps.reduction,
+    "bar": register_steps.warp_barrier,
+    "elect": asynchronous_steps.elect,
+    "fence": asynchronous_steps.fence,
+    "mbarrier": asynchronous_steps.memory_barrier,
+    "tensormap": asynchronous_steps.tensor_map,
+    "wgmma": asynchronous_steps.matrix_product,
+}
+_NEVER_GUARDED = ("ldmatrix", "stmatrix", "mma", "shfl", "redux", "bar", "elect", "wgmma")
 
 
 class Kernel:
     """A kernel that is parsed and compiled from a PTX text.
 
     shared: the bytes of shared memory that a launch gives to each program. scratch: the bytes of global memory that it
-    gives to each program beside the arguments. Raise Unsupported for what is not known.
+    gives to each program beside the arguments. Raise Unsupported, with the line, for what is not known.
     """
 
     def __init__(self, text: str, shared: int = 0, scratch: int = 0) -> None:
         self.text, self.shared, self.scratch, self.parsed = text, shared, scratch, parse(text)
-        self.name = self.parsed.name
-        self._code = compile_kernel(self.parsed)
+        self.name, code = self.parsed.name, self.parsed.instructions
+        self._slots = Slots(self.parsed)
+        self._blocks = _blocks(self.parsed, self._slots)
+        asynchronous = any(x.parts[0] == "wgmma" for x in code)
+        self._touched = [asynchronous_steps.touched(self._slots, x) for x in code if asynchronous]
 
     def run(
-        self,
-        grid: Sequence[int],
-        arguments: Sequence[Any],
-        *,
-        memory: GlobalMemory | None = None,
-        most_blocks: int = 1_000_000,
+        self, grid: Grid, arguments: Sequence[Any], *, memory: GlobalMemory | None = None, most_blocks: int = _MOST
     ) -> None:
         """Run the programs of a grid one after another.
 
@@ -59,46 +83,97 @@ class Kernel:
         parameters = self.parsed.parameters
         if len(arguments) != len(parameters):
             raise PtxError(f"{self.name} has {len(parameters)} parameters, {len(arguments)} were given")
-        return {name: _bits(x, kind) for (name, kind), x in zip(parameters, arguments, strict=True)}
+        return {name: self._bits(name, kind, x) for (name, kind), x in zip(parameters, arguments, strict=True)}
+
+    def _bits(self, name: str, kind: str, argument: Any) -> Any:
+        given = argument.data_ptr() if isinstance(argument, Tensor) else 0 if argument is None else argument
+        if kind.startswith("f") and isinstance(given, Real):
+            return TYPES[kind](given).view(UNSIGNED[bits_of(kind)])
+        if not isinstance(given, Integral):
+            raise PtxError(f"parameter {name} of {self.name}, of type {kind}, is given a {type(argument).__name__}")
+        return immediate(int(given), bits_of(kind))
 
     def run_program(
-        self,
-        index: Sequence[int],
-        grid: Sequence[int],
-        given: dict[str, Any],
-        memory: GlobalMemory,
-        most_blocks: int = 1_000_000,
+        self, index: Grid, grid: Grid, given: dict[str, Any], memory: GlobalMemory, most_blocks: int = _MOST
     ) -> None:
         """Run one program. given: as `bind` returns it."""
-        threads, code = self.parsed.threads, self._code
-        slots = code.slots
-        registers = list(slots.initial)
-        for name, value in (special_registers(threads, index, grid) | given).items():
-            if name in slots.by_name:
-                registers[slots.by_name[name]] = value
+        threads, slots, thread = self.parsed.threads, self._slots, np.arange(self.parsed.threads)
+        values: dict[str, Any] = {"%laneid": thread % LANES, "%warpid": thread // LANES}
+        for axis, *each in zip("xyz", (thread, 0, 0), (threads, 1, 1), index, grid, strict=True):
+            values |= zip((f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid")), each, strict=True)
+        values = {name: np.asarray(x, np.uint32)[()] for name, x in values.items()} | given
+        registers = [*slots.initial]
+        for name in values.keys() & slots.by_name.keys():
+            registers[slots.by_name[name]] = values[name]
         shared = CheckedSharedMemory(self.shared, slots.granule, threads // LANES)
-        program = Program(
-            code.blocks,
-            self.parsed.instructions,
-            code.touched,
-            registers,
-            memory,
-            shared,
-            threads,
-            most_blocks,
-            tuple(index),
-        )
+        program = Program(self.parsed, self._blocks, self._touched, registers, memory, shared, tuple(index))
         with np.errstate(all="ignore"):
-            program.run()
+            program.run(most_blocks)
 
 
-def _bits(argument: Any, kind: str) -> Any:
-    """Return an argument as a scalar of unsigned bits."""
-    if argument is None:
-        argument = 0
-    if isinstance(argument, Tensor):
-        argument = argument.data_ptr()
-    if kind == "f32":
-        return np.float32(argument).view(np.uint32)
-    bits = bits_of(kind)
-    return UNSIGNED[bits](int(argument) & (1 << bits) - 1)
+def _blocks(kernel: Parsed, slots: Slots) -> list[StepBlock]:
+    """Return the blocks of a kernel in the order of `control_flow`."""
+    code = kernel.instructions
+    ends = {index: _ENDS[x.parts[0]] for index, x in enumerate(code) if x.parts[0] in _ENDS and "warp" not in x.parts}
+    # Threads that have diverged meet where a block begins: a barrier is a block of its own.
+    starts = {0, *(index + 1 for index in ends), *(index for index, end in ends.items() if end == "barrier")}
+    starts |= {x.target for x in code if x.target is not None}
+    ordered = sorted(start for start in starts if start < len(code))
+    spans = [range(start, after) for start, after in zip(ordered, [*ordered[1:], len(code)], strict=True)]
+    numbers = {span[0]: number for number, span in enumerate(spans)}
+    following: list[list[int]] = []
+    for number, span in enumerate(spans):
+        last, end = code[span[-1]], ends.get(span[-1], "next")
+        goes_on = end in ("next", "barrier") or last.guard is not None
+        following.append([number + 1] * goes_on + [numbers[x] for x in (last.target,) if x is not None])
+    if len(spans) in following[-1]:
+        raise Unsupported(f"{kernel.name} does not end with ret or a branch")
+    order = [*weak_topological_order(following), -1]
+    blocks = []
+    for number, span in enumerate(spans):
+        last, end = code[span[-1]], ends.get(span[-1], "next")
+        groups = _groups(code, span if end == "next" else span[:-1])
+        steps = tuple((group[0], _step(slots, *[code[index] for index in group])) for group in groups)
+        target = -1 if last.target is None else order[numbers[last.target]]
+        guard = slots.guard(last) if end in ("branch", "exit") else None
+        barrier = _barrier(last) if end == "barrier" else -1
+        blocks.append(StepBlock(steps, end, span[-1], target, order[number + 1], guard, barrier))
+    return [blocks[number] for number in sorted(numbers.values(), key=order.__getitem__)]
+
+
+def _groups(code: Sequence[PtxInstruction], indices: Iterable[int]) -> list[list[int]]:
+    """Return the instructions of each step: those of mma.sync that follow one another, unless one needs another."""
+    groups: list[list[int]] = []
+    targets: set[Any] = set()
+    for index in indices:
+        x = code[index]
+        registers = {y for operand in x.operands for y in getattr(operand, "elements", ())}
+        if x.parts[0] == "mma" and groups and code[groups[-1][0]].opcode == x.opcode and targets.isdisjoint(registers):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            targets = set()
+        if x.parts[0] == "mma":
+            targets.update(x.operands[0].elements)
+    return groups
+
+
+def _step(slots: Slots, instruction: PtxInstruction, *others: PtxInstruction) -> Step:
+    """Return the step of an instruction that does not end a block, and of others like it."""
+    name = instruction.parts[0]
+    try:
+        if name in _NEVER_GUARDED and instruction.guard is not None:
+            raise Unsupported(f"{instruction.opcode} under a predicate is not supported")
+        return _MAKERS.get(name, register_steps.arithmetic)(slots, instruction, *others)
+    except Unsupported as error:
+        raise Unsupported(f"{error}\n  {instruction}") from None
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+        raise Unsupported(f"{instruction.opcode} with these operands is not supported\n  {instruction}") from None
+
+
+def _barrier(instruction: PtxInstruction) -> int:
+    """Return the number of a barrier at which all threads of a program meet."""
+    match instruction:
+        case PtxInstruction(opcode="bar.sync", operands=(Immediate(value=number),), guard=None):
+            return number
+    raise Unsupported(f"{instruction} is not supported")

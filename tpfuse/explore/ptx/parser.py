@@ -7,11 +7,15 @@ registers are their own. Debugging sections are not read; `.loc` and `.file` nam
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any, TypeVar
 
 from tpfuse.explore.ptx.faults import Unsupported
+from tpfuse.explore.ptx.numbers import bits_of
 
+_T = TypeVar("_T")
 SHARED_BASE = 1024  # the address of the first byte of shared memory: no access to address 0 is a valid one
 
 
@@ -53,15 +57,15 @@ class Vector:
 class PtxInstruction:
     """An instruction. operands: each an Operand, a Vector, or None for `_`.
 
-    guard: the predicate under which it is executed, and whether that is negated. target: the label of a branch. line:
-    of the PTX's text, from 1. source: (file, line) of the kernel. where: the same for readers, with the callers of an
-    inlined function, as Triton writes them.
+    guard: the predicate under which it is executed, and whether that is negated. target: the index of the instruction
+    to which a branch goes. line: of the PTX's text, from 1. source: (file, line) of the kernel. where: the same for
+    readers, with the callers of an inlined function, as Triton writes them.
     """
 
     opcode: str
     operands: tuple[Any, ...]
     guard: tuple[Register, bool] | None
-    target: str
+    target: int | None
     line: int
     source: tuple[str, int]
     where: str
@@ -78,23 +82,26 @@ class PtxInstruction:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A kernel. parameters: (name, type) in order. labels: the index of the instruction that follows each label."""
+    """A kernel. parameters: (name, type) in order."""
 
     name: str
     parameters: tuple[tuple[str, str], ...]
     threads: int
     instructions: tuple[PtxInstruction, ...]
-    labels: dict[str, int]
 
 
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAMETER = re.compile(r"\.param\s+\.(\w+).*?(\w+)\s*(?:,|$)", re.S)
+_SHARED = re.compile(r"\.shared\s+(?:\.align\s+\d+\s+)?\.\w+\s+(\w+)\s*(?:\[\d*\])?")
+_COMMENT = re.compile(r"^(?!\s*\.loc\b)(.*?)//.*$", re.M)  # the comment of a .loc names the callers
+_STATEMENT = re.compile(r"\s*(\.loc\s[^\n]*|[{}]|\$?[\w$]+:(?!:)|[^;]*;)")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.+)")
-_BITS = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "f64": 64, "b128": 128}
+_DECLARED = re.compile(r"([%\w$]+)(?:<(\d+)>)?")
 _OPCODE = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+[^/]*(?://\s*(.*))?")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"(?:\s*,?\s*"([^"]*)")?')
 _SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid)\.[xyz]$|%(laneid|warpid)$")
+_ADDRESS = re.compile(r"([^+-]*?)\s*(?:([+-])\s*(.+))?$")
 
 
 def parse(text: str) -> Parsed:
@@ -108,161 +115,115 @@ def parse(text: str) -> Parsed:
     if size is None:
         raise Unsupported(f"{name} has no .reqntid with one dimension: {directives.strip()!r}")
     typed = tuple((found[2], found[1]) for found in _PARAMETER.finditer(parameters))
-    symbols = {name: 8 * number for number, (name, _) in enumerate(typed)}
+    shared = _SHARED.findall(text[: entry.end()])  # Triton declares one variable, whose size is given at the launch
+    if len(shared) > 1:
+        raise Unsupported(f"the kernel has {len(shared)} shared variables: expected at most 1")
+    symbols = {name: 8 * number for number, (name, _) in enumerate(typed)} | dict.fromkeys(shared, SHARED_BASE)
     body = _Body(text, entry.end(), symbols)
-    body.read()
-    return Parsed(name, typed, int(size[1]), tuple(body.instructions), body.labels)
+    return Parsed(name, typed, int(size[1]), tuple(starmap(body.instruction, body.lines)))
 
 
 class _Body:
-    """The body of a kernel while it is read, from the position `start` of the text. parameters: their addresses."""
+    """The body of a kernel, from a position of its text up to the brace that closes it.
 
-    def __init__(self, text: str, start: int, parameters: dict[str, int]) -> None:
-        self.instructions: list[PtxInstruction] = []
-        self.labels: dict[str, int] = {}
-        self._text, self._start = text, start
-        self._files = {found[1]: "/".join(filter(None, found.groups()[1:])) for found in _FILE.finditer(text)}
-        self._symbols = parameters | self._shared_symbols(text[:start])
-        self._scopes: list[dict[str, Register]] = [{}]
-        self._opened: list[int] = [0]  # a number of each scope
-        self._count = 0
-        self._families: list[tuple[str, int, int]] = []  # (prefix, count, bits) of `.reg .b32 %r<9>`
-        self._source, self._where = ("", 0), ""
+    A block in braces is a scope, which has registers and labels of its own. symbols: the addresses of parameters and of
+    shared memory. lines: of each instruction its text, the numbers of the scopes around it, the innermost one last, and
+    the last fields of a PtxInstruction.
+    """
 
-    @staticmethod
-    def _shared_symbols(declarations: str) -> dict[str, int]:
-        """Return the address of each shared variable. Triton declares one, whose size is given at the launch."""
-        names = re.findall(r"\.shared\s+(?:\.align\s+\d+\s+)?\.\w+\s+(\w+)\s*(\[\d*\])?", declarations)
-        if len(names) > 1:
-            raise Unsupported(f"the kernel has {len(names)} shared variables: expected at most 1")
-        return {name: SHARED_BASE for name, _ in names}
+    def __init__(self, text: str, start: int, symbols: dict[str, int]) -> None:
+        self.lines: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
+        self._symbols = symbols
+        self._labels: dict[tuple[int, str], int] = {}
+        self._registers: dict[tuple[int, str], Register] = {}
+        self._read(text, start)
 
-    def read(self) -> None:
-        """Read all statements up to the brace that closes the body."""
-        statement, began = "", 0
-        first = self._text.count("\n", 0, self._start) + 1
-        for number, line in enumerate(self._text[self._start :].split("\n"), first):
-            if found := _LOCATION.match(line.strip()):
-                self._source = self._files.get(found[1], ""), int(found[2])
-                self._where = re.sub(r":\d+(?= @|$| \])", "", found[3].strip()) if found[3] else ""
-                continue
-            for piece in re.findall(r"[^;{}]*[;{}]|[^;{}]+$", line.partition("//")[0]) or []:
-                began = began if statement.strip() else number
-                statement += piece
-                if not statement.strip():
-                    continue
-                while found := re.match(r"\s*(\$?[\w$]+):(?!:)\s*", statement):
-                    self.labels[self._scoped(found[1])] = len(self.instructions)
-                    statement = statement[found.end() :]
-                if statement.strip() == "{":
-                    self._scopes.append({})
-                    self._count += 1
-                    self._opened.append(self._count)
-                    statement = ""
-                elif statement.strip() == "}":
-                    if len(self._scopes) == 1:
-                        return
-                    self._close()
-                    statement = ""
-                elif statement.rstrip().endswith(";"):
-                    self._statement(" ".join(statement.split())[:-1].strip(), began)
-                    statement = ""
+    def _read(self, text: str, start: int) -> None:
+        files = {found[1]: "/".join(filter(None, found.groups()[1:])) for found in _FILE.finditer(text)}
+        line, text, position = text.count("\n", 0, start) + 1, _COMMENT.sub(r"\1", text[start:]), 0
+        source, where, opened = ("", 0), "", 0
+        scopes: tuple[int, ...] = (0,)
+        while found := _STATEMENT.match(text, position):
+            first = line + text.count("\n", position, found.start(1))
+            line, position, statement = first + found[1].count("\n"), found.end(), " ".join(found[1].split())
+            if location := _LOCATION.match(statement):
+                source = files.get(location[1], ""), int(location[2])
+                where = re.sub(r":\d+(?= @|$| \])", "", location[3]) if location[3] else ""
+            elif statement == "{":
+                opened += 1
+                scopes = (*scopes, opened)
+            elif statement == "}":
+                scopes = scopes[:-1]
+                if not scopes:
+                    return
+            elif statement.endswith(":"):
+                self._labels[scopes[-1], statement[:-1]] = len(self.lines)
+            elif registers := _REGISTERS.match(statement):
+                with _named(first, statement):
+                    self._declare(registers[1], registers[2], scopes[-1])
+            elif statement != ";" and not statement.startswith(".pragma"):
+                statement = statement[:-1].strip()
+                self.lines.append((statement, scopes, (first, source, where, statement)))
         raise Unsupported("the kernel's body has no end")
 
-    def _statement(self, text: str, line: int) -> None:
-        if not text or text.startswith(".pragma"):
-            return
-        try:
-            if found := _REGISTERS.match(text):
-                self._declare(found[1], found[2])
-            else:
-                self.instructions.append(self._instruction(text, line))
-        except Unsupported as error:
-            raise Unsupported(f"line {line}: {text}: {error}") from None
+    def _declare(self, kind: str, names: str, scope: int) -> None:
+        """Declare registers of a type in a scope. `%r<9>` are nine."""
+        for name, count in _DECLARED.findall(names):
+            for each in [f"{name}{number}" for number in range(int(count))] if count else [name]:
+                self._registers[scope, each] = Register(f"{each}@{scope}" if scope else each, bits_of(kind))
 
-    def _instruction(self, text: str, line: int) -> PtxInstruction:
-        found = _OPCODE.match(text)
-        if text.startswith(".") or found is None:
-            raise Unsupported("no directive or instruction that is known")
-        negated, guard, opcode, rest = found.groups()
-        target = self._scoped(rest.strip()) if opcode in ("bra", "bra.uni") else ""
-        operands = () if target else tuple(map(self._operand, _split(rest)))
-        condition = None if guard is None else (self._register(guard), bool(negated))
-        return PtxInstruction(opcode, operands, condition, target, line, self._source, self._where, text)
+    def instruction(self, text: str, scopes: tuple[int, ...], rest: tuple[Any, ...]) -> PtxInstruction:
+        """Return an instruction, one of `lines`."""
+        with _named(rest[0], text):
+            found = _OPCODE.match(text)
+            if found is None:
+                raise Unsupported("no directive or instruction that is known")
+            negated, guard, opcode, given = found.groups()
+            target = _innermost(self._labels, given, scopes) if opcode in ("bra", "bra.uni") else None
+            operands = () if target is not None else tuple(self._operand(x, scopes) for x in _split(given))
+            condition = None if guard is None else (_innermost(self._registers, guard, scopes), bool(negated))
+            return PtxInstruction(opcode, operands, condition, target, *rest)
 
-    def _declare(self, type_name: str, names: str) -> None:
-        if type_name.lstrip("busf").isdigit():
-            bits = int(type_name.lstrip("busf"))
-        elif type_name in _BITS:
-            bits = _BITS[type_name]
-        else:
-            raise Unsupported(f".reg .{type_name}: no type of a register that is known")
-        for name in names.split(","):
-            if family := re.match(r"\s*(%?[\w$]*[A-Za-z_$])<(\d+)>", name):
-                self._families.append((family[1], int(family[2]), bits))
-            else:
-                name = name.strip()
-                scoped = f"{name}@{len(self.instructions)}" if len(self._scopes) > 1 else name
-                self._scopes[-1][name] = Register(scoped, bits)
-
-    def _scoped(self, label: str) -> str:
-        """Return the unique name of a label of the innermost scope."""
-        return label if len(self._scopes) == 1 else f"{label}@{self._opened[-1]}"
-
-    def _close(self) -> None:
-        """End the innermost scope: branches to labels that it does not have go to those of the scope around it."""
-        suffix = f"@{self._opened[-1]}"
-        self._scopes.pop()
-        self._opened.pop()
-        for index, x in enumerate(self.instructions):
-            if x.target.endswith(suffix) and x.target not in self.labels:
-                self.instructions[index] = replace(x, target=self._scoped(x.target.removesuffix(suffix)))
-
-    def _register(self, name: str) -> Register:
-        for scope in reversed(self._scopes):
-            if name in scope:
-                return scope[name]
-        if found := re.match(r"(%?[\w$]*[A-Za-z_$])(\d+)$", name):
-            for prefix, count, bits in self._families:
-                if prefix == found[1] and int(found[2]) < count:
-                    return self._scopes[0].setdefault(name, Register(name, bits))
-        raise Unsupported(f"{name} is not declared")
-
-    def _operand(self, text: str) -> Operand | Vector | None:
+    def _operand(self, text: str, scopes: tuple[int, ...]) -> Any:
         if text == "_":
             return None
         if text.startswith("{"):
-            elements = [self._operand(part) for part in _split(text[1:-1])]
-            return Vector(tuple(x for x in elements if not isinstance(x, Vector)))
+            return Vector(tuple(self._operand(part, scopes) for part in _split(text[1:-1])))
         if text.startswith("["):
-            return self._address(text[1:-1].strip())
+            place, _, tile = text[1:-1].partition(",")
+            return self._address(place.strip(), self._operand(tile.strip(), scopes) if tile else Vector(()), scopes)
         if (value := _constant(text)) is not None:
             return Immediate(value)
         if text in self._symbols:
             return Immediate(self._symbols[text])
-        if _SPECIAL.match(text):
-            return Register(text, 32)
-        return self._register(text)
+        return Register(text, 32) if _SPECIAL.match(text) else _innermost(self._registers, text, scopes)
 
-    def _address(self, text: str) -> Address:
-        text, _, coordinates = text.partition(",")
-        if coordinates:
-            place, tile = self._address(text.strip()), self._operand(coordinates.strip())
-            if not isinstance(tile, Vector):
-                raise Unsupported(f"[{text}]: no address that is known")
-            return replace(place, coordinates=tile.elements)
-        base, sign, offset = re.match(r"([^+-]*?)\s*(?:([+-])\s*(.+))?$", text).groups()  # type: ignore[union-attr]
-        value = _constant(offset) if offset else 0
-        if value is None:
+    def _address(self, text: str, tile: Any, scopes: tuple[int, ...]) -> Address:
+        base, sign, digits = _ADDRESS.match(text).groups()  # type: ignore[union-attr]
+        start, offset = self._operand(base, scopes), _constant(digits or "0")
+        if offset is None or not isinstance(start, Register | Immediate) or not isinstance(tile, Vector):
             raise Unsupported(f"[{text}]: no address that is known")
-        value = -value if sign == "-" else value
-        if base in self._symbols:
-            return Address(None, self._symbols[base] + value)
-        if base.startswith("%") or any(base in scope for scope in self._scopes):
-            return Address(self._register(base), value)
-        if (constant := _constant(base)) is not None:
-            return Address(None, constant + value)
-        raise Unsupported(f"[{text}]: {base} is not declared")
+        offset = -offset if sign == "-" else offset
+        if isinstance(start, Immediate):
+            return Address(None, start.value + offset, tile.elements)
+        return Address(start, offset, tile.elements)
+
+
+@contextmanager
+def _named(line: int, statement: str) -> Iterator[None]:
+    """Let errors within the block name a statement."""
+    try:
+        yield
+    except Unsupported as error:
+        raise Unsupported(f"line {line}: {statement}: {error}") from None
+
+
+def _innermost(declared: dict[tuple[int, str], _T], name: str, scopes: tuple[int, ...]) -> _T:
+    """Return what the innermost scope that declares a name means by it."""
+    for scope in reversed(scopes):
+        if (scope, name) in declared:
+            return declared[scope, name]
+    raise Unsupported(f"{name} is not declared")
 
 
 def _split(text: str) -> Iterator[str]:

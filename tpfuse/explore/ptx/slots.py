@@ -1,14 +1,11 @@
 """The places of a kernel's registers, constants, special registers and parameters in the list that a program has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from tpfuse.explore.ptx.faults import Unsupported
 from tpfuse.explore.ptx.numbers import bits_of, immediate
 from tpfuse.explore.ptx.parser import Address, Immediate, Parsed, PtxInstruction, Vector
-from tpfuse.explore.ptx.program import LANES
 
 _POISON = 0x7FF7DEAD7FF7DEAD  # a register that nobody has set: NaN as a number
 
@@ -64,14 +61,3 @@ class Slots:
     def _new(self, content: Any) -> int:
         self.initial.append(content)
         return len(self.initial) - 1
-
-
-def special_registers(threads: int, index: Sequence[int], grid: Sequence[int]) -> dict[str, Any]:
-    """Return the contents of the special registers of a program by name."""
-    number, lanes = np.arange(threads, dtype=np.uint32), np.uint32(LANES)
-    zero, one = np.uint32(0), np.uint32(1)
-    values = {"%tid.x": number, "%tid.y": zero, "%tid.z": zero, "%ntid.x": np.uint32(threads)}
-    values |= {"%ntid.y": one, "%ntid.z": one, "%laneid": number % lanes, "%warpid": number // lanes}
-    for axis, at, size in zip("xyz", index, grid, strict=True):
-        values |= {f"%ctaid.{axis}": np.uint32(at), f"%nctaid.{axis}": np.uint32(size)}
-    return values
