@@ -1,6 +1,7 @@
 """Launches of Triton's kernels that run as they are compiled, on the CPU."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 import triton
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -25,13 +27,8 @@ _MOST_RANKS = 64  # elements of a table of addresses
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
-def unchanged(text: str) -> str:
-    """Return a PTX text as the compiler wrote it."""
-    return text
-
-
 @contextmanager
-def compiled(family: str = "sm_80", edit: Callable[[str], str] = unchanged) -> Iterator[Callable[[ExploredRun], None]]:
+def compiled(family: str = "sm_80", edit: Callable[[str], str] = str) -> Iterator[Callable[[ExploredRun], None]]:
     """Within the block, launches of Triton's kernels (`kernel[grid](...)`) run compiled, on CPU tensors.
 
     Triton compiles each of them up to PTX for GPUs of `family`, "sm_80" or "sm_90", without a GPU. `edit` changes the
@@ -44,15 +41,17 @@ def compiled(family: str = "sm_80", edit: Callable[[str], str] = unchanged) -> I
         raise ValueError(f"compiled({family!r}): expected sm_80 or sm_90")
     if triton.knobs.runtime.interpret:
         raise ValueError("compiled runs compiled kernels: unset TRITON_INTERPRET before they are imported")
-    current: list[ExploredRun] = []
-    addressed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-
-    def enter(run: ExploredRun) -> None:
-        current[:] = [run]
+    current = deque[ExploredRun](maxlen=1)
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         backend, bind = _binder(function, family)
-        named, specialization, rest = bind(*args, **options)
+        try:
+            named, specialization, rest = bind(*args, **options)
+        except TypeError as error:
+            given = dict(zip(function.arg_names, args, strict=False)) | options
+            types = {x.name: type(given.get(x.name)).__name__ for x in function.params if not x.is_constexpr}
+            names = [name for name, kind in types.items() if str(error).endswith(kind)]
+            raise TypeError(f"{function.__name__}, parameter {' or '.join(names)}: {error}") from None
         key = function, family, edit, repr(specialization), repr(sorted(rest.items()))
         if key not in _kernels:
             parsed, *parts = function._pack_args(backend, rest, named, specialization, rest)
@@ -67,24 +66,33 @@ def compiled(family: str = "sm_80", edit: Callable[[str], str] = unchanged) -> I
             buffers = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
             tables = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int64]
             places = {place for x in tables if x.numel() <= _MOST_RANKS for place in x.flatten().tolist()}
-            behind = [Buffer.of("memory of a table", addressed[x]) for x in places if x in addressed]
+            behind = [Buffer.of("memory of a table", addressed.tensors[x]) for x in places if x in addressed.tensors]
             kernel.run(programs, arguments, memory=GlobalMemory([*buffers, *behind]))
 
-    def address(x: Tensor) -> int:
-        place = take_address(x)
-        known = addressed.get(place)
-        if x.device.type == "cpu" and (known is None or known.numel() < x.numel()):
-            addressed[place] = x
-        return place
-
-    tensors: Any = Tensor
     before, JITFunction.run = JITFunction.run, run
-    take_address, tensors.data_ptr = Tensor.data_ptr, address
     try:
-        yield enter
+        with _Addressed() as addressed:
+            yield current.append
     finally:
         JITFunction.run = before
-        tensors.data_ptr = take_address
+
+
+class _Addressed(TorchFunctionMode):
+    """Keeps for each address that is taken (`data_ptr`) the longest tensor on the CPU that begins there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.data_ptr and args[0].device.type == "cpu":
+            known = self.tensors.get(result)
+            if known is None or known.numel() < args[0].numel():
+                self.tensors[result] = args[0]
+        return result
 
 
 @cache
