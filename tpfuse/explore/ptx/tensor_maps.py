@@ -5,14 +5,15 @@ fields and the values that they may have are those of the PTX ISA 8.7, "tensorma
 cuTensorMapEncodeTiled. Tiles are supported, without interleaving, with element strides of 1 and zeros outside.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpfuse.explore.ptx.faults import MemoryFault, Unsupported
 from tpfuse.explore.ptx.global_memory import GlobalMemory
+from tpfuse.explore.ptx.numbers import UNSIGNED
 from tpfuse.explore.ptx.wgmma import swizzled
 
 Array = NDArray[Any]
@@ -31,7 +32,6 @@ FIELDS = {
     "swizzle_mode": (112, 32, 0),
     "fill_mode": (116, 32, 0),
 }
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2}  # of an element, by elemtype
 _WIDTHS = {0: 1, 1: 2, 2: 4, 3: 8}  # chunks of 16 bytes in a row of the swizzling pattern, by swizzle_mode
 
@@ -44,8 +44,7 @@ def place_of(field: str, ordinal: int) -> int:
     return start + ordinal * bits // 8
 
 
-@dataclass(frozen=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """A tensor map. Sizes have the innermost dimension first. strides: in bytes, of all dimensions."""
 
     address: int
@@ -64,41 +63,36 @@ class TensorMap:
             place = place_of(name, ordinal)
             return int.from_bytes(given[place : place + FIELDS[name][1] // 8], "little")
 
-        rank, kind = field("rank") + 1, field("elemtype")
+        def each(name: str, count: int) -> tuple[int, ...]:
+            return tuple(field(name, axis) for axis in range(count))
+
+        rank, kind, mode = field("rank") + 1, field("elemtype"), field("swizzle_mode")
         if rank > _MOST_DIMENSIONS:
             raise MemoryFault(f"a tensor map of {rank} dimensions: at most {_MOST_DIMENSIONS}")
         for name in ("interleave_layout", "fill_mode"):
             if field(name):
                 raise Unsupported(f"a tensor map with {name} {field(name)} is not supported")
-        if kind not in _BYTES or field("swizzle_mode") not in _WIDTHS:
-            raise Unsupported(f"a tensor map of elemtype {kind}, swizzle_mode {field('swizzle_mode')} is not supported")
-        if any(field("element_stride", axis) != 1 for axis in range(rank)):
+        if kind not in _BYTES or mode not in _WIDTHS:
+            raise Unsupported(f"a tensor map of elemtype {kind}, swizzle_mode {mode} is not supported")
+        if {*each("element_stride", rank)} != {1}:
             raise Unsupported("a tensor map with element strides other than 1 is not supported")
-        size, width = _BYTES[kind], _WIDTHS[field("swizzle_mode")]
-        strides = (size, *(field("global_stride", axis) for axis in range(rank - 1)))
-        box = tuple(field("box_dim", axis) for axis in range(rank))
-        sizes = tuple(field("global_dim", axis) for axis in range(rank))
-        result = cls(field("global_address"), size, sizes, strides, box, width)
-        result._check()
-        return result
-
-    def _check(self) -> None:
-        inner = self.box[0] * self.element
-        if self.address % 16 or any(stride % 16 or stride >= 2**40 for stride in self.strides[1:]):
-            raise MemoryFault(
-                f"a tensor map of address {self.address:#x}, strides {self.strides[1:]}: no multiple of 16"
-            )
-        if not all(self.sizes) or not all(1 <= x <= 256 for x in self.box) or inner % 16:
-            raise MemoryFault(f"a tensor map of sizes {self.sizes} and a box of {self.box} is not allowed")
-        if self.width > 1 and inner > 16 * self.width:
-            raise MemoryFault(f"the box's rows have {inner} bytes: at most {16 * self.width} with this swizzle_mode")
-        if self.width > 1 and inner < 16 * self.width:
-            raise Unsupported(f"a box with rows of {inner} bytes, of {16 * self.width} when swizzled, is not supported")
+        address, element, width = field("global_address"), _BYTES[kind], _WIDTHS[mode]
+        sizes, strides, box = each("global_dim", rank), each("global_stride", rank - 1), each("box_dim", rank)
+        if address % 16 or any(stride % 16 or stride >= 2**40 for stride in strides):
+            raise MemoryFault(f"a tensor map of address {address:#x}, strides {strides}: no multiple of 16")
+        inner = box[0] * element
+        if not all(sizes) or not all(1 <= x <= 256 for x in box) or inner % 16:
+            raise MemoryFault(f"a tensor map of sizes {sizes} and a box of {box} is not allowed")
+        if width > 1 and inner > 16 * width:
+            raise MemoryFault(f"the box's rows have {inner} bytes: at most {16 * width} with this swizzle_mode")
+        if width > 1 and inner < 16 * width:
+            raise Unsupported(f"a box with rows of {inner} bytes, of {16 * width} when swizzled, is not supported")
+        return cls(address, element, sizes, (element, *strides), box, width)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of a box, which all count at the mbarrier."""
-        return self.element * int(np.prod(self.box))
+        return self.element * math.prod(self.box)
 
     def chunks(self, target: int) -> Array:
         """Return where the chunks of 16 bytes of a box go, which begins at an address of shared memory."""
@@ -109,11 +103,10 @@ class TensorMap:
     def load(self, memory: GlobalMemory, coordinates: tuple[int, ...]) -> Array:
         """Return the chunks [chunks, 16] of the box at some coordinates, with zeros outside the tensor."""
         inside, address = np.ones((), bool), np.array(self.address, np.int64)
-        for axis in range(len(self.box)):
-            index = coordinates[axis] + np.arange(self.box[axis], dtype=np.int64)
-            shape = (-1, *(1,) * axis)
-            inside = inside & ((index >= 0) & (index < self.sizes[axis])).reshape(shape)
-            address = address + (index * self.strides[axis]).reshape(shape)
-        values = np.zeros(inside.shape, _UNSIGNED[self.element])
+        for axis, (first, length) in enumerate(zip(coordinates, self.box, strict=True)):
+            index = (first + np.arange(length, dtype=np.int64)).reshape(-1, *(1,) * axis)
+            inside = inside & (index >= 0) & (index < self.sizes[axis])
+            address = address + index * self.strides[axis]
+        values = np.zeros(inside.shape, UNSIGNED[8 * self.element])
         values[inside] = memory.load(address[inside].astype(np.uint64), values.dtype.type, 1)[:, 0]
         return values.reshape(-1).view(np.uint8).reshape(-1, 16)
