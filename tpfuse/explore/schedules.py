@@ -65,7 +65,7 @@ class PCT(Schedule):
         return pick
 
 
-@dataclass(frozen=True)
+@dataclass
 class Choices(Schedule):
     """Makes the given choices first (0: the running thread continues; n: the n-th of the others); then never switches
     away from a thread that can continue.
@@ -77,7 +77,7 @@ class Choices(Schedule):
     tracing: "Tracing" = field(init=False, repr=False, compare=False)
 
     def start(self) -> Pick:
-        object.__setattr__(self, "tracing", Tracing(self.choices))
+        self.tracing = Tracing(self.choices)
         return self.tracing
 
 
