@@ -108,10 +108,6 @@ def _product(part: str, kind: str, *, adds: bool = False) -> Operation:
     return _operation(product, (kind, kind), result)
 
 
-def _same(kind: str) -> Operation:
-    return Operation(lambda a: a, (bits_of(kind),))
-
-
 def _shift(function: _Function, kind: str) -> Operation:
     bits, dtype = np.uint32(bits_of(kind)), INTEGERS[kind]
     # NumPy defines shifts by a number's width and more as PTX does, up to the amounts that the type holds.
@@ -210,8 +206,8 @@ def _clamped(function: _Function, dtype: Any) -> _Function:
 _MAKERS: dict[str, Callable[..., Operation]] = {
     "mul": lambda *x: _simple("mul", *x) if _is_float(x[-1]) else _product(*x),
     "mad": lambda part, kind: _product(part, kind, adds=True),
-    "mov": _same,
-    "cvta": lambda *x: {("global", "u64"): _same("u64")}[x],  # global addresses are generic ones
+    "mov": lambda kind: Operation(lambda a: a, (bits_of(kind),)),
+    "cvta": lambda *x: {("global", "u64"): Operation(lambda a: a, (64,))}[x],  # global addresses are generic ones
     "selp": lambda kind: Operation(lambda a, b, p: np.where(p, a, b), (bits_of(kind), bits_of(kind), 1)),
     "shl": lambda kind: _shift(operator.lshift, kind),
     "shr": lambda kind: _shift(operator.rshift, kind),

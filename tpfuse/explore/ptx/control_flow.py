@@ -15,10 +15,7 @@ def weak_topological_order(successors: Sequence[Sequence[int]]) -> list[int]:
     order: list[int] = []
 
     def arrange(nodes: Iterable[int]) -> None:
-        """Append nodes: the strongly connected components in topological order, each arranged itself.
-
-        The edges to the node by which a component is entered are left out within it.
-        """
+        """Append the strongly connected components in topological order, each arranged without edges to its entry."""
         components: dict[int, list[int]] = {}
         for node, reached in _reached(nodes, successors).items():
             components.setdefault(reached, []).append(node)

@@ -19,11 +19,9 @@ class Slots:
 
     def __init__(self, kernel: Parsed) -> None:
         self.initial: list[Any] = []
-        self.by_name: dict[str, int] = {}
+        self.by_name = {name: self._new(immediate(0, bits_of(kind))) for name, kind in kernel.parameters}
         self.granule = 16
         self._constants: dict[tuple[int, int], int] = {}
-        for name, kind in kernel.parameters:
-            self.by_name[name] = self._new(immediate(0, bits_of(kind)))
         self.parameters = tuple(self.by_name.values())
 
     def slot(self, operand: Any, bits: int) -> int:
