@@ -1,9 +1,9 @@
-"""Muon on shards: every layout trains to the weights of torch.optim.Muon and torch.optim.AdamW on one rank."""
+"""Muon on shards: which matrices it updates, where, and in what precision; `test_zero` trains with it."""
 
 import inspect
 from collections import Counter
 from dataclasses import asdict, replace
-from math import inf, prod
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -15,18 +15,14 @@ from tests.support.decoders import decoder
 from tests.support.tiers import exhaustive
 from tests.support.zero_training import (
     ADAMW,
-    CLIP,
     CONFIG,
     STEPS,
     Layout,
-    Result,
     TorchsMuon,
-    check_same,
     engine_of,
     gpt,
     matrices_and_others,
     micro_batches,
-    plain,
     run,
     toy,
     train_step,
@@ -42,46 +38,6 @@ from tpfuse.zero.muon_matrices import HiddenMatrix, matrices_of
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 MUON = MuonOptions(momentum=0.9)
-BUCKET = {"toy": 300, "gpt": 6000}  # bytes of gradients of a bucket, so that ranks cut matrices at stages 1 and 2
-
-
-def trained(
-    name: str, layout: Layout, accumulation: int, clip: float, options: MuonOptions, by: Implementation
-) -> Result:
-    with use(implementation=by):
-        more = {} if layout.stage == 3 else {"bucket_bytes": BUCKET[name]}
-        return run(name, layout, accumulation, clip, options, **more)[0]
-
-
-FIRST = [
-    ("gpt", Layout(tp=2, dp=2, stage=3), 3, CLIP, "auto"),
-    ("toy", Layout(dp=2, stage=2), 3, CLIP, "collective"),
-    ("toy", Layout(dp=2, stage=0), 1, inf, "auto"),
-]
-MORE = [
-    ("gpt", Layout(1, 1, 1, stage=2), 3, CLIP, "auto"),
-    ("gpt", Layout(1, 3, 1, stage=1), 3, CLIP, "auto"),
-    ("gpt", Layout(4, 1, 1, stage=0), 1, CLIP, "collective"),
-    ("gpt", Layout(2, 1, 2, stage=2), 3, inf, "auto"),
-    ("gpt", Layout(1, 1, 2, stage=3), 3, CLIP, "auto"),
-    ("gpt", Layout(1, 2, 2, stage=1), 1, CLIP, "collective"),
-    ("gpt", Layout(2, 2, 1, stage=2), 1, CLIP, "auto"),
-    ("gpt", Layout(tp=2, dp=2, replicas=2), 1, CLIP, "auto"),
-    ("toy", Layout(dp=3, stage=1), 3, CLIP, "auto"),
-    ("toy", Layout(dp=4, stage=3), 3, CLIP, "auto"),
-]
-
-
-@pytest.mark.parametrize(("name", "layout", "accumulation", "clip", "by"), [*FIRST, *exhaustive(*MORE)])
-def test_training_equals_that_of_torch_on_one_rank(
-    name: str, layout: Layout, accumulation: int, clip: float, by: Implementation
-) -> None:
-    expected, norms = plain(name, clip, muon=MUON)
-    results = pool(layout.world).run(trained, name, layout, accumulation, clip, MUON, by)
-    for weights, found in results:
-        check_same(weights, expected)
-        assert clip == inf or found == pytest.approx(norms, rel=1e-12)
-        assert all(torch.equal(weight, results[0][0][key]) for key, weight in weights.items()), "ranks differ"
 
 
 def calls(layout: Layout) -> tuple[Counter[torch.Size], int]:
@@ -93,7 +49,7 @@ def calls(layout: Layout) -> tuple[Counter[torch.Size], int]:
         return orthogonalised(x, options)
 
     with mock.patch.object(muon, "orthogonalised", counted):
-        trained("gpt", layout, 3, CLIP, MUON, "auto")
+        run("gpt", layout, 3, muon=MUON)
     engine = engine_of("gpt", layout, muon=MUON)[1]
     held = adamw(engine)._muon
     assert held is not None

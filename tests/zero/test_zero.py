@@ -1,6 +1,7 @@
-"""ZeRO trains like AdamW on one rank at every stage, with every reducer, and sends as many bytes as theory says."""
+"""ZeRO trains like AdamW and Muon on one rank at every stage and with every reducer, and sends as little as it may."""
 
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +14,25 @@ from tests.support.zero_training import CLIP, Layout, Result, check_same, engine
 from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.switches import use
-from tpfuse.testing.ranks import pool
-from tpfuse.zero import shard
+from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.zero import MuonOptions, shard
 from tpfuse.zero.bucket_layout import plan_buckets
 
 BUCKET = {"toy": 300, "gpt": 6000}  # bytes of gradients of a bucket, so that there are several
 
 
 def trained(
-    name: str, layout: Layout, accumulation: int, clip: float, reducer: Implementation, nodes: bool = False
+    name: str,
+    layout: Layout,
+    accumulation: int,
+    clip: float,
+    reducer: Implementation,
+    muon: MuonOptions | None,
+    nodes: bool,
 ) -> tuple[Result, int]:
     """Train on this rank. nodes: whether the four ranks are on two pretended nodes."""
-    options = {} if layout.stage == 3 else {"bucket_bytes": BUCKET[name]}
+    options: dict[str, Any] = {} if layout.stage == 3 else {"bucket_bytes": BUCKET[name]}
+    options["muon"] = muon
     with use(implementation=reducer):
         if not nodes:
             return run(name, layout, accumulation, clip, **options)
@@ -40,11 +48,12 @@ def check(
     accumulation: int = 1,
     clip: float = CLIP,
     reducer: Implementation = "auto",
+    muon: MuonOptions | None = None,
     nodes: bool = False,
 ) -> list[int]:
     """Compare weights and norms with those of one rank, and return the bytes that each rank received in a step."""
-    expected, norms = plain(name, clip)
-    results = pool(layout.world).run(trained, name, layout, accumulation, clip, reducer, nodes)
+    expected, norms = plain(name, clip, muon=muon)
+    results = pool(layout.world).run(trained, name, layout, accumulation, clip, reducer, muon, nodes)
     for (weights, found), _ in results:
         check_same(weights, expected)
         assert clip == inf or found == pytest.approx(norms, rel=1e-12)
@@ -124,8 +133,34 @@ def test_training_at_stage_3_equals_that_of_one_rank(name: str, layout: Layout, 
     check(name, layout, accumulation)
 
 
-def norm_of_ones(name: Implementation) -> float:
-    """Return the squared norm of gradients that are all 1; a small bucket follows larger ones in the same buffer."""
+BY_MUON: list[tuple[str, Layout, int, float, Implementation]] = [
+    ("gpt", Layout(tp=2, dp=2, stage=3), 3, CLIP, "auto"),
+    ("toy", Layout(dp=2, stage=2), 3, CLIP, "collective"),
+    ("toy", Layout(dp=2, stage=0), 1, inf, "auto"),
+    *exhaustive(
+        ("gpt", Layout(stage=2), 3, CLIP, "auto"),
+        ("gpt", Layout(dp=3, stage=1), 3, CLIP, "auto"),
+        ("gpt", Layout(tp=4, stage=0), 1, CLIP, "collective"),
+        ("gpt", Layout(tp=2, cp=2, stage=2), 3, inf, "auto"),
+        ("gpt", Layout(dp=2, cp=2, stage=1), 1, CLIP, "collective"),
+        ("gpt", Layout(tp=2, dp=2, replicas=2), 1, CLIP, "auto"),
+        ("toy", Layout(dp=4, stage=3), 3, CLIP, "auto"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "accumulation", "clip", "reducer"), BY_MUON)
+def test_training_by_muon_equals_that_of_torch_on_one_rank(
+    name: str, layout: Layout, accumulation: int, clip: float, reducer: Implementation
+) -> None:
+    """Buckets are so small that ranks cut matrices at stages 1 and 2."""
+    check(name, layout, accumulation, clip, reducer, MuonOptions(momentum=0.9))
+
+
+@pytest.mark.parametrize("name", ["auto", "collective"])
+@on_ranks(2)
+def test_padding_between_parameters_is_not_in_the_norm(name: Implementation) -> None:
+    """All gradients are 1; a small bucket follows larger ones in the same buffer."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (1, 64, 64, 64)])
     with use(implementation=name):
         buckets = shard(model, stage=2, bucket_bytes=1)
@@ -134,12 +169,7 @@ def norm_of_ones(name: Implementation) -> float:
         buckets.finish()
         norm = collectives.all_reduce(buckets.squared_norm(), dist.group.WORLD).item()
     buckets.close()
-    return norm
-
-
-@pytest.mark.parametrize("name", ["auto", "collective"])
-def test_padding_between_parameters_is_not_in_the_norm(name: Implementation) -> None:
-    assert pool(2).run(norm_of_ones, name) == [2**2 * (1 + 3 * 64)] * 2
+    assert norm == 2**2 * (1 + 3 * 64)
 
 
 @pytest.mark.parametrize(("world", "name"), [(2, "auto"), (3, "collective"), *exhaustive((3, "auto"))])
