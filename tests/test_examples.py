@@ -105,7 +105,9 @@ def _printed(example: Path, world: int, server: "subprocess.Popen[str]", folder:
         free.bind(("localhost", 0))
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
     common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
-    ranks = [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world)] if world > 1 else [{}]
+    ranks = [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world)]
+    if not _lines(example)[0].startswith("# OMP_NUM_THREADS=1 torchrun"):
+        ranks = [{}]
     assert server.stdin is not None and server.stdout is not None
     print(json.dumps([str(example), str(folder / "printed"), ranks]), file=server.stdin, flush=True)
     statuses = json.loads(server.stdout.readline())
