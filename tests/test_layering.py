@@ -31,10 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"_lazy", "comm", "ops", "ops.linear"},
     "parallel.pipeline": {"choices", "comm", "comm.collectives", "comm.messages"},
     "parallel": {"choices", "comm", "ops", "ops.ring_attention"},
-    "drop_in": {
-        "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "parallel",
-        "parallel.pipeline",
-    },
+    "drop_in": {"comm", "comm.collectives", "ops", "ops.linear", "layers", "parallel", "parallel.pipeline"},
     "zero.reducer": {"kernels", "comm", "comm.collectives", "ops"},
     "zero": {
         "choices", "comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline", "zero.reducer",

@@ -65,7 +65,7 @@ class PCT(Schedule):
         return pick
 
 
-@dataclass
+@dataclass(unsafe_hash=True)  # equal by its choices, which do not change
 class Choices(Schedule):
     """Makes the given choices first (0: the running thread continues; n: the n-th of the others); then never switches
     away from a thread that can continue.
