@@ -7,7 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tpfuse.explore import DeadlockError, ProtocolError, RaceError, RoundRobin, TorchHandle, explore, explore_bounded
+from tpfuse.explore import (
+    DeadlockError,
+    ProtocolError,
+    RaceError,
+    RoundRobin,
+    Sequential,
+    TorchHandle,
+    explore,
+    explore_bounded,
+)
 from tpfuse.explore.ptx import Kernel, compiled, ranks
 
 # Signals by compare-and-swap, from 0 to 1 and back, in the style of torch's `symm_mem` kernels
@@ -386,6 +395,21 @@ def test_the_signals_of_a_handle_order_what_precedes_them(fault) -> None:
             explore(program, 3)
     else:
         explore(program, 3)
+
+
+def test_a_signal_that_is_not_put_yet_orders_nothing() -> None:
+    def program(memory):
+        handle = TorchHandle(memory, "inbox", (2,), torch.int32)
+        for word in range(2):
+            if memory.rank == 0:
+                handle.get_buffer(1, (1,), torch.int32, word).fill_(word)
+                handle.put_signal(1)  # the second one must wait until the first one is taken
+            else:
+                handle.wait_signal(0)
+                handle.get_buffer(1, (2,), torch.int32).tolist()  # also what the first signal does not order
+
+    with pytest.raises(RaceError, match=r"inbox\[1\]"):
+        explore(program, 2, schedules=[Sequential()])
 
 
 def test_a_handle_refuses_what_it_does_not_have() -> None:

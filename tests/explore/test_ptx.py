@@ -224,6 +224,8 @@ def test_an_opcode_computes_what_it_is_defined_to(
         "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r1}, {%r2}, {%r3}, {%r4};",
         "mov.u32 %r1, %smid;",
         "bar.arrive 0, 64;",
+        "bar.sync %r1;",
+        "bra $L_nowhere;",
         "add.s32 %r1, %r2;",
     ],
 )
@@ -618,10 +620,18 @@ def test_a_parameter_may_be_chosen_by_its_address() -> None:
     assert [x.item() for x in given] == [0, 8]
 
 
+@pytest.mark.parametrize(("kind", "given", "bits"), [("f64", 1.5, 0x3FF8 << 48), ("f16", 1.5, 0x3E00), ("s8", -1, 255)])
+def test_a_number_is_given_in_the_type_of_its_parameter(kind: str, given: float, bits: int) -> None:
+    whole = Kernel(HEAD.format(parameters=f".param .u64 out, .param .{kind} given", threads=32, body="ret;"))
+    assert whole.bind([torch.empty(0), given])["given"] == bits
+    with pytest.raises(PtxError, match="parameter out of kernel, of type u64, is given a float"):
+        whole.bind([0.5, given])
+
+
 def test_registers_of_inline_assembly_are_its_own() -> None:
     body = """
       mov.b32 %r1, 1;
-      { .reg .b32 %r1; mov.b32 %r1, 2; add.s32 %r2, %r1, %r1; }
+      { .reg .b32 %r<2>; mov.b32 %r1, 2; add.s32 %r2, %r1, %r1; }
       add.s32 %r1, %r1, %r2;
       st.global.b32 [%d0], %r1;
     """

@@ -1,11 +1,13 @@
 """The GPT computes the same losses, gradients and logits on any number of ranks, and refuses bad input."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
@@ -14,6 +16,7 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh, flat_group
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.dropout import dropout_key, keep_mask
 from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.parallel.initialize import initialize
@@ -207,6 +210,35 @@ def test_every_dropout_site_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) ->
     _model()(ids, targets, dropout_at=(3, 4))
     assert len(seen) == len(set(seen)) == 1 + 3 * CONFIG.n_layer
     assert set(seen) <= {dropout_key(3, 4, site) for site in range(4 * CONFIG.n_layer)}
+
+
+@on_ranks(2)
+def test_logits_with_a_cache_are_those_without() -> None:
+    model = _model(sharded=True)
+    ids, _ = _batch(2, 16, 101)
+    with torch.no_grad():
+        whole = model(ids)
+        weight = model.transformer.wte.weight
+        cache = KeyValueCache(model.config, 2, model.tp, weight.device, weight.dtype)
+        cuts = [0, 5, 6, 7, 10, 16]
+        pieces = [model(ids[:, start:stop], cache=cache) for start, stop in itertools.pairwise(cuts)]
+    assert cache.length == 16
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="17 tokens do not fit a context of 16"):
+        model(ids[:, :1], cache=cache)
+
+
+@on_ranks(2)
+def test_torch_clips_by_the_norm_of_one_rank() -> None:
+    plain, model = _model(), _model(sharded=True)
+    ids, targets = _batch(3, 13, 101)
+    for m in (plain, model):
+        m(ids, targets).mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
+    for found, wanted in _gradients(model, plain):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-14)
 
 
 def test_flops_per_token_are_counted() -> None:

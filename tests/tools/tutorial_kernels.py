@@ -18,6 +18,20 @@ Case = tuple[list[Launch], list[tuple[Tensor, Tensor]]]
 
 
 @triton.jit
+def vector_add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + tl.load(y_ptr + offsets, mask=mask), mask=mask)
+
+
+def add() -> Case:
+    x, y = torch.randn(7700), torch.randn(7700)
+    out = torch.empty(7700)
+    given = {"x_ptr": x, "y_ptr": y, "out_ptr": out, "n": 7700, "BLOCK": 1024}
+    return [Launch(vector_add, (8,), given, 4, 1)], [(out, x + y)]
+
+
+@triton.jit
 def softmax_rows(x_ptr, out_ptr, rows, columns, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Programs take row after row."""
     offsets = tl.arange(0, BLOCK)
@@ -161,10 +175,58 @@ def layer_norm() -> Case:
     return launches, list(zip([out, dx, *sums], wanted, strict=True))
 
 
+@triton.jit
+def attention_rows(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, length, scale,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Compute the attention of M queries of a head, with the softmax of all keys so far."""
+    base = tl.program_id(1) * length * D
+    rows, dims = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
+    q_at = rows[:, None] * D + dims[None, :]
+    inside = rows[:, None] < length
+    q = tl.load(q_ptr + base + q_at, mask=inside, other=0.0)
+    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, D), tl.float32)
+    end = tl.minimum((tl.program_id(0) + 1) * M, length) if CAUSAL else length
+    for start in range(0, end, N):
+        keys = start + tl.arange(0, N)
+        kv_at = keys[:, None] * D + dims[None, :]
+        k = tl.load(k_ptr + base + kv_at, mask=keys[:, None] < length, other=0.0)
+        seen = keys[None, :] < length
+        if CAUSAL:
+            seen = seen & (rows[:, None] >= keys[None, :])
+        scores = tl.where(seen, tl.dot(q, tl.trans(k)) * (scale * 1.44269504), -1e30)
+        larger = tl.maximum(top, tl.max(scores, 1))
+        p, shrink = tl.exp2(scores - larger[:, None]), tl.exp2(top - larger)
+        total, top = total * shrink + tl.sum(p, 1), larger
+        v = tl.load(v_ptr + base + kv_at, mask=keys[:, None] < length, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    tl.store(out_ptr + base + q_at, acc / total[:, None], mask=inside)
+    tl.store(lse_ptr + tl.program_id(1) * length + rows, top + tl.log2(total), mask=rows < length)
+
+
+def attention(causal: bool) -> Case:
+    heads, length, d = 2, 150, 64
+    q, k, v = (torch.randn(heads, length, d).half() for _ in range(3))
+    out, lse = torch.empty(heads, length, d), torch.empty(heads, length)
+    given = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse, "length": length, "scale": d**-0.5}
+    given |= {"D": d, "M": 64, "N": 32, "CAUSAL": causal}
+    scores = q.double() @ k.double().mT * d**-0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    expected = (scores.softmax(-1) @ v.double()).float()
+    lse_expected = (scores.logsumexp(-1) / torch.tensor(2.0).log()).float()
+    return [Launch(attention_rows, (cdiv(length, 64), heads), given, 4, 3)], [(out, expected), (lse, lse_expected)]
+
+
 # name -> (case, the largest error that half-precision operands leave)
 CASES: dict[str, tuple[Callable[[], Case], float]] = {
+    "vector add": (add, 0.0),
     "softmax": (softmax, 1e-6),
     "grouped matmul": (lambda: matmul(grouped, torch.float16), 1e-4),
     "persistent matmul": (lambda: matmul(persistent, torch.bfloat16, programs=4), 1e-4),
     "layer norm": (layer_norm, 1e-4),
+    "attention": (lambda: attention(causal=False), 2e-3),
+    "causal attention": (lambda: attention(causal=True), 2e-3),
 }
