@@ -7,7 +7,6 @@ import resource
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -354,11 +353,12 @@ def test_under_torchrun_the_first_rank_that_is_not_missing_reports(
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+    waited: list[float] = []
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda how, signals: None)
+    monkeypatch.setattr(signal, "sigtimedwait", lambda _, seconds: waited.append(seconds))
     fail("train", "why", missing)
     assert capsys.readouterr().err == ("tpfuse train: error: why\n" if speaks else "")
-    assert bool(slept) != speaks, "torchrun would kill the first rank before it reports"
+    assert bool(waited) != speaks, "torchrun would kill the first rank before it reports"
 
 
 @pytest.mark.processes

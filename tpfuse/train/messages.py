@@ -2,11 +2,11 @@
 
 import contextlib
 import os
+import signal
 import sys
-import time
 from pathlib import Path
 
-_FOR_THE_FIRST = 5.0  # seconds
+_FOR_THE_FIRST = 30.0  # seconds; on a busy machine ranks start many seconds after one another
 
 
 def warn(message: str) -> None:
@@ -40,11 +40,13 @@ def is_first_rank() -> bool:
 def fail(command: str, message: str, missing: tuple[int, ...] = ()) -> None:
     """Print why a command ends, in one line. Under torchrun the first rank that is not missing prints it for all.
 
-    The other ranks wait for a while: torchrun kills the first one, which may not have come so far, when another ends.
+    The other ranks wait until torchrun stops them, or for a while: when another one ends, torchrun kills the first one,
+    which may not have come so far.
     """
     ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
     if int(os.environ.get("RANK", "0")) != next((rank for rank in ranks if rank not in missing), 0):
-        time.sleep(_FOR_THE_FIRST)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.sigtimedwait({signal.SIGTERM}, _FOR_THE_FIRST)
         return
     print(f"tpfuse {command}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
