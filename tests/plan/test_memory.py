@@ -176,7 +176,8 @@ def test_ranks_hold_what_the_formula_counts(config: GPTConfig, more: dict[str, A
 @pytest.mark.parametrize(
     ("recompute", "dropout", "dtype", "autocast"),
     exhaustive(
-        ("none", 0.2, "bfloat16", "none"), ("selective", 0.0, "float32", "bfloat16"),
+        ("none", 0.2, "bfloat16", "none"), ("none", 0.0, "float32", "bfloat16"),
+        ("selective", 0.0, "float32", "none"), ("full", 0.2, "float32", "none"),
     ),
 )  # fmt: skip
 def test_kernels_of_triton_save_what_the_formula_counts(
