@@ -3,9 +3,9 @@
 One engine implements ZeRO's stages 0, 1 and 2 (arXiv:1910.02054). Parameters are packed into flat buffers in the
 reverse of their order in the model, which is about the order in which their gradients arrive (the scheme of PyTorch's
 DDP, arXiv:2006.15704). A hook takes each gradient. When a bucket has all its gradients in a backward pass that is
-reduced, its reduction starts while the pass continues. All ranks reduce the buckets in the same order, even if gradients
-arrive in another order or not at all. Gradients are summed, not averaged: the loss is already divided by the number of
-tokens of the whole batch.
+reduced, its reduction starts while the pass continues. All ranks reduce the buckets in the same order, even if
+gradients arrive in another order or not at all. Gradients are summed, not averaged: the loss is already divided by the
+number of tokens of the whole batch.
 
 At stages 0 and 1 the last micro-batch of a step is reduced. At stage 2 each one is, and its sum is added to that of the
 rank's shard, unless gradients accumulate whole. The buckets are then reduced once in each backward pass; in a pipeline
