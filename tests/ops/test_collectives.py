@@ -14,7 +14,7 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks
 
 Part = Callable[[Tensor, int], Tensor]
-# For three ranks: the shapes of x and of the result's gradient; what rank r gets of all ranks' x, and of all gradients.
+# collective -> (shapes of x and of the result's gradient on three ranks; what rank r gets of all x, of all gradients)
 CASES: dict[str, tuple[tuple[int, int], tuple[int, int], Part, Part]] = {
     "all_gather": ((5, 9), (15, 9), lambda x, r: x.flatten(0, 1), lambda grad, r: grad.sum(0).chunk(3)[r]),
     "reduce_scatter": ((15, 9), (5, 9), lambda x, r: x.sum(0).chunk(3)[r], lambda grad, r: grad.flatten(0, 1)),

@@ -1,4 +1,4 @@
-"""What the options of a pipeline mean: the layout, and the size of a micro-batch."""
+"""The options of a pipeline set the layout and the size of a micro-batch."""
 
 import pytest
 

@@ -79,7 +79,7 @@ class DecoderStages:
         self.stages, self.decoder = list(stages), names.decoder
         layers = list(names.decoder.get_submodule(names.layers).children())
         skipped = [_Skipped(layer) for layer in layers]
-        # Where tensor-parallel layers keep the length of sequences, which the model's first layer sets.
+        # Tensor-parallel layers keep the length of sequences there; the model's first layer sets it.
         hooks = (hook for hook in layers[0]._forward_pre_hooks.values() if isinstance(hook, PreparedInput))
         length = next((hook.length for hook in hooks), None)
         self._parts = names.of(model)

@@ -59,7 +59,7 @@ class Sizes:
 TINY = Sizes(torch.float32, 3, 8, 5, 7, 8, 1, 16, 40)  # for the interpreter
 ALONE = Sizes(torch.float32, 70, 48, 40, 1003, 40, 1, 24, 1003)  # of a rank without peers, for `tpfuse verify`
 
-# By the name of a result: plain torch's result in its dtype, the exact result, and the largest error that it may have.
+# A result's name -> (plain torch's result in its dtype, the exact result, the largest error that it may have)
 Expectation = dict[str, tuple[Tensor, Tensor, float]]
 
 

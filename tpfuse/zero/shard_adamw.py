@@ -1,4 +1,4 @@
-"""What the AdamW of the buckets and that of stage 3 have in common: hyperparameters, the memory of the state, Muon."""
+"""The base of the AdamW of the buckets and of that of stage 3: hyperparameters, the memory of the state, Muon."""
 
 from typing import Any
 

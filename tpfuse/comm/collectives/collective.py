@@ -43,8 +43,8 @@ class Handles:
 DONE = Handles()  # the handle of a collective that has ended
 PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-# torch 2.13 renamed these two functions; older releases have only the second name.
 _Start = Callable[..., dist.Work | None]
+# torch 2.13 renamed these two functions; older releases have only the second name.
 all_gather_single: _Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: _Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -37,7 +37,7 @@ class CheckedSharedMemory:
         self._granule = granule
         self._clocks = np.stack([np.eye(warps + 1, dtype=np.int32), np.zeros((warps + 1, warps + 1), np.int32)])
         self._knows, self._fenced = self._clocks
-        # Of each granule: who wrote it last, when (0: never) and at which site; and how many products read it
+        # For each granule: who wrote it last, when (0: never) and at which site; and how many products read it
         self._writer, self._written, self._wrote, self._reading = np.zeros((4, padded // granule), np.int32)
         self._read = np.zeros((padded // granule, warps), np.int32)
         self._copying = np.zeros(padded // granule, bool)

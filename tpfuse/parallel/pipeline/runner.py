@@ -40,7 +40,7 @@ _Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sen
 
 
 class Engine(Protocol):
-    """What a pipeline needs of the engines that `tpfuse.zero.shard` returns, which take the gradients of its stages."""
+    """The part of the engines of `tpfuse.zero.shard` that a pipeline uses. They take the gradients of its stages."""
 
     accumulate: Accumulate
 
