@@ -67,10 +67,13 @@ def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, command
     shared = _table(commands.do("memory", file, "--ranks", "4"))["optimizer"]
     assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
     file.write_text('[zero]\noffload = "host"\n')
-    assert "memory (zero.offload); at stage 3 the host's memory has the parameters and" in commands.do("memory", file)
-    assert "at stage 3" not in commands.do("memory", file, "--stage", "1")
+    out = commands.do("memory", file, "--ranks", "2")
+    assert "memory (zero.offload); at stage 3 the host's memory has the parameters and" in out
+    assert "at stage 3" not in commands.do("memory", file, "--stage", "1", "--ranks", "2")
+    assert "at stage 3" not in commands.do("memory", file), "a single rank shards nothing"
     file.write_text('[zero]\noffload = "/disk"\n')
-    assert "files (zero.offload); at stage 3 files have the parameters too, and the" in commands.do("memory", file)
+    out = commands.do("memory", file, "--ranks", "2")
+    assert "files (zero.offload); at stage 3 files have the parameters too, and the" in out
     for text, error in (
         ("[parallel]\nreplicas = 3\n", "parallel.replicas 3 does not divide 4 data-parallel ranks"),
         ("[train]\nbatch = 6\n", "train.batch 6 cannot be divided among 4 data-parallel ranks"),

@@ -172,10 +172,20 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
         lines.append(f"At stages 2 and 3 {count} micro-batches are added up in {held}.")
     if options.train.offload_activations and options.train.recompute == "full":
         lines.append("The inputs of blocks are in the host's memory, but one (train.offload_activations).")
+    place = offloaded(options, max(found))
+    return [*lines, f"{place}."] if place else lines
+
+
+def offloaded(options: TrainCommand, stage: int) -> str:
+    """Return in words which of the counted bytes are not on the device under zero.offload; "" without it.
+
+    options: with the layout filled in. A single rank shards nothing, so that its parameters stay on the device.
+    """
     if options.zero.offload == "none":
-        return lines
+        return ""
     on_host, host = options.zero.offload == "host", "the host's memory"
-    files = f"files have the parameters too, and {host} the gradients"
-    shards = f"; at stage 3 {f'{host} has the parameters and gradients too' if on_host else files}"
     place = f"Masters and moments are in {host if on_host else 'files'} (zero.offload)"
-    return [*lines, f"{place}{shards if max(found) == 3 else ''}."]
+    if stage < 3 or options.parallel.data_ranks * options.parallel.cp == 1:
+        return place
+    files = f"files have the parameters too, and {host} the gradients"
+    return f"{place}; at stage 3 {f'{host} has the parameters and gradients too' if on_host else files}"
