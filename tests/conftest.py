@@ -28,8 +28,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else m
 ranks.PRELOADED += ["pytest", "tpfuse.train.trainer", "peft", "transformers.models.llama.modeling_llama"]
 
 
-# Tests with these markers take these seconds, roughly, and others a third of a second.
+# Tests with these markers and of these files take these seconds, roughly, and others a third of a second.
 _SECONDS = {"processes": 15.0, "nodes": 15.0, "compile": 10.0, "exhaustive": 1.0}
+_SECONDS |= {"test_emulated.py": 20.0, "test_front_ends.py": 10.0}
 # They wait for what compiles beside the other tests; the second finds its programs in Triton's cache then.
 _LAST = ("test_compilation.py", "test_signal_ptx.py")
 
@@ -39,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take the longest, so that no process has a long one left when the others are done."""
     seconds: Counter[Path] = Counter()
     for item in items:
-        seconds[item.path] += max((_SECONDS.get(mark.name, 0.0) for mark in item.iter_markers()), default=0.0) or 0.3
+        seconds[item.path] += max(
+            _SECONDS.get(name, 0.3) for name in (item.path.name, *(mark.name for mark in item.iter_markers()))
+        )
     last = {name: place for place, name in enumerate(_LAST)}
     items.sort(key=lambda item: (last.get(item.path.name, -1), -seconds[item.path], str(item.path)))
 

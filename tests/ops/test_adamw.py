@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import naming
+from tests.support.tiers import exhaustive
 from tpfuse.choices import Kernels
 from tpfuse.ops.adamw import _update, adamw_
 from tpfuse.switches import use
@@ -83,7 +84,7 @@ def test_autograd_knows_that_saved_tensors_were_overwritten(name: Kernels) -> No
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("gradient", [0.0, 1.25])
+@pytest.mark.parametrize("gradient", [1.25, *exhaustive(0.0)])
 def test_half_moments_follow_those_of_float32(name: Kernels, gradient: float) -> None:
     """Their changes are smaller than half of the last bit. Rounded to the nearest, exp_avg_sq would stay 1.
 

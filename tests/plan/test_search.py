@@ -138,9 +138,12 @@ def test_of_layouts_that_take_equally_long_the_simplest_is_first() -> None:
     assert SearchResult([*equal, other, slower], [], 6).best == [equal[2], other]
 
 
+@pytest.mark.exhaustive
 def test_a_search_takes_seconds() -> None:
     model = planned_model(PlanCommand(layers=48, width=8192, heads=64, tokens=4096, batch=16384))
-    start = time.process_time()
+    started = time.process_time()
+    assert sum(i * i for i in range(10**7))
+    unit = time.process_time() - started  # 0.4 to 1.1 seconds
     found = search(model, cluster_of(16384))
-    assert time.process_time() - start < 8.0, "1 to 5 seconds, on a machine with nothing else to do"
+    assert time.process_time() - started < 10 * unit
     assert found.compared > 2000 and found.fitting

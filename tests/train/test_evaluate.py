@@ -135,10 +135,10 @@ def computed(folder: Path, layout: LayoutOptions, world: int) -> tuple[float, st
 @pytest.mark.parametrize(
     ("name", "layout", "most"),
     [
-        ("gpt", {"tp": 2, "pp": 2}, 0.4),
         ("gpt", {"cp": 2, "dp": 2}, 1.0),
         ("folder", {"tp": 2}, 0.6),
         *exhaustive(
+            ("gpt", {"tp": 2, "pp": 2}, 0.4),
             ("gpt", {"pp": 3}, 0.55),
             ("gpt", {"cp": 2, "pp": 2}, 0.75),
             ("run", {"tp": 2, "cp": 2}, 0.6),

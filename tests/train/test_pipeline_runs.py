@@ -47,6 +47,7 @@ def one_rank() -> Result:
     return trained(options_of(), 10, "auto", None, None, FOUR)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layouts", [[{**D2P2, "pp_schedule": "zbv", "stage": 3}, {"tp": 2}], *CHAINS], ids=str)
 def test_a_checkpoint_resumes_with_and_without_a_pipeline(tmp_path: Path, layouts: list[Layout]) -> None:
     losses, norms, weights = one_rank()

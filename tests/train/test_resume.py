@@ -59,10 +59,10 @@ SAVED: list[Layout] = [
     {"dp": 2, "tp": 2, "stage": 3},
     {"dp": 4, "stage": 3, "replicas": 2},
 ]
-# The layouts of the first tier resume at another stage and number of ranks.
-FIRST = [(SAVED[1], SAVED[5]), ({"tp": 2, "cp": 2}, {"cp": 3})]
+# The layouts of the first tier: another stage and number of ranks.
+FIRST = [(SAVED[1], SAVED[5])]
 OTHERS = [(layout, SAVED[(place + 2) % len(SAVED)]) for place, layout in enumerate(SAVED)]
-OTHERS += [(SAVED[5], ONE), (ONE, {"tp": 4}), ({"tp": 2, "cp": 2}, {"dp": 2})]
+OTHERS += [(SAVED[5], ONE), (ONE, {"tp": 4}), ({"tp": 2, "cp": 2}, {"dp": 2}), ({"tp": 2, "cp": 2}, {"cp": 3})]
 
 
 @functools.cache

@@ -133,6 +133,7 @@ def test_a_loop_on_gpus_equals_one_cpu_rank(ranks: RankPool, stage: int, options
     _check_loop(ranks, ranks.world, "cuda", stage, options)
 
 
+@pytest.mark.exhaustive
 def test_a_loop_on_cpus_equals_one_cpu_rank() -> None:
     for stage, options in LOOPS:
         _check_loop(pool(2), 2, "cpu", stage, options)
