@@ -126,6 +126,25 @@ def test_shapes(norm: Norm, name: Kernels, shape: tuple[int, ...]) -> None:
         assert torch.equal(weight.grad, torch.zeros(64))
 
 
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@BOTH
+@pytest.mark.parametrize("norm", NORMS.values(), ids=naming(NORMS))
+def test_a_result_may_have_no_gradient(norm: Norm, name: Kernels) -> None:
+    given = {key: x.requires_grad_() for key, x in _inputs(norm, 5, 33, F32).items()}
+    with use(kernels=name):
+        (_WithoutGradient.apply(norm.fused(**given)).sum() + given["x"].sum()).backward()
+    assert torch.equal(given["x"].grad, torch.ones(5, 33)) and not given["weight"].grad
+
+
 def test_views_and_transposed_inputs() -> None:
     x, grad = normal(1, 4, 63, 10, 2)[..., 1].transpose(1, 2), normal(2, 4, 10, 63)
     outs = []

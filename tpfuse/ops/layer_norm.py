@@ -123,7 +123,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 @once_differentiable
-def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:  # a function that used the result has no gradient for it
+        return None, None, None, None, None
     needs_x, needs_weight, needs_bias, *_none = wanted_gradients(ctx)
     gradients = _gradients(grad, *ctx.saved_tensors, ctx.centered, needs_bias, needs_x, needs_weight or needs_bias)
     pairs = zip(gradients, (needs_x, needs_weight, needs_bias), strict=True)
