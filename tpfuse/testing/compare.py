@@ -58,7 +58,7 @@ class Expected:
         Raise AssertionError if there is no gradient, or if its shape or dtype is another than expected.
         """
         assert actual is not None, f"{name}: there is no gradient"
-        _check_kind(name, actual, self.same_dtype[name])
+        check_kind(name, actual, self.same_dtype[name])
         return largest_error(actual, self.float64[name])
 
 
@@ -79,7 +79,7 @@ def largest_term(scores: Tensor) -> float:
 
 def check_error(name: str, actual: Tensor, plain: Tensor, exact: Tensor, bound: float) -> None:
     """Raise AssertionError unless `actual` has the shape and dtype of `plain` and is within `bound` of `exact`."""
-    _check_kind(name, actual, plain)
+    check_kind(name, actual, plain)
     if not actual.numel():
         return
     errors = _errors(actual, exact).flatten()
@@ -103,7 +103,7 @@ def _errors(actual: Tensor, exact: Tensor) -> Tensor:
     return errors.masked_fill(actual.isinf() & (exact.to(actual.dtype) == actual), 0.0)
 
 
-def _check_kind(name: str, actual: Tensor, plain: Tensor) -> None:
+def check_kind(name: str, actual: Tensor, plain: Tensor) -> None:
     assert actual.shape == plain.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(plain.shape)}"
     assert actual.dtype == plain.dtype, f"{name}: {actual.dtype}, expected {plain.dtype}"
 

@@ -28,7 +28,7 @@ from tpfuse.comm.comparison import error_bound
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import launch
 from tpfuse.switches import use
-from tpfuse.testing.compare import Expected, evaluate, largest_error, unwritten_memory_is_nan
+from tpfuse.testing.compare import Expected, check_kind, evaluate, largest_error, unwritten_memory_is_nan
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.one_process import OneProcess
 from tpfuse.tools import doctor
@@ -52,7 +52,7 @@ class Comparison:
     operator: str
     case: str
     dtype: str
-    tensor: str = ""  # "out", or the name of the input whose gradient it is
+    tensor: str = ""  # "out", the name of the input whose gradient it is, or that of a program's result
     error: float | None = None  # None if it is not finite, or if the case raised
     bound: float = 0.0
     failure: str = ""  # the exception, on one line
@@ -90,7 +90,8 @@ def compare_program(operator: str, case: OneRank, dtype: str, device: torch.devi
         program, found = PROGRAMS[case.program](memory, replace(ALONE, dtype=DTYPES[dtype])), []
         for variant in range(VARIANTS):
             results = program.run(variant)
-            for name, (_, exact, bound) in program.expected(variant).items():
+            for name, (plain, exact, bound) in program.expected(variant).items():
+                check_kind(name, results[name], plain)
                 found.append((name, largest_error(results[name], exact), bound))
         return found
 
@@ -249,7 +250,7 @@ def show(verification: Verification, console: Console) -> None:
         console.print(table)
         console.print(
             "error: the largest difference from float64, of the output and all gradients; bound: what the same dtype in"
-            " plain torch allows"
+            " plain torch allows, and 0 where results are exact"
         )
     _show_training(verification.training, console)
     for x in verification.comparisons:

@@ -24,7 +24,6 @@ from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 # The bytes of half a slot, by device. On a GPU 128 MiB take four launches, each of which reads 32 MiB: 0.1 ms at the
 # rate of NVLink, compared with some 10 µs for a launch and its signals. Not measured yet.
 _SLOT_BYTES = {"cuda": 2**25, "cpu": 2**20}
-ONE_SHOT_BYTES = 2**16  # up to this size an all-reduce takes one shot; not measured yet
 _INTERPRETED_PROGRAMS = 2
 
 
@@ -79,6 +78,8 @@ class FusedCollectives:
     `tpfuse.kernels.endpoint.SUMMED`.
     """
 
+    one_shot_bytes = 2**16  # up to this size an all-reduce takes one shot; not measured yet
+
     def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
         """Open the channel. Collective. slot_bytes: of a piece, a multiple of 16; its default is by device."""
         self.memory, self._slot_bytes = memory, slot_bytes or _SLOT_BYTES[memory.device.type]
@@ -97,7 +98,7 @@ class FusedCollectives:
         return self._run("reduce_scatter", x, rows, self._slot_bytes // self.memory.world, reduce_scatter_forward)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
+        forward = partial(all_reduce_forward, two_shot=x.nbytes > self.one_shot_bytes)
         return self._run("all_reduce", x, (x.view(-1), out.view(-1)), self._slot_bytes, forward)
 
     def _run(
