@@ -98,6 +98,18 @@ def test_a_forward_that_cannot_be_tried_leaves_everything_alone() -> None:
     assert kept["model.layers.0.self_attn"] == kept["model.layers.1.mlp"] == expected
 
 
+def test_a_count_of_heads_that_is_a_property_keeps_a_layer_whole() -> None:
+    model = decoder("llama")
+
+    class Counted(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        num_heads = property(lambda self: self.config.num_attention_heads)
+
+    model.model.layers[0].self_attn.__class__ = Counted
+    kept = _kept(model)
+    assert {name[: len("model.layers.0.self_attn")] for name in kept} == {"model.layers.0.self_attn"}
+    assert set(kept.values()) == {"it fails on a rank's part: KeyError: 'num_heads'"}
+
+
 def test_a_large_model_is_tried_without_its_weights() -> None:
     with torch.device("meta"):
         config = transformers.LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=2,

@@ -66,7 +66,7 @@ class ShardedTokens:
         )
 
     def dropout(self, layer: int, p: float, query: Tensor) -> dict[str, Any]:
-        """Return the arguments of `ring_attention` that drop probabilities; query: [batch, heads, tokens, size]."""
+        """Return the options of attention that drop probabilities; query: [batch, heads, tokens, size]."""
         assert self.dropout_keys is not None
         documents, heads = self.sharded.documents, query.shape[1]
         sequences = len(query) if documents is None else len(documents.cu_seqlens) - 1

@@ -284,11 +284,12 @@ class _TriedBlock:
         own = {name: x for name, x in module._parameters.items() if name in sharded and x is not None}
         parameters: dict[str, Any] = module._parameters
         parameters.update({name: run.enter(name, x, self.of_heads, rank) for name, x in own.items()})
-        before = {name: module.__dict__[name] for name in attributes}
-        module.__dict__.update(attributes)
-        for name, forward in forwards.items():
-            self.modules[name].__dict__["forward"] = forward
+        before: dict[str, Any] = {}
         try:
+            before |= {name: module.__dict__[name] for name in attributes}
+            module.__dict__.update(attributes)
+            for name, forward in forwards.items():
+                self.modules[name].__dict__["forward"] = forward
             out = first_tensor(module(*args, **kwargs))
         except NotImplementedError:
             raise
