@@ -422,3 +422,14 @@ def test_a_handle_refuses_what_it_does_not_have() -> None:
             handle.put_signal(0, channel=2304)
 
     explore(program, 1, seeds=())
+
+
+@triton.jit
+def read_at(place):
+    text: tl.constexpr = "ld.global.relaxed.sys.b32 $0, [$1];"
+    tl.inline_asm_elementwise(text, "=r, l", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def test_no_word_is_at_address_0() -> None:
+    with pytest.raises(ProtocolError, match="4 bytes at address 0"):
+        explore(lambda memory: read_at[(1,)](0), world=1)

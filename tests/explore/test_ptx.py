@@ -227,6 +227,9 @@ def test_an_opcode_computes_what_it_is_defined_to(
         "bar.sync %r1;",
         "bra $L_nowhere;",
         "add.s32 %r1, %r2;",
+        "add.s32 _, %r1, %r2;",
+        "mov.b32 {%r1}, %r2;",
+        "cvt.rn.bf16x2.f32 %r1, %d0, %r2;",
     ],
 )
 def test_an_instruction_that_is_not_known_is_named(line: str) -> None:

@@ -208,5 +208,7 @@ class _Memory(ExploredGlobalMemory):
         yield  # the source lines are on Python's stack
 
     def _check(self, addresses: Array, size: Any) -> None:
+        if (addresses < size).any():
+            raise MemoryFault(f"{size} bytes at address 0")
         if (addresses % size).any():
             raise MemoryFault(f"{size} bytes at an address that is not aligned")

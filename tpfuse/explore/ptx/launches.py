@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 import torch
 import triton
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -42,6 +41,7 @@ def compiled(family: str = "sm_80", edit: Callable[[str], str] = str) -> Iterato
     if triton.knobs.runtime.interpret:
         raise ValueError("compiled runs compiled kernels: unset TRITON_INTERPRET before they are imported")
     current = deque[ExploredRun](maxlen=1)
+    addressed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         backend, bind = _binder(function, family)
@@ -66,33 +66,25 @@ def compiled(family: str = "sm_80", edit: Callable[[str], str] = str) -> Iterato
             buffers = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
             tables = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int64]
             places = {place for x in tables if x.numel() <= _MOST_RANKS for place in x.flatten().tolist()}
-            behind = [Buffer.of("memory of a table", addressed.tensors[x]) for x in places if x in addressed.tensors]
+            behind = [Buffer.of("memory of a table", addressed[x]) for x in places if x in addressed]
             kernel.run(programs, arguments, memory=GlobalMemory([*buffers, *behind]))
 
-    before, JITFunction.run = JITFunction.run, run
+    def address(x: Tensor) -> int:
+        """Keep for each address the longest tensor on the CPU that begins there."""
+        place = take_address(x)
+        known = addressed.get(place)
+        if x.device.type == "cpu" and (known is None or known.numel() < x.numel()):
+            addressed[place] = x
+        return place
+
+    # A mode of torch functions would see neither operators of torch.library nor other threads.
+    tensors: Any = Tensor
+    before, take_address = JITFunction.run, Tensor.data_ptr
+    JITFunction.run, tensors.data_ptr = run, address
     try:
-        with _Addressed() as addressed:
-            yield current.append
+        yield current.append
     finally:
-        JITFunction.run = before
-
-
-class _Addressed(TorchFunctionMode):
-    """Keeps for each address that is taken (`data_ptr`) the longest tensor on the CPU that begins there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is Tensor.data_ptr and args[0].device.type == "cpu":
-            known = self.tensors.get(result)
-            if known is None or known.numel() < args[0].numel():
-                self.tensors[result] = args[0]
-        return result
+        JITFunction.run, tensors.data_ptr = before, take_address
 
 
 @cache

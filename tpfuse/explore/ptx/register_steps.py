@@ -18,19 +18,21 @@ def arithmetic(slots: Slots, instruction: PtxInstruction) -> Step:
 
     A mov between a register and a vector of its halves has two sources or results, and a setp of pairs two results.
     """
-    opcode, results, sources = instruction.opcode, instruction.operands[:1], instruction.operands[1:]
+    opcode, results, sources, count = instruction.opcode, instruction.operands[:1], instruction.operands[1:], 1
     if opcode == "mov.b32" and isinstance(results[0], Vector):
-        (function, widths), results = Operation(halves, (32,)), results[0].elements
+        (function, widths), results, count = Operation(halves, (32,)), results[0].elements, 2
     elif opcode == "mov.b32" and isinstance(sources[0], Vector):
         (function, widths), sources = Operation(joined, (16, 16)), sources[0].elements
     else:
         function, widths = operation(opcode)
         if opcode.startswith("setp") and opcode.endswith("x2"):
-            results, sources = instruction.operands[:2], instruction.operands[2:]
+            results, sources, count = instruction.operands[:2], instruction.operands[2:], 2
+    if len(results) != count or (count == 1 and None in results):
+        raise ValueError
     if len(sources) != len(widths):
         raise Unsupported(f"{opcode} has {len(sources)} sources: expected {len(widths)}")
     if any(isinstance(x, Register) and x.bits > width for x, width in zip(sources, widths, strict=True)):
-        if instruction.parts[0] != "cvt":
+        if instruction.parts[0] != "cvt" or len(widths) > 1:
             raise Unsupported(f"{opcode} of a wider register is not supported")
         whole, narrow = function, UNSIGNED[widths[0]]
         function = lambda a: whole(a.astype(narrow))  # noqa: E731 (the lower bits count)
