@@ -179,7 +179,7 @@ class RankPool:
             self._start_rank(rank, f"file://{self._folder}/store", serve_in, dict(os.environ))
 
     def _start_rank(self, rank: int, meeting: str, target: Callable[..., None], *first: object) -> None:
-        """Start the process of a rank, which calls `target` with `first` and then the arguments of `serve_in`."""
+        """Start a rank's process, which calls `target` with `first` and the arguments of `serve_in` from rank on."""
         deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

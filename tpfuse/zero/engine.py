@@ -220,7 +220,7 @@ def adamw(
         if isinstance(store, FileStore):
             engine.move_shards(store)
         return ShardedAdamW(engine, store=None if offload == "none" else store, **options)
-    return FlatAdamW(engine, store=store, **options)
+    return FlatAdamW(engine, store=None if offload == "none" else store, **options)
 
 
 def _check_mesh(mesh: object) -> None:

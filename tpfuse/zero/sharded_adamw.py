@@ -81,18 +81,17 @@ class ShardedAdamW(ShardAdamW):
 
     def _update(self, members: list[ShardedParameter], rates: Rates) -> None:
         shards = [local_tensor(member.sharded).detach().view(-1) for member in members]
-        gradients = [member.gradient.view(-1) for member in members]
         states = [self._state[member.name] for member in members]
         exp_avg, exp_avg_sq = ([state[kind].view(-1) for state in states] for kind in MOMENTS)
         if self._offloads:
             used = list(zip(exp_avg, exp_avg_sq, shards, strict=True))
-            for (first, second, shard), gradient, next_one in zip(used, gradients, [*used[1:], ()], strict=True):
+            for (first, second, shard), member, next_one in zip(used, members, [*used[1:], ()], strict=True):
                 update = ShardUpdate(first, second, None, len(shard), rates, self._store, None, next_one)
-                update.apply(gradient, shard)
+                update.apply(member.gradient.view(-1), shard)
             return
         adamw_(
             shards,
-            gradients,
+            [member.gradient.view(-1) for member in members],
             exp_avg,
             exp_avg_sq,
             [None] * len(members),
