@@ -24,6 +24,7 @@ from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 # The bytes of half a slot, by device. On a GPU 128 MiB take four launches, each of which reads 32 MiB: 0.1 ms at the
 # rate of NVLink, compared with some 10 µs for a launch and its signals. Not measured yet.
 _SLOT_BYTES = {"cuda": 2**25, "cpu": 2**20}
+ONE_SHOT_BYTES = 2**16  # up to this size an all-reduce takes one shot; not measured yet
 _INTERPRETED_PROGRAMS = 2
 
 
@@ -78,7 +79,7 @@ class FusedCollectives:
     `tpfuse.kernels.endpoint.SUMMED`.
     """
 
-    one_shot_bytes = 2**16  # up to this size an all-reduce takes one shot; not measured yet
+    one_shot_bytes = ONE_SHOT_BYTES
 
     def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
         """Open the channel. Collective. slot_bytes: of a piece, a multiple of 16; its default is by device."""
