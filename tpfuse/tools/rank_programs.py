@@ -160,7 +160,7 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
 
 
 def collectives(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
-    """Return the program of all_gather, reduce_scatter, all_to_all, and all_reduce of many, in two shots, and of few."""
+    """Return the program of all_gather, reduce_scatter, all_to_all, and all_reduce in two shots and, of few, in one."""
     launched, (rank, world) = FusedCollectives(memory), (memory.rank, memory.world)
     few = min(sizes.elements, 1000)
     launched.one_shot_bytes = few * sizes.dtype.itemsize
