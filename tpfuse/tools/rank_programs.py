@@ -163,7 +163,7 @@ def collectives(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
     """Return the program of all_gather, reduce_scatter, all_to_all, and all_reduce in two shots and, of few, in one."""
     launched, (rank, world) = FusedCollectives(memory), (memory.rank, memory.world)
     few = min(sizes.elements, 1000)
-    launched.one_shot_bytes = few * sizes.dtype.itemsize
+    launched.one_shot_bytes = world * few * sizes.dtype.itemsize
     rounds = []
     for seed in range(VARIANTS):
         xs = _whole(seed, world, world, sizes.elements, memory=memory, dtype=sizes.dtype)
