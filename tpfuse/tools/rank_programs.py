@@ -96,16 +96,15 @@ def _whole(seed: int, *shape: int, memory: SymmetricMemory, dtype: torch.dtype) 
     return integers(seed, *shape, low=-1, high=1, dtype=dtype).to(memory.device)
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    """Return the same matrix, whose columns are contiguous."""
-    return weight.t().contiguous().t()
+def _laid_out(weight: Tensor, memory: SymmetricMemory, engines: bool, seed: int) -> Tensor:
+    """Return the weight, transposed in memory for copy engines and in the second round of a rank without peers."""
+    return weight.t().contiguous().t() if engines or (memory.world == 1 and seed == 1) else weight
 
 
 def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> RankProgram:
     """Return the program of swiglu(all_gather(x) Wᵀ + bias); programs of the product, or copy engines, copy the shards.
 
-    The weight is transposed in memory, as in the backward pass of a row-parallel layer, where copy engines copy, and in
-    the second round of a rank without peers.
+    Some weights are transposed in memory (`_laid_out`), as in the backward pass of a row-parallel layer.
     """
     products = FusedLinear(memory, 1 if engines else _NO_ENGINES)
     plain_weight = _whole(1, 2 * sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
@@ -113,7 +112,7 @@ def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> 
     rounds = []
     for seed in range(VARIANTS):
         xs = _whole(10 + seed, memory.world, sizes.rows, sizes.k, memory=memory, dtype=sizes.dtype)
-        weight = _transposed(plain_weight) if engines or (memory.world == 1 and seed == 1) else plain_weight
+        weight = _laid_out(plain_weight, memory, engines, seed)
 
         def run(x: Tensor = xs[memory.rank], weight: Tensor = weight) -> Tensors:
             ((out, preactivation),) = products.all_gather(x, [weight], [bias], "swiglu", True)
@@ -135,7 +134,7 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
     """Return the program of reduce_scatter(x Wᵀ) + bias + residual and of all_reduce(x Wᵀ).
 
     Programs of the product, or copy engines, move the partial sums. The all-reduce is a reduce-scatter followed by an
-    all-gather. The weight is transposed in memory, as in a backward pass, where it is in `all_gather_gemm`.
+    all-gather. Some weights are transposed in memory (`_laid_out`), as in a backward pass.
     """
     products = FusedLinear(memory).variant(engines=engines, other_tiles=False)
     rank, world = memory.rank, memory.world
@@ -145,7 +144,7 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
     for seed in range(VARIANTS):
         xs = _whole(10 + seed, world, world * sizes.rows, sizes.k, memory=memory, dtype=sizes.dtype)
         residual = _whole(20 + seed, sizes.rows, sizes.n, memory=memory, dtype=sizes.dtype)
-        weight = _transposed(plain_weight) if engines or (world == 1 and seed == 1) else plain_weight
+        weight = _laid_out(plain_weight, memory, engines, seed)
         partial_sums = (xs.float() @ weight.float().t()).to(sizes.dtype).float()  # in the dtype in which they are moved
         sums = partial_sums.sum(0)
         scattered_sum = sums.view(world, sizes.rows, -1)[rank] + bias.float() + residual.float()

@@ -216,11 +216,10 @@ def adamw(
         failed = torch.tensor([float(bool(problem))], device=engine.device)
         if collectives.all_reduce(failed, engine.world_group).item():
             raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
-    if isinstance(engine, FullySharded):
-        if isinstance(store, FileStore):
-            engine.move_shards(store)
-        return ShardedAdamW(engine, store=None if offload == "none" else store, **options)
-    return FlatAdamW(engine, store=None if offload == "none" else store, **options)
+    if isinstance(engine, FullySharded) and isinstance(store, FileStore):
+        engine.move_shards(store)
+    optimizer = ShardedAdamW if isinstance(engine, FullySharded) else FlatAdamW
+    return optimizer(engine, store=None if offload == "none" else store, **options)
 
 
 def _check_mesh(mesh: object) -> None:
