@@ -19,7 +19,7 @@ def test_flags_override_the_file_which_overrides_the_preset_and_the_defaults(tmp
     options = parse_train(["--config", str(file), "--train.seed", "8", "--model.no-bias"])
     assert options.model.preset == "gpt2-350m"
     assert (options.model.n_layer, options.model.n_embd, options.model.bias) == (3, 1024, False)
-    assert (options.optim.lr, options.optim.min_lr) == (1.0, 3e-5)
+    assert (options.optim.lr, options.optim.min_lr, options.optim.warmup) == (1.0, 0.1, 760)
     assert options.train.seed == 8
     assert parse_train(["--config", str(file), "--model.preset", "tiny"]).model.n_embd == 128
     assert parse_train([]).model.preset == "tiny"

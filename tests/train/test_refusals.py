@@ -39,6 +39,7 @@ REFUSED = {
     "train --optim.beta2 1.0": "--optim.beta2 1.0",
     "train --optim.state-dtype bfloat16 --train.dtype float64": "bfloat16 is not for --train.dtype float64: leave one",
     "train --optim.lr nan": "--optim.lr nan",
+    "train --optim.lr 1e-4 --optim.min-lr 1e-3": "--optim.min-lr 0.001 is above --optim.lr 0.0001: the rate would rise",
     "train --optim.lr inf": "--optim.lr inf: expected at least 0, and finite",
     "train --comm.timeout 1e7": "--comm.timeout 10000000.0: expected at most 1e+06 seconds",
     "train --out r\udcff": "the name is not UTF-8: rename it",

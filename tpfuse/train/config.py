@@ -25,6 +25,7 @@ from tpfuse.nearest import nearest
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import FIRST, DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
+from tpfuse.train.schedule import lowest
 from tpfuse.train.untrusted import quoted, reading
 
 T = TypeVar("T")
@@ -256,6 +257,8 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         if own:
             options = _with_end(options)
     options = parse_command(TrainCommand, arguments, "train", options)
+    # The run's config.toml has the number, so that a resumed run keeps it.
+    options = replace(options, optim=replace(options.optim, min_lr=lowest(options.optim)))
     return replace(options, resume="yes") if resumes else options
 
 

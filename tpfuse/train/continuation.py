@@ -8,7 +8,7 @@ import torch
 from tpfuse.train.config import BEFORE, renewed, resolved, stored
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import Effect, TrainCommand
-from tpfuse.train.schedule import units
+from tpfuse.train.schedule import lowest, units
 
 Options = dict[str, Any]  # of a run, as `tpfuse.train.config.resolved` returns them
 

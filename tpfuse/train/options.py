@@ -158,8 +158,8 @@ class OptimOptions:
     (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
     lr: Alters[float] = 1e-3
     """Learning rate at the end of the warm-up, the highest."""
-    min_lr: Alters[float] = 1e-4
-    """Learning rate from decay_steps on. Schedule constant ignores it."""
+    min_lr: Alters[OptionalFloat] = None
+    """Learning rate from decay_steps on, at most lr. Schedule constant ignores it. Default: a tenth of lr."""
     warmup: Alters[int | str] = 100
     """Length of the warm-up, in which the learning rate rises linearly."""
     decay_steps: Alters[OptionalLength] = None

@@ -36,6 +36,11 @@ def units(options: OptimOptions) -> dict[str, bool]:
     return {name: isinstance(length, str) for name, length in used.items() if length or name == "decay-steps"}
 
 
+def lowest(options: OptimOptions) -> float:
+    """Return the learning rate from decay_steps on."""
+    return options.lr / 10 if options.min_lr is None else options.min_lr
+
+
 def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step: int, ahead: int = 0) -> float:
     """Return the learning rate of optimizer step `step` (from 0) of `steps`.
 
@@ -55,8 +60,9 @@ def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step:
         return options.lr * (step - first + 1) / (warmup - first + 1)
     if options.schedule == "constant":
         return options.lr
+    least = lowest(options)
     if step >= end:
-        return options.min_lr
+        return least
     begin = warmup
     if options.schedule == "wsd":
         decay = math.ceil(whole / 10) if options.decay is None else steps_of(options.decay, tokens_per_step)
@@ -65,4 +71,4 @@ def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step:
             return options.lr
     progress = (step - begin) / max(1, end - begin)
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if options.schedule == "cosine" else 1.0 - progress
-    return options.min_lr + left * (options.lr - options.min_lr)
+    return least + left * (options.lr - least)

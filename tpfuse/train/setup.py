@@ -115,6 +115,11 @@ def _check_ranges(options: TrainCommand) -> None:
         "parallel.pp-stages-per-rank": (parallel.pp_stages_per_rank, 1),
     }  # fmt: skip
     check_at_least(at_least)
+    if optim.schedule != "constant" and optim.min_lr is not None and optim.min_lr > optim.lr:
+        raise UserError(
+            f"--optim.min-lr {optim.min_lr} is above --optim.lr {optim.lr}: the rate would rise after the warm-up;"
+            " give less, or None for a tenth"
+        )
     check_timeout(options.comm.timeout)
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
