@@ -186,4 +186,6 @@ def test_losses_of_another_layout_or_batch_are_compared_as_far_as_they_can_be() 
     assert "within" in said(half, loss=2.2) and "nan" in said(options, loss=float("nan"))
     other = replace(options, train=replace(options.train, batch=8))
     assert said(other, tokens="b", loss=3.0) == ""
+    masked = replace(options, data=replace(options.data, documents="mask"))
+    assert said(masked, loss=3.0) == ""
     assert said(tensors, tokens="b") == "the next batch has other tokens than before"

@@ -77,7 +77,7 @@ def described(before: Options, options: TrainCommand) -> list[str]:
         at = f"after {end}" if isinstance(end, str) else f"at step {end}"
         lines.append(
             f"schedule --train.steps {options.train.steps} (was {before['train']['steps']}): the learning rate reaches"
-            f" {optim.min_lr:g} {at} as before, and stays there; --optim.decay-steps moves the end"
+            f" {lowest(optim):g} {at} as before, and stays there; --optim.decay-steps moves the end"
         )
     return lines
 
@@ -107,13 +107,16 @@ def check_loss(saved: dict[str, Any], now: dict[str, Any], options: TrainCommand
     saved, now: the proof in the checkpoint and of this run (`tpfuse.train.loop`): the digest of the next batch's
     tokens, the loss on it without dropout, and the machine. before: the options in the checkpoint. layers: their
     number. The losses are equal to the bit on the same machine with the same options, on CPUs or with
-    --train.deterministic; else they differ by rounding. They cannot be compared if the batch is another on purpose.
+    --train.deterministic; else they differ by rounding. They cannot be compared if the batch, or what its tokens see,
+    is another on purpose.
     """
     found = changes(before, options)
     if saved["tokens"] != now["tokens"]:
         numbers = [name for name, change in found.items() if change.effect is Effect.NUMBERS]
         chosen = [name for name in numbers if name.startswith("data.") or name in ("train.batch", "train.seed")]
         return "" if chosen else "the next batch has other tokens than before"
+    if "data.documents" in found:
+        return ""  # other tokens see each other, so the loss is another on purpose
     same = saved["machine"] == now["machine"] and not any(x.effect is not Effect.NOTHING for x in found.values())
     allowed = 0.0 if same and now["exact"] else _rounding(before, options, layers) * max(1.0, abs(saved["loss"]))
     if abs(now["loss"] - saved["loss"]) <= allowed:
