@@ -111,6 +111,12 @@ def test_a_new_loss_scale_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> N
     assert same(found, expected) and counts == (LAUNCHED, 2, STEPS - LAUNCHED)
 
 
+def test_a_run_that_begins_to_scale_its_loss_begins_as_a_new_one() -> None:
+    trainer, _ = new_trainer(options_of(dtype="float32", autocast="float16"))
+    trainer.restore(trainer.state() | {"loss_scale": 1.0})
+    assert trainer.loss_scale == trainer_module._FIRST_SCALE
+
+
 def test_a_replayed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "GraphCalls", GraphStandIn)
     options = options_of(cuda_graph="yes")

@@ -446,7 +446,9 @@ class Trainer:
         self.optimizer.publish()
         self.step = int(state["step"])
         self.ahead = int(state["data"]["tokens"]) - self.step * self.tokens_per_step
-        self.loss_scale = float(state["loss_scale"]) if self._scales else 1.0
+        scale = float(state["loss_scale"])
+        # A saved run that did not scale has 1.0.
+        self.loss_scale = (scale if scale > 1.0 else _FIRST_SCALE) if self._scales else 1.0
         if self.compression is not None and self.loss_scale != state["loss_scale"]:
             self.compression.scale_errors(self.loss_scale / float(state["loss_scale"]))
         self.steps_since_overflow = int(state["steps_since_overflow"])
