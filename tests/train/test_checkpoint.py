@@ -5,8 +5,11 @@ import json
 import math
 import random
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from time import sleep
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -271,6 +274,21 @@ def save_wrong(run: Path, what: str) -> str:
         message = f"{type(error).__name__}: {error}"
     assert save_shards(run, grid_shards, 0, 2) == str(run / "step-2")
     return message
+
+
+def save_slowly(run: Path) -> list[str]:
+    """Save while the ranks' collectives have a second, and reading an older checkpoint takes two."""
+    group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
+    good = checkpoint._good
+    with mock.patch.object(checkpoint, "_good", lambda folder: (sleep(2), good(folder))[1]):
+        for step in (1, 2, 3):
+            checkpoint.save(run, step, grid_shards(0, group.rank(), 2), {}, keep=2, group=group, warn=silent)
+    dist.destroy_process_group(group)
+    return names(run)
+
+
+def test_ranks_wait_while_older_checkpoints_are_read(tmp_path):
+    assert pool(2).run(save_slowly, tmp_path) == [["step-2", "step-3"]] * 2
 
 
 @pytest.mark.parametrize(

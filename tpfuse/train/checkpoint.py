@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import Slices
+from tpfuse.comm.rendezvous import exchange
 from tpfuse.train.agreement import DiskFailed, agree
 from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
 from tpfuse.train.errors import CheckpointError as CheckpointError
@@ -50,6 +51,7 @@ from tpfuse.train.manifest import Shards as Shards
 from tpfuse.train.safetensors_file import DTYPES, write_safetensors
 from tpfuse.train.untrusted import Unreadable, check_regular
 
+_TIDYING = 1800.0  # seconds; the older checkpoints that are kept are read whole before any is deleted
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 # The key in the file, the slice stored there, its intersection with the shard, the shard.
 _Wanted = tuple[str, Slices, Slices, Shard]
@@ -256,8 +258,8 @@ class _Saving:
             write_safetensors(file, tensors)
         return file.path.name, file.size, file.sha256
 
-    def commit(self, manifest: dict[str, Any], keep: int) -> None:
-        """Write the manifest on rank 0, rename the staging folder, and then delete checkpoints that are too old."""
+    def commit(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest on rank 0 and rename the staging folder."""
         with DurableFile(self.staging / MANIFEST) as file:
             file.write(encode(manifest))
         sync_folder(self.staging)
@@ -265,6 +267,9 @@ class _Saving:
             self.final.rename(self.run / f".deleting-{self.final.name}")
         self.staging.rename(self.final)
         sync_folder(self.run)
+
+    def tidy(self, keep: int) -> None:
+        """Delete checkpoints that are too old on rank 0."""
         try:
             self._prune(keep)
             self._clear()
@@ -325,7 +330,11 @@ def save(
             written = agree(group, saving.write)
             files = {entry[0]: {"size": entry[1], "sha256": entry[2]} for entry in written if entry}
             manifest = {"format": FORMAT, "step": step, "files": files, "tensors": tensors, "state": state}
-            agree(group, lambda: saving.commit(manifest, keep) if rank == 0 else None)
+            agree(group, lambda: saving.commit(manifest) if rank == 0 else None)
+            if rank == 0:
+                saving.tidy(keep)
+            if group is not None:
+                exchange(group, None, "removing older checkpoints", _TIDYING)
         saved: Path | None = saving.final
     except DiskFailed as failure:
         said = f"step {step} was not saved: {failure}; training continues, and the next save tries again"
