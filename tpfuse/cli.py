@@ -263,7 +263,8 @@ def run(arguments: Sequence[str]) -> int:
             raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
         return _run(name, arguments[1:])
     except (UserError, CheckpointError, RunError) as error:
-        fail(name, str(error), error.missing if isinstance(error, PeerLost) else ())
+        missing = error.missing if isinstance(error, PeerLost) else ()
+        fail(name, str(error), missing, isinstance(error, RunError) and error.alone)
         return error.status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -343,12 +343,16 @@ def test_ranks_that_share_a_gpu_are_named_on_all_ranks() -> None:
         assert isinstance(error, UserError) and "ranks 1 and 2 have the same GPU" in str(error)
 
 
-@pytest.mark.parametrize(("rank", "missing", "speaks"), [(0, (), True), (1, (), False), (1, (0,), True)])
-def test_under_torchrun_the_first_rank_that_is_not_missing_reports(
+@pytest.mark.parametrize(
+    ("rank", "missing", "alone", "speaks"),
+    [(0, (), False, True), (1, (), False, False), (1, (0,), False, True), (1, (), True, True)],
+)
+def test_under_torchrun_the_first_rank_reports_unless_it_is_missing_or_another_alone_knows(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     rank: int,
     missing: tuple[int, ...],
+    alone: bool,
     speaks: bool,
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
@@ -356,7 +360,7 @@ def test_under_torchrun_the_first_rank_that_is_not_missing_reports(
     waited: list[float] = []
     monkeypatch.setattr(signal, "pthread_sigmask", lambda how, signals: None)
     monkeypatch.setattr(signal, "sigtimedwait", lambda _, seconds: waited.append(seconds))
-    fail("train", "why", missing)
+    fail("train", "why", missing, alone)
     assert capsys.readouterr().err == ("tpfuse train: error: why\n" if speaks else "")
     assert bool(waited) != speaks, "torchrun would kill the first rank before it reports"
 

@@ -82,11 +82,14 @@ def instead_of(folder: Path) -> str:
 
 
 class RunError(RuntimeError):
-    """A run cannot continue (a loss that is not finite, a full disk); exit status 1, or 3 for a damaged checkpoint."""
+    """A run cannot continue (a loss that is not finite, a full disk); exit status 1, or 3 for a damaged checkpoint.
 
-    def __init__(self, message: str, status: int = 1) -> None:
+    alone: whether only the rank that raises it knows the reason.
+    """
+
+    def __init__(self, message: str, status: int = 1, alone: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.alone = status, alone
 
 
 class PeerLost(RunError):

@@ -122,11 +122,12 @@ def in_group(info: RankInfo, when: Callable[[], str], cure: str) -> Iterator[Non
     except (Disagreement, Unavailable) as error:
         raise RunError(f"{when()}: {error}") from error
     except OSError as error:
-        raise RunError(f"{when()}: rank {info.rank}: {of_disk(error)}") from error
+        raise RunError(f"{when()}: rank {info.rank}: {of_disk(error)}", alone=True) from error
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             reason = " ".join(str(error).split())[:200]
-            raise RunError(f"{when()}: rank {info.rank} has too little memory ({reason}): {cure}") from error
+            little = f"{when()}: rank {info.rank} has too little memory ({reason}): {cure}"
+            raise RunError(little, alone=True) from error
         if info.world == 1 or not is_lost_peer(error):
             raise
         raise PeerLost(f"rank {info.rank} lost another rank in {when()}: {_message(error)}") from error

@@ -37,14 +37,16 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def fail(command: str, message: str, missing: tuple[int, ...] = ()) -> None:
+def fail(command: str, message: str, missing: tuple[int, ...] = (), alone: bool = False) -> None:
     """Print why a command ends, in one line. Under torchrun the first rank that is not missing prints it for all.
+
+    alone: whether only this rank knows the reason, so that it prints it in any case.
 
     The other ranks wait until torchrun stops them, or for a while: when another one ends, torchrun kills the first one,
     which may not have come so far.
     """
     ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
-    if int(os.environ.get("RANK", "0")) != next((rank for rank in ranks if rank not in missing), 0):
+    if not alone and int(os.environ.get("RANK", "0")) != next((rank for rank in ranks if rank not in missing), 0):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.sigtimedwait({signal.SIGTERM}, _FOR_THE_FIRST)
         return
