@@ -468,6 +468,11 @@ def test_narrow_gradients_have_buffers_of_their_own() -> None:
     assert found == {(4, 4): (4 * size, 0), (4, 2): (4 * size, 2 * size + 2 * size), (2, 2): (2 * size, 2 * size)}
 
 
+def test_a_rank_with_nothing_to_shard_holds_at_stage_3_what_it_holds_at_stage_2() -> None:
+    two, three = (rank_memory(SIZES, RankLayout(2, 1, 1, 1, "1f1b", 1, zero, "none", 1, 2), TPFUSE) for zero in (2, 3))
+    assert two == three
+
+
 def test_stages_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="stage 4: expected 0, 1, 2 or 3"):
         rank_memory(SIZES, RankLayout(1, 1, 2, 1, "1f1b", 1, 4, "none", 1, 2), TPFUSE)

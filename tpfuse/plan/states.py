@@ -72,7 +72,7 @@ def states(
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"stage {zero}: expected 0, 1, 2 or 3")
-    if zero == 3 and replicas * tp > 1:
+    if zero == 3 and replicas > 1:  # else there is nothing to shard, as at stage 2
         return _fully_sharded(sizes, part, tp, replicas // copies, accumulating, pipelined, program)
     parameter, state, sent = program.parameter_bytes, program.state_bytes, program.reduce_bytes
     parameters = gradients = optimizer = buffers = unsent = 0
