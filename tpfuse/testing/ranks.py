@@ -154,7 +154,7 @@ def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 280.0) 
 
 
 class RankPool:
-    """`world` processes that form a Gloo group and wait for work.
+    """`world` processes that form a Gloo group. They are stopped (SIGSTOP) between two calls of `run`.
 
     timeout: seconds for one `run`. grace: seconds that the other ranks have to fail by themselves once one has failed.
     Both hold for an idle machine (see `patience`). most_groups: how many process groups a rank may have at the end of a
@@ -195,9 +195,7 @@ class RankPool:
 
     def close(self) -> None:
         """End the ranks at once."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        self._signal(signal.SIGKILL)
         for process in self._processes:
             process.join()
         for connection in self._connections:
@@ -207,11 +205,17 @@ class RankPool:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(*args)` on every rank and return the results in rank order. Raise RankError."""
         assert isinstance(function, FunctionType), f"{function}: expected a function at the top level of a module"
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send((function.__code__.co_filename, function.__qualname__, args))
         results, failures = self._collect()
@@ -222,6 +226,8 @@ class RankPool:
         self.groups = max(groups for _, groups in results.values())
         if self.groups > self._most_groups:
             self.close()
+        # A thread of Gloo wakes up 100 times a second for each group: ranks that rest take time from those that work.
+        self._signal(signal.SIGSTOP)
         return [results[rank][0] for rank in range(self.world)]
 
     def _collect(self) -> tuple[dict[int, Any], dict[int, str]]:
