@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -196,6 +198,13 @@ def test_validation_may_have_its_own_text(text: Path, tmp_path: Path, commands: 
     assert "was validated on tokens with SHA-256" in error
 
 
+def test_a_run_whose_only_listed_source_is_a_token_file_resumes(text: Path, tmp_path: Path, commands: Commands) -> None:
+    tokens = write_token_file(tmp_path, [np.frombuffer(text.read_bytes(), np.uint8)], ByteTokenizer(), "x").paths[0]
+    (sources := tmp_path / "sources.toml").write_text(f"'{tokens}' = 1\n")
+    commands.train(*SHORT, "--data.path", sources)
+    assert "trained 5 steps" in commands.resume("--train.steps", "5")
+
+
 def test_a_run_reads_several_sources_with_weights(text: Path, tmp_path: Path, commands: Commands) -> None:
     out, sources, code = commands.out, tmp_path / "sources.toml", tmp_path / "code.jsonl"
     code.write_text('{"text": "%s"}\n' % ("#" * 600))
@@ -287,10 +296,12 @@ def test_a_folder_has_one_run_at_a_time(copied: Path, commands: Commands) -> Non
 
 def test_a_stopped_run_saves_and_can_be_resumed(commands: Commands, at_step: Callable[..., None]) -> None:
     at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    said = commands.train("--resume", "auto")
+    same = "--resume", "auto", "--train.eval-every", "1"
+    said = commands.train(*same)
     assert f"stopped at step 7 of 12; continue with: python -m tpfuse train --resume --out {commands.out}" in said
     assert steps(commands.out) == [5, 7]
-    assert "trained 12 steps" in commands.train("--resume", "auto"), "the same command continues the run"
+    assert read_metrics(commands.out / "metrics.jsonl")[-1]["val_loss"] is None, "step 7 was not evaluated"
+    assert "trained 12 steps" in commands.train(*same), "the same command continues the run"
 
 
 def test_the_goodput_is_that_of_all_starts(
@@ -305,9 +316,11 @@ def test_the_goodput_is_that_of_all_starts(
         reporter = Reporter(tmp_path, 9, start, "process")
         for step, written, trained in rows:
             now = written
-            reporter.add(Row(step), None, trained)
+            reporter.add(Row(step, grad_norm=inf), None, trained)
         reporter.close()
-        return [row["goodput"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+        rows = read_metrics(tmp_path / "metrics.jsonl")
+        assert all(row["grad_norm"] is None for row in rows), "JSON has no infinity"
+        return [row["goodput"] for row in rows]
 
     assert trains(0, (2, 1010.0, 8.0), (4, 1016.0, 12.0)) == [0.8, 0.75]
     now = 1040.0

@@ -169,13 +169,13 @@ def read_sources(path: Path, field: str, staging: Path, tokenizer: Tokenizer) ->
 def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: str) -> list[_Unread]:
     """Find the sources of a list. kept: as for `read_data`; the files of several sources stand beside it."""
     found = []
+    several = len(paths) > 1
     for index, path in enumerate(paths):
-        if len(paths) == 1 and kept is not None:
-            return [_Unread(name, (kept,))]
-        own = f"{name}-{index + 1}" if len(paths) > 1 else name
-        files = None if path is None else token_paths(path)
+        own = f"{name}-{index + 1}" if several else name
+        read = path is None or (kept is not None and not several and kept.exists())
+        files = None if read else token_paths(path)
         if files is None and kept is not None:
-            found.append(_Unread(own, (kept.with_name(f"{own}.bin"),), str(path)))
+            found.append(_Unread(own, (kept.with_name(f"{own}.bin"),), str(path) if several else None))
         else:
             found.append(_Unread(own, files or find_text(path, field)))
     return found

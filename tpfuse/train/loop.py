@@ -255,9 +255,11 @@ class TrainingLoop:
             results.append(result)
             due = step % options.log_every == 0 or last or result.stop
             evaluated = bool(options.eval_every) and (step % options.eval_every == 0 or last)
+            if result.stop:
+                evaluated, self.val_loss = False, None  # what there is belongs to an earlier step
             if due or evaluated:
                 recent.append((step - mark_step, perf_counter() - mark))
-                if evaluated and not result.stop:
+                if evaluated:
                     self._evaluate()
                 if reporter is not None:
                     row = self._row(results, recent[-1], evaluated, perf_counter() - started)

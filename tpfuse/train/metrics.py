@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,8 @@ class Reporter:
         """Record a row. left: the seconds that the run will still take; None if unknown. trained: as for `goodput`."""
         wall, share = self.goodput(trained)
         values = asdict(replace(row, wall_seconds=wall, goodput=share, time=time.time()))
+        if not isfinite(row.grad_norm or 0.0):
+            values["grad_norm"] = None  # of a step that was skipped; JSON has no infinity
         try:
             # The row is written at once, and on a line of its own even if the last one is incomplete.
             self._file.write((("\n" if self._failed else "") + json.dumps(values) + "\n").encode())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tpfuse.train.loop import TrainingLoop
 
 _SAMPLE_TOKENS = 200
+_COUNTED = 2**30  # tokens: seconds of counting, while the other ranks have ended
 
 
 def introduce(loop: "TrainingLoop", peak_source: str) -> None:
@@ -128,7 +129,7 @@ def conclude(
     if goodput is None:
         return
     val_tokens, unigram = loop.val_windows.tokens, None
-    if min(map(len, val_tokens.sources)) > 0:
+    if min(map(len, val_tokens.sources)) > 0 and sum(map(len, tokens.sources)) <= _COUNTED:
         unigram = unigram_loss(tokens, val_tokens, run.config.vocab_size)
     draw_losses(run.folder, unigram)
     say("\nsample\n------")
