@@ -150,19 +150,24 @@ def test_every_family_of_transformers_is_exact_left_alone_or_refused_in_one_line
     assert not wrong
 
 
-class _DoubledRMSNorm(nn.Module):
-    def __init__(self) -> None:
+class _OwnRMSNorm(nn.Module):
+    """`factor` times a root-mean-square norm of each `size` features."""
+
+    def __init__(self, factor: float, size: int) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+        self.weight, self.eps, self.factor, self.size = nn.Parameter(torch.ones(16)), 1e-6, factor, size
 
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        groups = x.unflatten(-1, (-1, self.size))
+        scaled = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return self.factor * scaled.flatten(-2) * self.weight
 
 
 def test_norms_are_recognised_by_what_they_compute() -> None:
     terms = {name: rms_norm_terms(decoder(name).model.norm) for name in ("llama", "qwen3", "gemma")}
     assert terms == {"llama": (0.0, 1e-6), "qwen3": (0.0, 1e-6), "gemma": (1.0, 1e-6)}
-    assert rms_norm_terms(_DoubledRMSNorm()) is None and rms_norm_terms(nn.LayerNorm(8)) is None
+    own = [rms_norm_terms(_OwnRMSNorm(*numbers)) for numbers in ((1.0, 16), (2.0, 16), (1.0, 8))]
+    assert own == [(0.0, 1e-6), None, None] and rms_norm_terms(nn.LayerNorm(8)) is None
 
 
 @on_ranks(2)

@@ -486,35 +486,28 @@ class ReplicatedRMSNorm(ReplicatedModule):
         return rms_norm(x, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)
 
 
-_norms: dict[tuple[type[nn.Module], float], float | None] = {}  # offsets by class and epsilon
-
-
 @torch.no_grad()
 def rms_norm_terms(module: nn.Module) -> tuple[float, float] | None:
     """Return (offset, eps) if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
 
-    The module's own forward is tried once for each class, with another weight. Gemma's norms have the offset 1, others
-    0.
+    The module's own forward is tried with another weight of the same size. Gemma's norms have the offset 1, others 0.
     """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = module._parameters.get("weight")
     alone = weight is not None and weight.ndim == 1 and len(list(module.parameters())) == 1
     if not alone or not isinstance(eps, float) or not type(module).__name__.endswith("RMSNorm"):
         return None
-    key = type(module), eps
-    if key not in _norms:
-        trial, other = outline(module, {}), torch.linspace(0.5, 1.5, 8, device="cpu")
-        trial._parameters["weight"] = Parameter(other)
-        x = torch.linspace(-3, 2, 16, device="cpu").view(1, 2, 8)
-        scaled = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-        try:
-            found = type(module).forward(trial, x)
-        except Exception:  # a forward with other arguments, or one that needs more than these attributes
-            found = torch.full_like(x, torch.nan)
-        offsets = (offset for offset in (0.0, 1.0) if torch.allclose(found, scaled * (offset + other)))
-        _norms[key] = next(offsets, None)
-    offset = _norms[key]
-    return None if offset is None else (offset, eps)
+    assert weight is not None
+    trial, other = outline(module, {}), torch.linspace(0.5, 1.5, len(weight), device="cpu")
+    trial._parameters["weight"] = Parameter(other)
+    x = torch.linspace(-3, 2, 2 * len(weight), device="cpu").view(1, 2, -1)
+    scaled = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    try:
+        found = type(module).forward(trial, x)
+        offsets = [offset for offset in (0.0, 1.0) if torch.allclose(found, scaled * (offset + other))]
+    except Exception:  # a forward with other arguments, or one that needs more than these attributes
+        return None
+    return (offsets[0], eps) if offsets else None
 
 
 _combined: dict[tuple[type, type], type[nn.Module]] = {}
