@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
@@ -252,3 +254,25 @@ class Norm(nn.Module):
 def test_a_module_of_another_class_is_refused(make: Callable[[nn.Module], nn.Module], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         make(Norm())
+
+
+class Shifted(nn.Embedding):
+    """An embedding with a forward of its own, such as OPT's of positions."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "expected"),
+    [
+        (PositionEmbedding.from_embedding, Shifted(9, 8), "is a .*Shifted with a forward of its own: expected an nn.E"),
+        (RowParallelLinear.from_linear, weight_norm(nn.Linear(8, 8)), "parameters parametrizations.weight.original0, "),
+        (RowParallelLinear.from_linear, prune.identity(nn.Linear(8, 8), "weight"), "has the parameters weight_orig: e"),
+    ],
+)
+def test_a_module_that_computes_more_is_refused(
+    make: Callable[[nn.Module], nn.Module], module: nn.Module, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        make(module)

@@ -137,11 +137,29 @@ def take_(layer: _Layer, whole: nn.Module) -> _Layer:
 
 
 def check_kind(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raise ValueError unless `module`, the argument `name` of a layer's constructor, is a `kind` of torch.nn."""
-    if not isinstance(module, kind):
+    """Raise ValueError unless `module`, the argument `name` of a layer's constructor, computes what a `kind` does.
+
+    kind: of torch.nn. A subclass may add nothing to its forward and to its parameters.
+    """
+    own = ""
+    if isinstance(module, kind):
+        check_parameters(name, module)
+        if getattr(module.forward, "__func__", None) is kind.forward:
+            return
+        own = " with a forward of its own"
+    raise ValueError(
+        f"{name} is a {type(module).__module__}.{type(module).__name__}{own}: expected an nn.{kind.__name__}; if it"
+        f" computes the same, load its state_dict() into an nn.{kind.__name__} and pass that"
+    )
+
+
+def check_parameters(called: str, module: nn.Module) -> None:
+    """Raise ValueError for other parameters than weight and bias, from which hooks compute these. called: its name."""
+    more = [name for name, _ in module.named_parameters() if name not in ("weight", "bias")]
+    if more:
         raise ValueError(
-            f"{name} is a {type(module).__module__}.{type(module).__name__}: expected an nn.{kind.__name__}; if it"
-            f" computes the same, load its state_dict() into an nn.{kind.__name__} and pass that"
+            f"{called} has the parameters {', '.join(more)}: expected weight and bias alone, as prune.remove,"
+            " remove_weight_norm and parametrize.remove_parametrizations of torch.nn.utils leave them"
         )
 
 
