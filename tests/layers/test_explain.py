@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import tpfuse
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.choices import Implementation
 from tpfuse.comm.autotune import autotune
+from tpfuse.drop_in.parallelize import restore
+from tpfuse.drop_in.styles import (
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+    FusedSequenceParallel,
+    ReplicatedParallel,
+)
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
 from tpfuse.layers.layer_norm import LayerNorm
@@ -30,7 +38,7 @@ from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.timeline import most_in_flight
 from tpfuse.switches import use
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
 
 
@@ -260,3 +268,16 @@ def test_parameters_that_saw_a_shard_are_named() -> None:
 def test_layers_whose_gradients_are_summed_are_not_named(taken: bool) -> None:
     """They are not named where an engine sums them either."""
     assert [lines for lines, _ in pool(2).run(_warnings, True, taken)] == [[], []]
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+@on_ranks(2)
+def test_converted_layers_name_what_saw_a_shard(forgotten: bool) -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8))
+    plan = {"1": FusedColwiseParallel(input_layouts=Shard(1)), "3": FusedRowwiseParallel(output_layouts=Shard(1))}
+    others = {"0": FusedSequenceParallel(use_local_output=True), "2": ReplicatedParallel(sum_gradients=True)}
+    tpfuse.parallelize(model, tensor_mesh(), plan if forgotten else plan | others)
+    model(torch.ones(2, 3, 8))
+    named = [line.split()[1] for line in warnings_of(model)]
+    assert named == (["0.weight", "0.bias", "2.weight"] if forgotten else [])
+    assert not warnings_of(restore(model))

@@ -35,6 +35,7 @@ from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.local_parameter import Borrowed, local
 from tpfuse.layers.on_mesh import OnMesh
+from tpfuse.layers.partial_gradients import look
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.sequence import gather_features, packed_bias, sequence_back, sequence_first
@@ -202,12 +203,14 @@ def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
                 attributes = {key: x for key, x in parameter.__dict__.items() if not isinstance(x, Borrowed)}
                 memo[id(parameter)].__dict__.update(attributes)
             parameters[name] = memo[id(parameter)]
+    for parameter in module.parameters(recurse=False):
+        parameter.__dict__.pop("seen_part", None)  # what `tpfuse.explain` warns of is over
     for name, buffer in module._buffers.items():
         if isinstance(buffer, DTensor):  # torch's styles replicate buffers
             module._buffers[name] = gather_whole(buffer)
     for name, key in original.hooks:
         module.__dict__[name].pop(key, None)
-    for name in original.added:
+    for name in (*original.added, "looked_at"):
         module.__dict__.pop(name, None)
     module.__dict__.update(original.replaced)
     module.__class__ = original.kind
@@ -292,7 +295,10 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
                 )
             return self.finish(out)
         group, dim = self.group, self.input_dim
-        if dim is not None and dim % x.ndim == x.ndim - 1:  # a shard of the features
+        features = dim is not None and dim % x.ndim == x.ndim - 1
+        if dim is not None and group is not None:
+            look(self, x, "features" if features else "sequence")
+        if features:
             x, dim = x if isinstance(x, DTensor) else gather_last(x, group), None
         length = x.shape[dim] if isinstance(x, DTensor) and dim is not None else None
         x, partial = as_local(x, dim, self.device_mesh)
@@ -328,6 +334,8 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
         """Return the product, whole or this rank's shard along `output_dim`, of this rank's input features."""
         group, ranks = self.group, rank_and_size(self.group)[1]
         sharded = self.input_is_parallel or isinstance(x, DTensor)
+        if sharded and group is not None:
+            look(self, x, "features")
         x, _ = as_local(x, -1, self.device_mesh)
         width = self.in_features // ranks if sharded else self.in_features
         if x.shape[-1] != width:

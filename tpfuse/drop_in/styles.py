@@ -54,6 +54,7 @@ from tpfuse.drop_in.converted import (
     split_sequence,
 )
 from tpfuse.layers.on_mesh import check_embedding
+from tpfuse.layers.partial_gradients import look
 from tpfuse.layers.sequence import sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
@@ -485,6 +486,8 @@ class PreparedInput:
 
     def _prepared(self, module: nn.Module, x: Tensor, length: int | None) -> Tensor:
         group = self.mesh.get_group() if self.mesh.size() > 1 else None
+        if self.held is not None and group is not None:
+            look(module, x, "sequence")
         if isinstance(x, DTensor) and self.held is not None:
             length = x.shape[self.held] if length is None else length
         elif self.held is not None and length is not None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm.layout import is_sharded
@@ -19,8 +20,9 @@ from tpfuse.layers.local_parameter import Borrowed
 
 Part = Literal["sequence", "features"]
 
-# The graph's nodes of the operators that sum over the ranks, or gather, in backward.
+# The graph's nodes of the operators that sum over the ranks, or gather, in backward; DTensors do so by themselves.
 _SUMMING = (
+    "_ToTorchTensorBackward",
     "_CollectiveBackward",
     "_AllGatherLinearBackward",
     "_LinearReduceScatterBackward",
@@ -31,11 +33,11 @@ _SUMMING = (
 def look(layer: nn.Module, x: Tensor | None, part: Part) -> None:
     """Mark the parameters on which `x`, the shard of `part` that a layer gets, depends. Only the first call looks.
 
-    Without a graph, and while torch.compile traces, there is nothing to look at.
+    Without a graph, of a DTensor, and while torch.compile traces, there is nothing to look at.
     """
-    if part in layer.__dict__.get("looked_at", ()) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or part in layer.__dict__.get("looked_at", ()):
         return
-    if x is None or x.grad_fn is None:
+    if x is None or x.grad_fn is None or isinstance(x, DTensor):
         return
     layer.__dict__["looked_at"] = (*layer.__dict__.get("looked_at", ()), part)
     waiting, known = deque([x.grad_fn]), {x.grad_fn}
