@@ -1,7 +1,9 @@
 """Parallelized models are filled from Hugging Face folders slice by slice, and saved with the same names and bits."""
 
 import contextlib
+import copy
 import json
+import operator
 import shutil
 import time
 from collections.abc import Iterator
@@ -192,6 +194,22 @@ def _load_own(folder: Path) -> None:
     assert torch.equal(model.one.weight.full_tensor(), tensors["two.weight"])
     with pytest.raises(ValueError, match=r"two.weight differs from another tensor, but the model shares them"):
         parallelize(empty_model(_Own), tensor_mesh(), plan, weights=folder / "differing.safetensors")
+    read, whole = StoredTensor.__getitem__, _Own()
+    nn.init.constant_(whole.two.bias, 2.0)
+    before, parameters = copy.deepcopy(whole.state_dict()), list(whole.parameters())
+
+    def failing(stored: StoredTensor, slices: Any) -> Tensor:
+        if dist.get_rank() and stored.name == "two.bias":
+            raise OSError("the disk is lost")
+        return read(stored, slices)
+
+    with mock.patch.object(StoredTensor, "__getitem__", failing), pytest.raises((OSError, ValueError), match="is lost"):
+        parallelize(whole, tensor_mesh(), plan, weights=folder / "model.safetensors")
+    _same(before, whole.state_dict())
+    assert type(whole.one) is nn.Linear and all(map(operator.is_, whole.parameters(), parameters))
+    assert not any("unconverted" in module.__dict__ for module in whole.modules())
+    parallelize(whole, tensor_mesh(), plan)  # with its own values
+    assert torch.equal(whole.two.bias.full_tensor(), torch.full((8,), 2.0))
 
 
 def test_shared_parameters_scalars_and_buffers_are_filled(tmp_path: Path) -> None:

@@ -152,6 +152,31 @@ def recorded(model: nn.Module) -> Iterator[None]:
                 original.added, original.replaced, original.hooks = added, replaced, new
 
 
+@contextlib.contextmanager
+def undone_on_error(model: nn.Module, outlined: nn.Module) -> Iterator[None]:
+    """Make a model again what it was if the block, which converts and fills it, fails. Until then it stays in memory.
+
+    outlined: its outline after the conversion, or the model itself if nothing is converted. What it shows as plain
+    tensors is filled in place, and copied before. Nothing is communicated: ranks may have come to different parameters.
+    """
+    converted = {name for name, x in outlined.named_parameters(remove_duplicate=False) if isinstance(x, DTensor)}
+    held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    values = [(x, x.detach().clone()) for name, x in named if name not in converted]
+    try:
+        yield
+    except Exception:
+        for module, parameters, buffers in held:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+            for parameter in module.parameters(recurse=False):
+                _replaced.pop(parameter, None)
+            restore_module(module, {})
+        for x, before in values:
+            x.detach().copy_(before)
+        raise
+
+
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that the module has, or had before its conversion."""
     known: Original | None = module.__dict__.get("unconverted")

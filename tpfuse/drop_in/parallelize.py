@@ -1,6 +1,7 @@
 """`parallelize`: tensor parallelism for a model that exists, in place, and `restore`, which undoes it."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +17,7 @@ from tpfuse.comm.mesh import check_order, context_mesh, group_of
 from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
-from tpfuse.drop_in.converted import Original, outline, recorded, restore_module
+from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, undone_on_error
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
 from tpfuse.parallel.context import ContextParallel, Schedule
@@ -54,9 +55,10 @@ def parallelize(
     MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`, if the mesh has a dimension for
     it. weights: the folder of a Hugging Face model, or a safetensors file, that fills the model, which may be empty
     (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts them to the dtype of the
-    model's parameters. check: run the model on a few tokens before and after, without dropout; if the logits, the loss
-    or a gradient differs by more than rounding (with weights: is not finite), or if the logits differ between ranks,
-    the model is restored and the call raises ValueError. Each rank needs memory for the gradients of the whole model.
+    model's parameters, which stay in memory until all is read. check: run the model on a few tokens before and after,
+    without dropout; if the logits, the loss or a gradient differs by more than rounding (with weights: is not finite),
+    or if the logits differ between ranks, the model is restored and the call raises ValueError. Each rank needs memory
+    for the gradients of the whole model.
 
     The forward pass of a model of transformers takes and returns whole sequences on all ranks. With labels, its loss is
     computed without whole logits, and there are no logits in training (`tpfuse.drop_in.parallel_forward`). Gradients
@@ -101,6 +103,7 @@ def parallelize(
     before = small_step(model, batch) if check and weights is None else None
     done: list[Replacement] = []
     found: dict[str, list[StoredTensor]] = {}
+    outlined = model
     if tensor_mesh is not None:
         outlined = outline(model, {})
         _apply(outlined, tensor_mesh, styles, kept, None)  # it finds all errors before the model is changed
@@ -108,7 +111,7 @@ def parallelize(
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             found = find_weights(model, Path(weights))
-    with recorded(model):
+    with undone_on_error(model, outlined) if weights is not None else nullcontext(), recorded(model):
         if tensor_mesh is not None:
             done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
         if context.groups:
