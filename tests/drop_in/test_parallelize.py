@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import prune
 from torch.utils.hooks import RemovableHandle
 
 from tests.support.decoders import decoder, exact
@@ -380,6 +381,7 @@ def test_modules_that_the_plan_cannot_handle_are_left_alone_and_named(sequence_p
     model.model.layers[0].mlp = Experts().double()
     model.model.layers[1].self_attn.q_norm = WideNorm().double()
     model.model.layers[2].self_attn = Mixer().double()
+    prune.identity(model.model.layers[2].mlp.down_proj, "weight")
     for seed, parameter in enumerate(model.parameters()):
         parameter.data.copy_(normal(seed, *parameter.shape) / 4)
     with exact(model):
@@ -389,6 +391,7 @@ def test_modules_that_the_plan_cannot_handle_are_left_alone_and_named(sequence_p
         assert reasons["model.layers.0.mlp"] == "Experts is no attention or MLP that tpfuse knows"
         assert reasons["model.layers.1.self_attn"] == "q_norm has 48 parameters: expected 4, those of a head"
         assert reasons["model.layers.2.self_attn"] == "Mixer is no attention or MLP that tpfuse knows"
+        assert reasons["model.layers.2.mlp"].startswith("down_proj: it has the parameters weight_orig: expected weight")
         assert reasons["model.layers.3.mlp"] == "its norm.weight [96] is in none of its projections"
         assert reasons["model.layers.3.self_attn"] == (
             "its own parameter scale [48] is not known: expected sinks [12], with an entry for each head"

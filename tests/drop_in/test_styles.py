@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.utils import prune
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import UNEVEN_SEQUENCES, exhaustive
@@ -395,6 +396,7 @@ def test_what_a_style_cannot_convert_is_refused_and_left_as_it_was() -> None:
             input_layouts=(S(1), R), desired_input_layouts=(R, R), projections=("w1",)
         ), "expected the layouts of the first input alone"),
         (nn.Embedding(8, 4, max_norm=1.0), FusedRowwiseParallel(input_layouts=R), "it has max_norm=1.0"),
+        (prune.identity(nn.Embedding(8, 4), "weight"), FusedRowwiseParallel(input_layouts=R), "parameters weight_orig"),
     ]  # fmt: skip
     for module, style, message in cases:
         before = module.state_dict(), type(module)

@@ -53,7 +53,7 @@ from tpfuse.drop_in.converted import (
     shard_as_dtensor,
     split_sequence,
 )
-from tpfuse.layers.on_mesh import check_embedding
+from tpfuse.layers.on_mesh import check_embedding, check_parameters
 from tpfuse.layers.partial_gradients import look
 from tpfuse.layers.sequence import sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import replicate
@@ -69,7 +69,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Return (in_features, out_features) of an nn.Linear or Conv1D. Raise ValueError for any other module."""
+    """Return (in_features, out_features) of an nn.Linear or Conv1D. Raise ValueError for any other module.
+
+    One with other parameters than weight and bias, from which hooks compute these, is another module too.
+    """
+    if type(module) is nn.Linear or is_conv1d(module):
+        check_parameters("it", module)
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
     if is_conv1d(module):
@@ -191,6 +196,7 @@ class FusedRowwiseParallel(RowwiseParallel):
             )
         if isinstance(module, nn.Embedding):
             check_embedding("it", module)
+            check_parameters("it", module)
             return
         inner, _ = features(module)
         if not isinstance(input_layout, Replicate) and input_layout != Shard(-1):
