@@ -31,6 +31,7 @@ from tpfuse.drop_in.styles import (
     FusedRowwiseParallel,
     FusedSequenceParallel,
     SequenceLength,
+    WholeSequences,
 )
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
@@ -361,6 +362,32 @@ def test_prepared_inputs_are_those_of_torchs_style() -> None:
         for other in results[1:]:
             for expected, found in zip(results[0], other, strict=True):
                 _close(found, expected, (kind, source))
+
+
+class OwnRMSNorm(nn.Module):
+    """A root-mean-square norm, which runs as one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(24, dtype=torch.float64)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+@on_ranks(2)
+def test_inputs_may_have_any_name() -> None:
+    x, mesh = normal(1, 2, 4, 24, dtype=torch.float64), tensor_mesh()
+    inputs = FusedPrepareModuleInput(input_layouts=S(1), desired_input_layouts=R, projections=("w1", "w3"))
+    plan = {"": inputs, "w[13]": FusedColwiseParallel(), "w2": FusedRowwiseParallel(output_layouts=S(1))}
+    for module, style in (
+        (Mlp(24, 48, torch.float64), plan), (OwnNorm(24), FusedSequenceParallel()),
+        (OwnRMSNorm(), FusedSequenceParallel()), (Mlp(24, 48, torch.float64), WholeSequences()),
+    ):  # fmt: skip
+        parallelize_module(module, mesh, style)
+        _assert_equal(module(x=x), module(x), str(module))
+        with pytest.raises(ValueError, match=r"^\w+: its input is no tensor: expected one as its fir"):
+            module(x=None)
 
 
 @on_ranks(2)

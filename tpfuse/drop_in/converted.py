@@ -508,12 +508,11 @@ class ReplicatedRMSNorm(ReplicatedModule):
     def explained(self, name: str) -> LayerPlan:
         return dataclasses.replace(super().explained(name), operator="rms_norm")
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm of hidden_states [..., C], in their shape and dtype."""
-        x, weight, (offset, eps) = hidden_states, local(self.weight), self.terms
-        if x.dtype != weight.dtype:
-            out: Tensor = super().forward(x)
-            return out
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the norm of the input [..., C], its only argument, in its shape and dtype."""
+        (x, *others), weight, (offset, eps) = (*args, *kwargs.values()), local(self.weight), self.terms
+        if others or x.dtype != weight.dtype:
+            return super().forward(*args, **kwargs)
         if offset:
             weight = offset + (weight if weight.dtype == torch.float64 else weight.float())
         return rms_norm(x, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)

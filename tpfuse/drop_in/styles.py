@@ -61,6 +61,7 @@ from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 
 Apply = Callable[[Any, nn.Module, DeviceMesh], nn.Module]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -105,6 +106,25 @@ def _named(apply: Apply) -> Apply:
             raise ValueError(f"{type(style).__name__} of {described}: {error}") from error
 
     return named
+
+
+def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Tensor]:
+    """Return (name, value) of a module's first input: of keyword arguments `hidden_states`, or else the first tensor.
+
+    The name is None for a positional argument. Raise ValueError, with the name of the module, if it is no tensor.
+    """
+    names: list[str | None] = [None] if args else ["hidden_states", *kwargs]
+    for name in names:
+        value = args[0] if name is None else kwargs.get(name)
+        if isinstance(value, Tensor):
+            return name, value
+    called = module.__dict__.get("module_name", type(module).__name__)
+    raise ValueError(f"{called}: its input is no tensor: expected one as its first argument, or by keyword")
+
+
+def with_first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, new: Tensor) -> Arguments:
+    """Return the arguments of a module with `new` in the place of `first_argument`, which has this name."""
+    return ((new, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: new})
 
 
 class FusedColwiseParallel(ColwiseParallel):
@@ -270,7 +290,7 @@ class FusedSequenceParallel(SequenceParallel):
         replicate_(module, device_mesh, True, self.src_data_rank, known.get(type(module)))
         hook = SequenceShards(device_mesh, self.sequence_dim, self.use_local_output, self.gather_output)
         module.__dict__["sequence_dim"] = self.sequence_dim
-        module.register_forward_pre_hook(hook.before)
+        module.register_forward_pre_hook(hook.before, with_kwargs=True)
         module.register_forward_hook(hook.after)
         return module
 
@@ -292,14 +312,14 @@ class SequenceShards:
     gather_output: SequenceLength | None
     length: int | None = None  # the sequence's length in the last forward pass, if the input was a DTensor
 
-    def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the inputs with this rank's plain shard for a DTensor, whose length is kept for the output.
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Return the arguments with this rank's plain shard for a DTensor, whose length is kept for the output.
 
         It is contiguous, as the whole model's activations are: a norm of the model's own may view it in another shape.
         """
-        x, *others = inputs
+        name, x = first_argument(module, args, kwargs)
         self.length = x.shape[self.dim] if isinstance(x, DTensor) else None
-        return as_local(x, self.dim, self.mesh)[0].contiguous(), *others
+        return with_first_argument(args, kwargs, name, as_local(x, self.dim, self.mesh)[0].contiguous())
 
     def after(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         """Return the output in the layout that the style promises."""
@@ -363,9 +383,9 @@ class ReplicatedParallel(ParallelStyle):
 class FusedPrepareModuleInput(PrepareModuleInput):
     """torch's PrepareModuleInput that shares one gather, or one sum of gradients, among several products.
 
-    projections: the names of the column-parallel children that read the module's first input (or the keyword argument
-    `hidden_states`); the module uses that input for nothing else but its shape. They share one gather, fused into their
-    products, and their parts of the input's gradient are summed once. attributes: values that the module's attributes
+    projections: the names of the column-parallel children that read the module's first input (`first_argument`); the
+    module uses that input for nothing else but its shape. They share one gather, fused into their products, and their
+    parts of the input's gradient are summed once. attributes: values that the module's attributes
     take, for a module that computes with sizes that are smaller on a rank. length_arguments: the names of keyword
     arguments of the module; the last dimension of the first that is a tensor is the length of the whole sequence
     without padding. length: where that length is kept. A module whose input is split here, or that gets such an
@@ -413,8 +433,8 @@ class FusedPrepareModuleInput(PrepareModuleInput):
 class WholeSequences(ParallelStyle):
     """A module that every rank runs on whole sequences, between modules that pass shards of them.
 
-    sequence_dim: the dimension of the sequence in its first input (or keyword argument `hidden_states`), and in its
-    output or the first entry of it. length_arguments, length: as in `FusedPrepareModuleInput`.
+    sequence_dim: the dimension of the sequence in its first input (`first_argument`), and in its output or the first
+    entry of it. length_arguments, length: as in `FusedPrepareModuleInput`.
     """
 
     def __init__(
@@ -443,7 +463,7 @@ class SplitOutput:
         """Return the output with this rank's shard. Raise ValueError if it has not the tokens of the input."""
         if self.mesh.size() == 1:
             return out
-        tokens = (args[0] if args else kwargs["hidden_states"]).shape[:-1]
+        tokens = first_argument(module, args, kwargs)[1].shape[:-1]
         if isinstance(out, Tensor):
             return self._split(module, out, tokens)
         return (self._split(module, out[0], tokens), *out[1:])
@@ -467,7 +487,7 @@ def _hooked(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class PreparedInput:
-    """A hook that prepares the first input of a module, or its keyword argument `hidden_states`.
+    """A hook that prepares the first input of a module (`first_argument`).
 
     If a projection has hooks of its own, all get the true input, and nothing is fused.
     """
@@ -479,16 +499,12 @@ class PreparedInput:
     length_arguments: tuple[str, ...]
     length: SequenceLength | None
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with the prepared input."""
-        x = args[0] if args else kwargs["hidden_states"]
-        given = (kwargs.get(name) for name in self.length_arguments)
-        x = self._prepared(module, x, next((each.shape[-1] for each in given if isinstance(each, Tensor)), None))
-        if args:
-            return (x, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": x}
+        name, x = first_argument(module, args, kwargs)
+        given = (kwargs.get(each) for each in self.length_arguments)
+        length = next((each.shape[-1] for each in given if isinstance(each, Tensor)), None)
+        return with_first_argument(args, kwargs, name, self._prepared(module, x, length))
 
     def _prepared(self, module: nn.Module, x: Tensor, length: int | None) -> Tensor:
         group = self.mesh.get_group() if self.mesh.size() > 1 else None
