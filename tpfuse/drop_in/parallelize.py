@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.comm.mesh import check_order, context_mesh, group_of
+from tpfuse.comm.collectives.collective import broadcast_
+from tpfuse.comm.layout import has_values
+from tpfuse.comm.mesh import check_order, context_mesh, groups_of
 from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
@@ -47,13 +49,13 @@ def parallelize(
 ) -> nn.Module:
     """Convert a model in place for the ranks of a mesh, and return it.
 
-    model: whole, with the same weights on all ranks (those of the mesh's first rank count), or on the meta device.
-    mesh: one-dimensional, or with a dimension "tp" for tensor parallelism, a dimension "cp" (or "ring" and "ulysses")
-    for context parallelism, or both. plan: "auto" recognises decoders of Hugging Face's transformers by their
-    structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by patterns of module names, in
-    which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the activations between attention and
-    MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`, if the mesh has a dimension for
-    it. weights: the folder of a Hugging Face model, or a safetensors file, that fills the model, which may be empty
+    model: whole, with the same weights on all ranks (those of the mesh's first rank count), or on the meta device on
+    all ranks. mesh: one-dimensional, or with a dimension "tp" for tensor parallelism, a dimension "cp" (or "ring" and
+    "ulysses") for context parallelism, or both. plan: "auto" recognises decoders of Hugging Face's transformers by
+    their structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by patterns of module names,
+    in which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the activations between attention
+    and MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`, if the mesh has a dimension
+    for it. weights: the folder of a Hugging Face model, or a safetensors file, that fills the model, which may be empty
     (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts them to the dtype of the
     model's parameters, which stay in memory until all is read. check: run the model on a few tokens before and after,
     without dropout; if the logits, the loss or a gradient differs by more than rounding (with weights: is not finite),
@@ -111,6 +113,8 @@ def parallelize(
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             found = find_weights(model, Path(weights))
+    else:
+        _share_values(model, mesh, tensor_mesh)
     with undone_on_error(model, outlined) if weights is not None else nullcontext(), recorded(model):
         if tensor_mesh is not None:
             done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
@@ -126,6 +130,7 @@ def parallelize(
             huggingface.refuse_changes(model)
         offer_save_pretrained(model, mesh)
     share_generators(tensor_mesh)
+    share_generators(context_mesh(mesh))
     if check:
         try:
             compare(before, small_step(model, batch), mesh)
@@ -170,17 +175,39 @@ def restore(model: nn.Module) -> nn.Module:
 
 def share_generators(mesh: DeviceMesh | None) -> None:
     """Set the states of torch's default generators, of the CPU and of the devices, to those of the first rank."""
-    group = group_of(mesh)
-    if group is None or mesh is None:
-        return
-    state = torch.get_rng_state().to(mesh.device_type)
-    dist.broadcast(state, group=group, group_src=0)
-    torch.set_rng_state(state.cpu())
-    if mesh.device_type != "cpu":
-        devices = torch.get_device_module(mesh.device_type)
-        state = devices.get_rng_state().to(mesh.device_type)
+    for group in groups_of(mesh):
+        assert mesh is not None
+        state = torch.get_rng_state().to(mesh.device_type)
         dist.broadcast(state, group=group, group_src=0)
-        devices.set_rng_state(state.cpu())
+        torch.set_rng_state(state.cpu())
+        if mesh.device_type != "cpu":
+            devices = torch.get_device_module(mesh.device_type)
+            state = devices.get_rng_state().to(mesh.device_type)
+            dist.broadcast(state, group=group, group_src=0)
+            devices.set_rng_state(state.cpu())
+
+
+@torch.no_grad()
+def _share_values(model: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None) -> None:
+    """Give all ranks of a context the parameters and buffers of the first one; `_apply` takes tp's from its first rank.
+
+    Raise ValueError on all ranks if a tensor has values on some of them, and none on others.
+    """
+    tensors, context = [*model.parameters(), *model.buffers()], groups_of(context_mesh(mesh))
+    empty = sum(not has_values(x) for x in tensors)
+    counts = torch.tensor([empty, -empty], device=mesh.device_type)
+    for group in (*context, *groups_of(tensor_mesh)):
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+    if counts.sum():
+        raise ValueError(
+            "the model has values on some ranks of the mesh and is on the meta device on others: expected values on all"
+            " ranks, or on none of them and weights=folder"
+        )
+    for x in tensors:
+        for group in context if has_values(x) and x.numel() else ():
+            sent = x.to(mesh.device_type).contiguous()
+            broadcast_([sent.view(-1).view(torch.uint8)], group)
+            x.copy_(sent)
 
 
 def _meshes(mesh: DeviceMesh, schedule: Schedule) -> tuple[DeviceMesh | None, ContextParallel]:
