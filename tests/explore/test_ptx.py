@@ -76,6 +76,18 @@ def pair(low: int, high: int) -> int:
 
 NAN, INF = math.nan, math.inf
 TINY = 2.0**-140  # subnormal in float32
+# Modifiers of min and max, widths and pairs of zeros, of which the negative one is the lower
+ZEROS = [
+    (f"{modifier}.{kind}", width * 3, zeros)
+    for modifier, kind, width, lowest in [
+        ("", "f32", "r", 2**31),
+        (".NaN", "f32", "r", 2**31),
+        ("", "f16", "h", 2**15),
+        ("", "bf16", "h", 2**15),
+        ("", "f16x2", "r", pair(2**15, 2**15)),
+    ]
+    for zeros in [(0, lowest), (lowest, 0), (lowest, lowest)]
+]
 # opcode, widths (h 16 bits, r 32, d 64, p a predicate) of the target and of the sources, sources, target
 CASES: list[tuple[str, str, tuple[int, ...], int]] = [
     ("add.s32", "rrr", (2**31 - 1, 1), -(2**31)),
@@ -156,6 +168,8 @@ CASES: list[tuple[str, str, tuple[int, ...], int]] = [
     ("max.f32", "rrr", (f32(NAN), f32(1)), f32(1)),
     ("max.NaN.f32", "rrr", (f32(NAN), f32(1)), f32(NAN)),
     ("min.f32", "rrr", (f32(-2), f32(1)), f32(-2)),
+    *((f"min{x}", y, z, z[0] | z[1]) for x, y, z in ZEROS),
+    *((f"max{x}", y, z, z[0] & z[1]) for x, y, z in ZEROS),
     ("abs.f32", "rr", (f32(-2),), f32(2)),
     ("neg.f32", "rr", (f32(0),), f32(-0.0)),
     ("sqrt.rn.f32", "rr", (f32(2),), f32(2**0.5)),
@@ -177,6 +191,10 @@ CASES: list[tuple[str, str, tuple[int, ...], int]] = [
     ("cvt.rmi.s32.f32", "rr", (f32(-2.1),), -3),
     ("cvt.rzi.s32.f32", "rr", (f32(1e20),), 2**31 - 1),
     ("cvt.rzi.s32.f32", "rr", (f32(NAN),), 0),
+    ("cvt.rzi.s64.f32", "dr", (f32(NAN),), -(2**63)),
+    ("cvt.rzi.u64.f32", "dr", (f32(NAN),), 2**63),
+    ("cvt.rzi.s32.f64", "rd", (0x7FF8 << 48,), -(2**31)),
+    ("cvt.rzi.u32.f64", "rd", (0x7FF8 << 48,), 2**31),
     ("cvt.f32.bf16", "rh", (bf16(1.5),), f32(1.5)),
     ("cvt.f32.f16", "rh", (f16(1.5),), f32(1.5)),
     ("cvt.rn.f16.f32", "hr", (f32(65536),), f16(INF)),
@@ -230,6 +248,9 @@ def test_an_opcode_computes_what_it_is_defined_to(
         "add.s32 _, %r1, %r2;",
         "mov.b32 {%r1}, %r2;",
         "cvt.rn.bf16x2.f32 %r1, %d0, %r2;",
+        "add.ftz.f16 %h1, %h2, %h3;",
+        "fma.rn.ftz.f16x2 %r1, %r2, %r3, %r4;",
+        "setp.lt.ftz.f16 %p1, %h2, %h3;",
     ],
 )
 def test_an_instruction_that_is_not_known_is_named(line: str) -> None:

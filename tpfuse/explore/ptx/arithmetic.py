@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpfuse.explore.ptx.faults import Unsupported
-from tpfuse.explore.ptx.numbers import INTEGERS, Bits, Float, bits_of, joined, on_bits, on_halves, to_tf32
+from tpfuse.explore.ptx.numbers import INTEGERS, UNSIGNED, Bits, Float, bits_of, joined, on_bits, on_halves, to_tf32
 
 _Function = Callable[..., Any]  # of numbers
 
@@ -52,6 +52,12 @@ def _fused(a: Float, b: Float, c: Float) -> Float:
     return a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
 
 
+def _with_zeros(name: str, function: _Function) -> _Function:
+    """Return min or max of floats, of which -0.0 is lower than +0.0: bits of equal numbers differ for zeros alone."""
+    choose, bits = {"min": operator.or_, "max": operator.and_}[name], lambda x: x.view(UNSIGNED[8 * x.itemsize])
+    return lambda a, b: np.where(a == b, choose(bits(a), bits(b)).view(a.dtype), function(a, b))
+
+
 # name -> (number of sources; what it computes of floats, with which modifiers; what it computes of integers)
 _SIMPLE: dict[str, tuple[int, _Function | None, str, _Function | None]] = {
     "add": (2, operator.add, "rn ftz", operator.add),
@@ -86,6 +92,8 @@ def _simple(name: str, *modifiers: str) -> Operation:
         raise ValueError
     if (name, kind) == ("fma", "f64") or (name in ("abs", "neg") and kind.startswith("u")):
         raise ValueError  # float64 has no wider type in which to compute a fused product
+    if _is_float(kind) and name in ("min", "max"):
+        function = _with_zeros(name, function)
     if "relu" in given:
         return _operation(lambda *sources: np.maximum(function(*sources), np.int32(0)), (kind,) * arity, kind)
     return _operation(function, (kind,) * arity, kind, "ftz" in given)
@@ -181,7 +189,7 @@ def _cvt(*modifiers: str) -> Operation:
         # Integers of up to 53 bits are exact in float64; of longer ones the sum is rounded twice.
         return _operation(lambda x: x.astype(np.float64) if given else x, (source,), to)
     if not _is_float(to):
-        return _operation(_clamped(_TO_INTEGERS[rounding], INTEGERS[to]), (source,), to, ftz)
+        return _operation(_clamped(_TO_INTEGERS[rounding], INTEGERS[to], source), (source,), to, ftz)
     if rounding not in ("", "rn") or (to.endswith("x2") and source != "f32"):
         raise ValueError
     convert = on_bits(lambda x: x, (source,), to.removesuffix("x2"), ftz)
@@ -190,14 +198,15 @@ def _cvt(*modifiers: str) -> Operation:
     return Operation(convert, (bits_of(source),))
 
 
-def _clamped(function: _Function, dtype: Any) -> _Function:
-    """Return the conversion of floats to integers that rounds by a function: clamped to their range, and 0 for NaN."""
+def _clamped(function: _Function, dtype: Any, source: str) -> _Function:
+    """Return the rounding of floats to integers, clamped to their range. NaN becomes 0, or with 64 bits the top bit."""
     limits = np.iinfo(dtype)
     above = 2.0 ** (limits.bits - (limits.min < 0))
+    of_nan = float(limits.min or 2 ** (limits.bits - 1)) if source == "f64" or limits.bits == 64 else 0
 
     def convert(x: Float) -> Any:
         x = function(x).astype(np.float64)
-        inside = np.where(np.isnan(x) | (x >= above) | (x < limits.min), 0, x).astype(dtype)
+        inside = np.where(np.isnan(x) | (x >= above) | (x < limits.min), of_nan, x).astype(dtype)
         return np.where(x >= above, dtype(limits.max), np.where(x < limits.min, dtype(limits.min), inside))
 
     return convert

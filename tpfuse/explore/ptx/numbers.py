@@ -97,6 +97,8 @@ def on_halves(f: Callable[..., Bits]) -> Callable[..., list[Bits]]:
 
 def on_bits(f: Callable[..., Any], sources: Sequence[str], result: str, ftz: bool = False) -> Callable[..., Bits]:
     """Return a function from bits of types to bits of a type that computes f of the numbers, or of those of pairs."""
+    if ftz and "f32" not in (*sources, result):
+        raise ValueError("only float32 numbers are flushed here")
     if result.endswith("x2"):
         both = on_halves(on_bits(f, [x[:-2] for x in sources], result[:-2], ftz))
         return lambda *bits: joined(*both(*bits))
