@@ -24,6 +24,7 @@ from tpfuse.explore.ptx import (
     SharedRace,
     Stuck,
     Unsupported,
+    global_memory,
     ranks,
 )
 from tpfuse.explore.ptx.control_flow import weak_topological_order
@@ -585,30 +586,40 @@ RECEIVE = (
 )
 
 
+def received(send: str, receive: str) -> list[int]:
+    """Return what rank 0 receives of rank 1, which sends when rank 0 waits."""
+    sends, receives = kernel(send, inputs=2, threads=64), kernel(receive, inputs=3, threads=64, shared=256)
+    out, running = torch.zeros(64, dtype=torch.int32), []
+
+    @contextmanager
+    def launches() -> Iterator[Any]:
+        yield running.append
+
+    def program(memory: Any) -> None:
+        data, flags = memory.buffer("data", (64,), torch.int32), memory.signals("flags", 1)
+        if memory.rank == 1:
+            ranks.launch(running[-1], sends, (1,), [data.peers[0], flags.peers[0]])
+        else:
+            ranks.launch(running[-1], receives, (1,), [data.local, flags.local, out])
+
+    explore(program, 2, schedules=[Sequential()], launches=launches)
+    return list(out.tolist())
+
+
 def test_a_copy_may_read_a_peers_data_before_its_wait() -> None:
     """Both when it begins and when it is waited for, the data must be there, and nobody may change them."""
-
-    def receive(body: str) -> list[int]:
-        send, take = kernel(SEND, inputs=2, threads=64), kernel(body, inputs=3, threads=64, shared=256)
-        out, running = torch.zeros(64, dtype=torch.int32), []
-
-        @contextmanager
-        def launches() -> Iterator[Any]:
-            yield running.append
-
-        def program(memory: Any) -> None:
-            data, flags = memory.buffer("data", (64,), torch.int32), memory.signals("flags", 1)
-            if memory.rank == 1:
-                ranks.launch(running[-1], send, (1,), [data.peers[0], flags.peers[0]])
-            else:
-                ranks.launch(running[-1], take, (1,), [data.local, flags.local, out])
-
-        explore(program, 2, schedules=[Sequential()], launches=launches)
-        return list(out.tolist())
-
-    assert receive(RECEIVE) == [thread ^ 32 for thread in range(64)]
+    assert received(SEND, RECEIVE) == [thread ^ 32 for thread in range(64)]
     with pytest.raises(RaceError, match="nothing orders these accesses"):
-        receive(RECEIVE.replace(BEGIN, "").replace("wait:", f"{BEGIN}wait:"))
+        received(SEND, RECEIVE.replace(BEGIN, "").replace("wait:", f"{BEGIN}wait:"))
+
+
+def test_a_swap_of_a_number_for_the_same_releases() -> None:
+    """A compare-and-swap that succeeds is a write whichever number it stores."""
+    swap = "@%p1 st.relaxed.sys.global.b32 [%d1], 1;\n@%p1 atom.global.sys.release.cas.b32 %r1, [%d1], {}, 1;"
+    send = SEND[: SEND.rindex("@%p1")] + swap
+    assert received(send.format(1), RECEIVE) == [thread ^ 32 for thread in range(64)]
+    with pytest.raises(RaceError, match="nothing orders these accesses"):
+        received(send.format(2), RECEIVE)
 
 
 def test_atomic_operations_follow_one_another() -> None:
@@ -628,6 +639,16 @@ def test_an_atomic_operation_returns_the_old_number(operation: str, operands: Se
     out = torch.tensor([7, 0], dtype=torch.int32)
     kernel(body + "@%p1 st.global.b32 [%d0+4], %r1;").run((1,), [out])
     assert out.tolist() == [expected, 7]
+
+
+@pytest.mark.parametrize("loop", ["", "add.s32 %r2, %r2, 1;\nsetp.lt.s32 %p1, %r2, 20;\n@%p1 bra a;"])
+def test_an_operation_that_changes_nothing_is_no_wait(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where each program of a grid performs it once, nor where one program looks for a maximum."""
+    monkeypatch.setattr(global_memory, "_PATIENCE", 9)
+    operation = "max.s32 %r1, [%d0], 5" if loop else "add.u32 %r1, [%d0], 0"
+    out = torch.tensor([7], dtype=torch.int32)
+    kernel(f"mov.b32 %r2, 0;\na:\natom.global.gpu.relaxed.{operation};\n{loop}").run((1 if loop else 20,), [out])
+    assert out.item() == 7
 
 
 def test_a_parameter_may_be_chosen_by_its_address() -> None:

@@ -1,6 +1,7 @@
 """The global memory of a kernel: the buffers that its caller names, and nothing else."""
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from tpfuse.explore.ptx.faults import MemoryFault, Stuck
 
 Array = NDArray[Any]
 Change = Callable[[int, Any], Any]
-_PATIENCE = 2000  # words in a row that a program reads without a change, in a run in which nobody else can change them
+_PATIENCE = 2000  # how often a program reads words without a change, in a run in which nobody else can change them
 _ADDRESSES = 2**48  # more than a process has on x86-64
 
 
@@ -53,7 +54,7 @@ class GlobalMemory:
                 self._buffers.append(buffer)
         self._bases = np.array([x.base for x in self._buffers], np.uint64)
         self._sizes = np.array([x.size for x in self._buffers], np.uint64)
-        self._unchanged = 0
+        self.waits: Counter[bytes] = Counter()  # addresses that the program has read since a word was changed
         self.source: Callable[[], tuple[str, int]] = lambda: ("?", 0)  # the source line that accesses memory now
 
     def load(self, addresses: Array, dtype: Any, count: int) -> Array:
@@ -62,7 +63,7 @@ class GlobalMemory:
 
     def store(self, addresses: Array, values: Array) -> None:
         """Store [accesses, count] numbers."""
-        self._unchanged = 0
+        self.waits.clear()
         self._write(addresses, values)
 
     def ordered(
@@ -72,10 +73,14 @@ class GlobalMemory:
 
         Return the old numbers. name: "ld", "st" or "atom.add" and the like. change: as of `_replace`; None for a load.
         """
-        old, new = self._replace(addresses, dtype, change)
-        self._unchanged = 0 if name == "st" or (old != new).any() else self._unchanged + 1
-        if self._unchanged > _PATIENCE:
-            raise Stuck(f"the program has read words {_PATIENCE} times, and nobody changes them")
+        old, new, _ = self._replace(addresses, dtype, change)
+        if name == "st" or (old != new).any():
+            self.waits.clear()
+        elif name not in ("atom.min", "atom.max"):  # which often change nothing, and do not wait
+            words = addresses.tobytes()
+            self.waits[words] += 1
+            if self.waits[words] > _PATIENCE:
+                raise Stuck(f"the program has read words {_PATIENCE} times, and nobody changes them")
         return old
 
     def barrier(self) -> None:
@@ -89,18 +94,21 @@ class GlobalMemory:
         units = self._units(addresses, values.dtype.itemsize * values.shape[1])
         _process(values.dtype, values.shape[1])[units] = values
 
-    def _replace(self, addresses: Array, dtype: Any, change: Change | None) -> tuple[Array, Array]:
-        """Replace each number by change(its position among the accesses, itself). Return the old and the new ones."""
+    def _replace(self, addresses: Array, dtype: Any, change: Change | None) -> tuple[Array, Array, Array]:
+        """Replace each number by change(its position, itself) if not None. Return old, new and whether stored."""
+        stored = np.zeros(len(addresses), bool)
         if change is None:
             old = new = self._read(addresses, dtype, 1)[:, 0]
-            return old, new
+            return old, new, stored
         old, new = np.empty((2, len(addresses)), dtype)
         for position in range(len(addresses)):
             place = addresses[position : position + 1]
-            old[position] = self._read(place, dtype, 1)[0, 0]
-            new[position] = change(position, old[position])
-            self._write(place, new[position : position + 1, None])
-        return old, new
+            old[position] = new[position] = self._read(place, dtype, 1)[0, 0]
+            value = change(position, old[position])
+            if value is not None:
+                new[position], stored[position] = value, True
+                self._write(place, new[position : position + 1, None])
+        return old, new, stored
 
     def _units(self, addresses: Array, size: int) -> Array:
         """Return which units of `_process` have these addresses. Raise MemoryFault for one that is wrong."""

@@ -174,9 +174,9 @@ def atomic(slots: Slots, instruction: PtxInstruction) -> Step:
 
 
 def _change(name: str, kind: str, arguments: int) -> Callable[..., Any]:
-    """Return what an atomic operation replaces a number by: a function of the number and of the operands."""
+    """Return what an atomic operation replaces a number by, if at all: a function of the number and the operands."""
     if (name, arguments) == ("cas", 2):
-        return lambda old, expected, new: new if old == expected else old
+        return lambda old, expected, new: new if old == expected else None
     if (name, arguments) == ("exch", 1):
         return lambda old, new: new
     if name not in ("add", "min", "max", "and", "or", "xor") or arguments != 1:

@@ -89,6 +89,7 @@ class Program:
         self.products, self.mbarriers, self.global_order = Products(threads), Mbarriers(), GlobalOrder(shared)
         self.maps: dict[int, tuple[Array, Array]] = {}
         self.memory.source = lambda: kernel.instructions[self.at].source
+        self.memory.waits.clear()
         self._instructions, self._blocks, self._touched, self._index = kernel.instructions, blocks, touched, index
         self._copies: list[Copy] = []
         self._committed = np.zeros(threads, np.int64)  # commit groups of each thread

@@ -72,9 +72,9 @@ class ExploredGlobalMemory(GlobalMemory):
         order_of_parts = np.concatenate([np.flatnonzero(np.isin(addresses, part)) for _, part in parts])
 
         def watched() -> tuple[Array, Array, Array, Array]:
-            old, new = self._replace(addresses, dtype, change)
-            stored = old != new if name == "atom.cas" else np.full(len(old), writes)
-            return old, old[order_of_parts], new[order_of_parts], stored[order_of_parts]
+            old, *words = self._replace(addresses, dtype, change)
+            before, after, stored = (x[order_of_parts] for x in (old, *words))
+            return old, before, after, stored
 
         with self._at_source():
             semantics = self._semantics(order, modifies=name.startswith("atom"), writes=writes)
