@@ -249,6 +249,9 @@ def test_an_opcode_computes_what_it_is_defined_to(
         "add.s32 _, %r1, %r2;",
         "mov.b32 {%r1}, %r2;",
         "cvt.rn.bf16x2.f32 %r1, %d0, %r2;",
+        "@%p1 ld.param.b64 %d1, [array0];",
+        "cp.async.ca.shared.global [%r1], [%d0], 16, %p1;",
+        "cp.async.ca.shared.global [%r1], [%d0], 16, %r2, %d1;",
         "add.ftz.f16 %h1, %h2, %h3;",
         "fma.rn.ftz.f16x2 %r1, %r2, %r3, %r4;",
         "setp.lt.ftz.f16 %p1, %h2, %h3;",
@@ -499,6 +502,25 @@ GLOBAL_SUM = """
 """
 
 
+def mma(targets: str) -> str:
+    fragments = "{%r5, %r5, %r5, %r5}, {%r5, %r5}, {%r5, %r5, %r5, %r5}"
+    return f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{targets}}}, {fragments};\n"
+
+
+# Thread t of 0 to 15 copies the first t bytes of its 16.
+PARTS = """
+  mad.wide.u32 %d1, %r0, 16, %d0;
+  shl.b32 %r1, %r0, 4;
+  mov.b32 %r2, memory;
+  add.s32 %r3, %r1, %r2;
+  setp.lt.u32 %p1, %r0, 16;
+  @%p1 cp.async.cg.shared.global [%r3], [%d1], 16, %r0;
+  cp.async.wait_all;
+  @%p1 ld.shared.v4.b32 {%r6, %r7, %r8, %r9}, [%r3];
+  @%p1 st.global.v4.b32 [%d1], {%r6, %r7, %r8, %r9};
+"""
+
+
 def run_on_64(body: str, shared: int = 512) -> list[int]:
     out = torch.arange(64, dtype=torch.int32)
     kernel(body, threads=64, shared=shared).run((1,), [out], most_blocks=10_000)
@@ -514,6 +536,12 @@ def test_warps_exchange_numbers_through_shared_memory() -> None:
     run_on_64(EXCHANGE)
     assert run_on_64(COPY) == [thread ^ 32 for thread in range(64)]
     assert run_on_64(COPY.replace("4, 4;", "4, 0;")) == [0] * 64
+
+
+def test_a_copy_of_some_bytes_is_followed_by_zeros() -> None:
+    out = torch.full((16, 16), 7, dtype=torch.uint8)
+    kernel(PARTS, shared=512).run((1,), [out])
+    assert out.tolist() == [[7] * thread + [0] * (16 - thread) for thread in range(16)]
 
 
 def test_warps_exchange_numbers_through_global_memory() -> None:
@@ -542,11 +570,13 @@ CHANGED = "the source of an asynchronous copy has changed"
         (without(GLOBAL_SUM, "bar.sync 0;"), GlobalRace, "warp 1 read it, warp 0 wrote it"),
         (GLOBAL_SUM.replace("@%p1 ", ""), GlobalRace, "warp 0 wrote it, warp 1 wrote it"),
         (COPY.replace("cp.async.wait_group 0;", "st.global.b32 [%d1], %r1;\ncp.async.wait_all;"), GlobalRace, CHANGED),
+        (PARTS.replace("%d1, %r0, 16", "%d1, %r0, 20"), MemoryFault, "of 16 bytes: the address of its source"),
         (SHARED + "cp.async.ca.shared.global [%r3], [%d0+256], 4;", MemoryFault, r"byte 256 of array0 \(256\)"),
         ("ld.global.b32 %r1, [%d0+256];", MemoryFault, r"byte 256 of array0 \(256\): outside all memory"),
         ("ld.global.b32 %r1, [%d0+-4];", MemoryFault, "outside all memory"),
         ("ld.global.b64 %d1, [%d0+4];", MemoryFault, "byte 4 of array0 .* not aligned"),
         ("setp.lt.u32 %p1, %r0, 40;\n@%p1 bar.warp.sync -1;", Unsupported, "under a predicate"),
+        (mma("%r1, %r2, %r3, %r4") + "@%p1 " + mma("%r6, %r7, %r8, %r9"), Unsupported, "under a predicate"),
         ("setp.lt.u32 %p1, %r0, 40;\n@%p1 bra a;\nbar.sync 0;\na:", Divergence, "some lanes of a warp wait"),
         ("setp.lt.u32 %p1, %r0, 32;\n@%p1 bra a;\nbar.sync 1;\na:\nbar.sync 0;", Stuck, "32 threads at barrier 1"),
         ("a:\natom.global.sys.acquire.add.u32 %r1, [%d0], 0;\nbra.uni a;", Stuck, "nobody changes them"),

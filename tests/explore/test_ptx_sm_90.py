@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.explore.test_ptx import kernel, random_numbers
+from tests.explore.test_ptx import kernel, mma, random_numbers
 from tpfuse.explore.ptx import (
     Divergence,
     GlobalRace,
@@ -170,6 +170,7 @@ def test_wgmma_takes_fragments_of_registers(kind: str, flags: str) -> None:
 ZEROS = load_image(4096)
 PRODUCT = product(16, "bf16", str(descriptor(0, 1024, 256, 3)), str(descriptor(2048, 1024, 256, 3)), "1, 1, 0, 0")
 STORE = "st.shared.b32 [%r1], %r0;\n"
+TWO_PRODUCTS = mma("%r10, %r11, %r12, %r13") + mma("%acc3, %r14, %r15, %r16")
 FENCE, COMMIT, WAIT = (
     "wgmma.fence.sync.aligned;",
     "wgmma.commit_group.sync.aligned;",
@@ -193,6 +194,7 @@ def wgmma_body(*changes: tuple[str, str]) -> str:
     [
         (wgmma_body((FENCE, "")), WgmmaHazard, "no wgmma.fence comes before"),
         (wgmma_body((FENCE, FENCE + "mov.b32 %acc3, %r0;")), WgmmaHazard, "no wgmma.fence comes between"),
+        (wgmma_body((WAIT, TWO_PRODUCTS + WAIT)), WgmmaHazard, "is accessed while"),
         (wgmma_body((WAIT, "")), WgmmaHazard, "is accessed while a wgmma that nobody has waited for"),
         (wgmma_body((COMMIT, "")), WgmmaHazard, "is accessed while"),
         (wgmma_body((WAIT, WAIT[:-2] + "1;")), WgmmaHazard, "is accessed while"),

@@ -54,8 +54,8 @@ class Kernel:
         self.text, self.shared, self.scratch, self.parsed = text, shared, scratch, parse(text)
         self.name, code = self.parsed.name, self.parsed.instructions
         self._slots = Slots(self.parsed)
-        self._blocks = _blocks(self.parsed, self._slots)
         asynchronous = any(x.parts[0] == "wgmma" for x in code)
+        self._blocks = _blocks(self.parsed, self._slots, asynchronous)
         self._touched = [asynchronous_steps.touched(self._slots, x) for x in code if asynchronous]
 
     def run(
@@ -111,8 +111,8 @@ class Kernel:
             program.run(most_blocks)
 
 
-def _blocks(kernel: Parsed, slots: Slots) -> list[StepBlock]:
-    """Return the blocks of a kernel in the order of `control_flow`."""
+def _blocks(kernel: Parsed, slots: Slots, single: bool) -> list[StepBlock]:
+    """Return the blocks of a kernel in the order of `control_flow`. single: each instruction is a step of its own."""
     code = kernel.instructions
     ends = {index: _ENDS[x.parts[0]] for index, x in enumerate(code) if x.parts[0] in _ENDS and "warp" not in x.parts}
     # Threads that have diverged meet where a block begins: a barrier is a block of its own.
@@ -132,7 +132,8 @@ def _blocks(kernel: Parsed, slots: Slots) -> list[StepBlock]:
     blocks = []
     for number, span in enumerate(spans):
         last, end = code[span[-1]], ends.get(span[-1], "next")
-        groups = _groups(code, span if end == "next" else span[:-1])
+        inside = span if end == "next" else span[:-1]
+        groups = [[index] for index in inside] if single else _groups(code, inside)
         steps = tuple((group[0], _step(slots, *[code[index] for index in group])) for group in groups)
         target = -1 if last.target is None else order[numbers[last.target]]
         guard = slots.guard(last) if end in ("branch", "exit") else None
@@ -162,7 +163,7 @@ def _step(slots: Slots, instruction: PtxInstruction, *others: PtxInstruction) ->
     """Return the step of an instruction that does not end a block, and of others like it."""
     name = instruction.parts[0]
     try:
-        if name in _NEVER_GUARDED and instruction.guard is not None:
+        if name in _NEVER_GUARDED and any(x.guard is not None for x in (instruction, *others)):
             raise Unsupported(f"{instruction.opcode} under a predicate is not supported")
         return _MAKERS.get(name, register_steps.arithmetic)(slots, instruction, *others)
     except Unsupported as error:

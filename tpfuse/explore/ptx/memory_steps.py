@@ -120,7 +120,7 @@ def _parameter(slots: Slots, instruction: PtxInstruction) -> Step:
     _, *space, kind = instruction.parts
     slot, extend, unsigned = slots.slot(target, 0), _extension(kind, target.bits), UNSIGNED[bits_of(kind)]
     address = slots.address(source, 64 if source.base is None else source.base.bits)
-    if space != ["param"]:
+    if space != ["param"] or instruction.guard is not None:
         raise ValueError
 
     def step(p: Program) -> None:
@@ -196,13 +196,18 @@ def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
         return lambda p: p.finish_copies(*left)
     if what not in ("ca", "cg") or set(hints) - _HINTS != {"shared", "global"}:
         raise ValueError
-    target, source, size, *kept = instruction.operands
+    target, source, size, *given = instruction.operands
+    (kept,) = given or (size,)
+    if getattr(kept, "bits", 32) != 32:  # a predicate: whether to ignore the source
+        raise ValueError
     slots.granule = min(slots.granule, size.value)
 
     def step(p: Program, threads: Array, targets: Array, sources: Array, lengths: Array) -> None:
+        if (sources[lengths > 0] % np.uint64(size.value)).any():
+            raise MemoryFault(f"cp.async of {size.value} bytes: the address of its source is not aligned")
         p.begin_copy(threads, sources, np.minimum(lengths, np.uint32(size.value)), targets, size.value)
 
-    return for_threads(slots, instruction, step, (target, 32), (source, 64), (kept[0] if kept else size, 32))
+    return for_threads(slots, instruction, step, (target, 32), (source, 64), (kept, 32))
 
 
 def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:

@@ -15,6 +15,7 @@ from tpfuse.explore.ptx.faults import Divergence, GlobalRace, MbarrierFault, Ptx
 from tpfuse.explore.ptx.global_memory import GlobalMemory
 from tpfuse.explore.ptx.global_order import GlobalOrder
 from tpfuse.explore.ptx.mbarriers import Mbarriers
+from tpfuse.explore.ptx.numbers import UNSIGNED
 from tpfuse.explore.ptx.parser import Parsed
 from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
 from tpfuse.explore.ptx.warps import LANES as LANES
@@ -245,11 +246,12 @@ class Program:
         """Return the bytes that a copy finds now; those that are not read are 0."""
         values = np.zeros((len(threads), size), np.uint8)
         for length in {*kept.tolist()} - {0}:
-            these = np.flatnonzero(kept == length)
-            unit = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}.get(length, np.uint8)
-            loaded = self.memory.load(source[these], unit, length // np.dtype(unit).itemsize)
-            values[these, :length] = loaded.view(np.uint8)
-            self.global_order.add(source[these], self.warp_of[threads[these]], length, self.at, writes=False)
+            these, unit = np.flatnonzero(kept == length), length & -length
+            units = (source[these, None] + np.arange(0, length, unit, dtype=np.uint64)).ravel()
+            loaded = self.memory.load(units, UNSIGNED[8 * min(unit, 8)], max(1, unit // 8))
+            values[these, :length] = loaded.view(np.uint8).reshape(-1, length)
+            readers = self.warp_of[threads[these]].repeat(length // unit)
+            self.global_order.add(units, readers, unit, self.at, writes=False)
         return values
 
     def _following(self, block: StepBlock, mask: Mask) -> Iterator[tuple[int, Mask]]:
