@@ -402,12 +402,15 @@ def test_a_fault_of_a_tile_is_named(body: str, fault: type[PtxError], message: s
     assert "line " in str(caught.value)
 
 
-def test_a_tile_is_read_as_late_as_its_wait_allows() -> None:
+def test_a_tile_may_be_read_until_its_wait_ends() -> None:
+    """What is stored before the copy begins is copied; what is stored while it runs may be copied or not."""
     given, matrix = aligned_matrix(21, 48, np.uint16)
     store = "setp.eq.s32 %p9, %r0, 0;\n@%p9 st.global.b32 [%d0+768], 7;\n"
-    late = changed(TILE, ("wait:", f"{store}wait:")) + store_shared(2048)
-    got = run_tile(late, given, 2048).view(np.uint16)
+    got = run_tile(changed(TILE, (ASYNC, store + ASYNC)) + store_shared(2048), given, 2048).view(np.uint16)
     assert matrix[8, 0] == 7 and got[0] == 7
+    with pytest.raises(GlobalRace, match="the source of a bulk copy has changed") as caught:
+        run_tile(changed(TILE, ("wait:", f"{store.replace('7;', '8;')}wait:")), given, 2048)
+    assert LOADED in str(caught.value)
 
 
 def test_the_program_must_wait_for_its_copies() -> None:

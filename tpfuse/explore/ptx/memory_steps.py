@@ -8,7 +8,7 @@ import numpy as np
 
 from tpfuse.explore.ptx import warps
 from tpfuse.explore.ptx.arithmetic import operation
-from tpfuse.explore.ptx.faults import MemoryFault, Unsupported
+from tpfuse.explore.ptx.faults import GlobalRace, MemoryFault, Unsupported
 from tpfuse.explore.ptx.mbarriers import Array, Mbarrier
 from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of
 from tpfuse.explore.ptx.parser import Address, Immediate, PtxInstruction, Vector
@@ -244,14 +244,15 @@ def _begin_bulk_copy(p: Program, warp: int, to: int, place: int, address: int, *
     tile, barrier, at = TensorMap.decode(words), mbarrier_at(p, warp, address), p.at
     if len(tile.box) != len(coordinates):
         raise MemoryFault(f"a tensor map of {len(tile.box)} dimensions is given {len(coordinates)} coordinates")
-    chunks = tile.chunks(to)
+    chunks, early = tile.chunks(to), tile.load(p.memory, coordinates)
     p.shared.begin_copy(chunks, warp, 16, proxy=True)
 
     def perform() -> Array:
         waiting, p.at = p.at, at  # a wrong address is the copy's fault
-        values = tile.load(p.memory, coordinates)
+        if (tile.load(p.memory, coordinates) != early).any():
+            raise GlobalRace("the source of a bulk copy has changed since it began, and it was not waited for")
         p.at = waiting
-        return p.shared.end_bulk_copy(chunks, values)
+        return p.shared.end_bulk_copy(chunks, early)
 
     barrier.copies.append((tile.nbytes, perform))
     p.moved()
