@@ -3,7 +3,7 @@
 The text becomes a kernel of its own, one thread for each element of the operands, and `tpfuse.explore.ptx` executes it.
 Each of its accesses to symmetric memory is an operation before which the schedule may switch ranks, so that a loop in
 the text which waits for a word is a wait like others, and a deadlock is found. An instruction that is not known (such
-as `multimem`) is refused by name.
+as `multimem`) is refused by name, and so is one by which the lanes of a warp act together: no lane has its elements.
 
 The explorer runs a program as one thread, which stands for all threads, but by assembly a kernel may let some threads
 do what others do not: `if tid < world_size`. Therefore
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from triton.runtime import interpreter
 
 from tpfuse.explore.memory import Semantics
-from tpfuse.explore.ptx.faults import MemoryFault, PtxError
+from tpfuse.explore.ptx.faults import MemoryFault, PtxError, Unsupported
 from tpfuse.explore.ptx.global_memory import Change
 from tpfuse.explore.ptx.kernel import Kernel
 from tpfuse.explore.ptx.program import LANES
@@ -35,6 +35,7 @@ from tpfuse.explore.run import ExploredRun
 
 Array = NDArray[Any]
 _BITS = {"h": 16, "r": 32, "l": 64, "f": 32, "d": 64}  # the registers of LLVM's constraints for PTX
+_REFUSED = {"cp", "elect", "fence", "ldmatrix", "mbarrier", "mma", "redux", "shfl", "stmatrix", "tensormap", "wgmma"}
 _OWN_THREAD = re.compile(r"%(tid|laneid|warpid)\b")
 _VALUE = "the number of a thread is used as a value: the explorer runs a program as one thread, and lets kernels"
 
@@ -150,7 +151,11 @@ def _kernel(text: str, constraints: str, threads: int) -> Kernel:
     places = [f".reg .b64 %place{number};" for number in range(len(of_results))]
     stores = [f"st.global.b{x} [%place{number}], %operand{number};" for number, x in enumerate(of_results)]
     head = [f".visible .entry inline_assembly() .reqntid {threads} {{", ".reg .pred %outside;", *registers, *places]
-    return Kernel("\n".join([*head, "@%outside ret;", text, ";", *stores, "ret;", "}"]))
+    kernel = Kernel("\n".join([*head, "@%outside ret;", text, ";", *stores, "ret;", "}"]))
+    for x in kernel.parsed.instructions:
+        if x.parts[0] in _REFUSED or x.opcode == "bar.warp.sync":
+            raise Unsupported(f"{x.opcode} is not supported")
+    return kernel
 
 
 def _registers(constraints: str) -> tuple[list[int], list[int]]:
