@@ -33,10 +33,8 @@ def fenced(text: str) -> str:
 
 
 @contextmanager
-def emulated(
-    family: str, programs: int = 3, edit: Callable[[str], str] = fenced
-) -> Iterator[Callable[[ExploredRun], None]]:
-    """Within the block, launches on CPU tensors run compiled for a GPU of `family` with so many multiprocessors.
+def emulated(family: str, edit: Callable[[str], str] = fenced) -> Iterator[Callable[[ExploredRun], None]]:
+    """Within the block, launches on CPU tensors run compiled for a GPU of `family` with three multiprocessors.
 
     edit: as of `tpfuse.explore.ptx.compiled`, and what this yields too.
     """
@@ -46,7 +44,7 @@ def emulated(
 
     cpu, before = torch.device("cpu"), (compiled_launch.run, switches.INTERPRETED)
     with compiled(family, edit) as enter:
-        launch._gpus[cpu] = family, programs
+        launch._gpus[cpu] = family, 3
         compiled_launch.run, switches.INTERPRETED = run, True
         launch.forget_plans()
         try:

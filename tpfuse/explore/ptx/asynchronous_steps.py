@@ -167,7 +167,7 @@ def memory_barrier(slots: Slots, instruction: PtxInstruction) -> Step:
         raise ValueError
     if name == "arrive" and target is not None:
         raise Unsupported(f"{instruction.opcode} with a state is not supported")
-    result = None if target is None else slots.slot(target, 1)
+    result = slots.slot(target, 1) if name == "try_wait" else -1
 
     def change(p: Program, threads: Array, places: Array, values: Array) -> None:
         for warp, at, value in zip(p.warp_of[threads].tolist(), places.tolist(), values.tolist(), strict=True):
@@ -185,8 +185,7 @@ def memory_barrier(slots: Slots, instruction: PtxInstruction) -> Step:
         given = list(zip(p.warp_of[threads].tolist(), places.tolist(), parities.tolist(), strict=True))
         done = {key: _try_wait(p, *key) for key in dict.fromkeys(given)}
         ended = np.array([done[key] for key in given])
-        if result is not None:
-            p.write_some(result, ended, threads)
+        p.write_some(result, ended, threads)
         if not ended.all():
             barrier = p.mbarriers[given[int(np.argmin(ended))][1]]
             needs = f"{barrier.pending} arrivals and {barrier.bytes} bytes"

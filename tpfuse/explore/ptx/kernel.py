@@ -21,7 +21,7 @@ from tpfuse.explore.ptx.slots import Slots
 
 Grid = Sequence[int]  # three sizes, or a place
 _MOST = 1_000_000  # blocks of instructions that a program executes
-_ENDS = {"bra": "branch", "ret": "exit", "exit": "exit", "bar": "barrier", "barrier": "barrier"}
+_ENDS = {"bra": "branch", "ret": "exit", "exit": "exit", "bar": "barrier"}
 _MAKERS: dict[str, Callable[..., Step]] = {
     "ld": memory_steps.load,
     "st": memory_steps.store,

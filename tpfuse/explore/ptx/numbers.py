@@ -20,7 +20,7 @@ INTEGERS: dict[str, Any] = {f"{kind}{bits}": UNSIGNED[bits] for kind in "bu" for
 INTEGERS |= {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64}
 TYPES: dict[str, Any] = INTEGERS | {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64}
 _BITS: dict[str, int] = {name: 8 * np.dtype(dtype).itemsize for name, dtype in TYPES.items()}
-_BITS |= {"pred": 1, "bf16": 16, "tf32": 32} | {f"{name}16x2": 32 for name in ("f", "bf", "s", "u")}
+_BITS |= {"pred": 1, "bf16": 16} | {f"{name}16x2": 32 for name in ("f", "bf", "s", "u")}
 
 
 def bits_of(name: str) -> int:

@@ -25,7 +25,6 @@ Array = NDArray[Any]
 Mask = NDArray[np.bool_]
 Step = Callable[["Program"], None]
 
-
 _SITES: dict[type[PtxError], str] = {SharedRace: "written by", GlobalRace: "after", WgmmaHazard: "begun by"}
 
 

@@ -7,7 +7,7 @@ from tpfuse.explore.ptx.faults import Unsupported
 from tpfuse.explore.ptx.numbers import bits_of, immediate
 from tpfuse.explore.ptx.parser import Address, Immediate, Parsed, PtxInstruction, Vector
 
-_POISON = 0x7FF7DEAD7FF7DEAD  # a register that nobody has set: NaN as a number
+_POISON = 0x7FF77FFD7FF77FFD  # a register that nobody has set: NaN as a number of 16, 32 or 64 bits
 
 
 class Slots:
