@@ -21,9 +21,10 @@ from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import gather_whole
 from tpfuse.drop_in.context_proof import prove_context
-from tpfuse.drop_in.huggingface import register
+from tpfuse.drop_in.huggingface import check_context, register
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
+from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks, pool
 
@@ -357,6 +358,10 @@ def test_a_context_is_refused_where_tokens_meet_outside_of_attention() -> None:
         prove_context(tiny("llama4_text"))
     with pytest.raises(ValueError, match=r"its queries, keys and values are .*expected heads of one size"):
         prove_context(tiny("mimo_v2_flash"))
+    both = nn.ModuleDict({"projector": nn.Linear(2, 2), "llm": model})
+    with pytest.raises(ValueError, match=r"projector\.weight, projector\.bias: trained outside of the LlamaForCausal"):
+        check_context(both, ContextParallel(None), 1)
+    check_context(both.requires_grad_(False), ContextParallel(None), 1)
 
 
 @on_ranks(2)

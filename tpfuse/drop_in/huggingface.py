@@ -166,6 +166,13 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
             f"context parallelism: the model is a {type(whole).__name__}: expected a decoder of transformers;"
             " other models call tpfuse.ring_attention themselves"
         )
+    inside = set(model.parameters())
+    outside = [name for name, x in whole.named_parameters() if x.requires_grad and x not in inside]
+    if outside:
+        raise ValueError(
+            f"context parallelism: {', '.join(outside[:3])}{', …' if outside[3:] else ''}: trained outside of the"
+            f" {type(model).__name__}, whose gradients alone are summed: freeze them, or use a mesh without cp"
+        )
     config: Any = model.config
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"context parallelism: {type(model).__name__} does not use transformers' AttentionInterface")
