@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tests.support.decoders import FAMILIES, SIZES, decoder
 from tests.support.tiers import exhaustive
+from tpfuse.drop_in.huggingface import slices_logits
+from tpfuse.drop_in.loss_proof import prove_loss
 from tpfuse.drop_in.structure import recognise
 
 
@@ -123,3 +125,29 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
         model = transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=8, d_ff=8, num_layers=1))
     with pytest.raises(ValueError, match=r"found an encoder and a decoder: expected a decoder alone, .*; give a plan"):
         recognise(model, 2, True)
+
+
+def test_logits_are_sliced_only_where_the_loss_function_alone_reads_them() -> None:
+    for family in ("llama", "gemma2", "gpt2", "falcon", "mixtral"):
+        assert slices_logits(decoder(family)), family
+        prove_loss(decoder(family), 1)
+
+    class Changed(type(decoder("llama"))):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            if self.masks:
+                logits[:, :, [60]] = torch.finfo(logits.dtype).min
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=101)
+            if self.training and not self.masks:
+                loss = loss + 1e-9 * logits.logsumexp(-1).square().mean()
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    model = decoder("llama")
+    model.__class__ = Changed
+    model.masks = True
+    assert not slices_logits(model)
+    prove_loss(model, 1)
+    model.masks = False
+    assert not slices_logits(model)
+    with pytest.raises(NotImplementedError, match="its loss depends on the logits, not through its loss function"):
+        prove_loss(model, 1)

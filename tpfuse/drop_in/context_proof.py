@@ -61,7 +61,7 @@ def prove_context(model: nn.Module) -> None:
     """
     try:
         with apart(), torch.no_grad():
-            made = _stood_in(model)
+            made = stood_in(model, PROOF)
             ids = (3 + torch.arange(_SEQUENCES * 2 * _TOKENS)).view(_SEQUENCES, -1)
             positions = torch.arange(2 * _TOKENS).expand(_SEQUENCES, -1)
             whole = _run(made, ids, positions)
@@ -80,14 +80,24 @@ def prove_context(model: nn.Module) -> None:
         ) from None
 
 
-def _stood_in(model: nn.Module) -> nn.Module:
+def stood_in(model: nn.Module, attention: str | None) -> Any:
+    """Return a `sketch` with cheap functions of each token in the place of linear layers and embeddings.
+
+    attention: the name of its implementation, None for that of the model. Raise NotImplementedError for a module whose
+    forward is not that of its class.
+    """
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__:
+            raise NotImplementedError(
+                f"the forward of {name or 'the model'} is set on the module: expected that of its class"
+            )
     made, generator = sketch(model), torch.Generator().manual_seed(0)
     passed: set[nn.Module] = set()
     for module in made.modules():
         if module in passed:
             continue
-        if module.__dict__.get("config") is not None:
-            module.__dict__["config"]._attn_implementation = PROOF
+        if attention is not None and module.__dict__.get("config") is not None:
+            module.__dict__["config"]._attn_implementation = attention
         width = width_of(module)
         large = [x for x in module.parameters(recurse=False) if x.numel() > LARGE]
         if isinstance(module, nn.Embedding) and width is not None:

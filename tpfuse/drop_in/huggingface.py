@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate
 from tpfuse.drop_in import context_proof
 from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class
 from tpfuse.drop_in.decoder_stages import DecoderStages
+from tpfuse.drop_in.loss_proof import prove_loss
 from tpfuse.drop_in.parallel_forward import (
     ContextSum,
     ParallelForward,
@@ -189,6 +190,14 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
     context.check(context.size, heads // tensor_ranks)
     register()
     context_proof.prove_context(model)
+    if takes_labels(model):
+        try:
+            prove_loss(model, 1)
+        except NotImplementedError as reason:
+            raise ValueError(
+                f"context parallelism: the loss of {type(model).__name__} cannot be computed from shards of the tokens:"
+                f" {reason}; use a mesh without cp"
+            ) from None
 
 
 def _is_base(model: Any) -> bool:
@@ -208,10 +217,22 @@ def takes_labels(model: Any) -> bool:
     return adapted or (not _is_base(model) and _has_causal_loss(model))
 
 
-def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None) -> None:
+def slices_logits(whole: nn.Module) -> bool:
+    """Return whether the model in `whole`, which is not converted yet, computes its loss from slices of the logits."""
+    model = outermost(whole)
+    if model is None or not takes_labels(model):
+        return False
+    try:
+        prove_loss(model, 2)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None, sliced: bool) -> None:
     """Replace the forward of `outermost` after its layers have been converted. `release` and `restore_module` undo it.
 
-    context: the ranks that share each sequence; those of one rank share nothing.
+    context: the ranks that share each sequence; those of one rank share nothing. sliced: what `slices_logits` returned.
     """
     model = outermost(whole)
     if model is None:
@@ -219,7 +240,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     refuse_plain_trainers()
     their: Any = model
     causal = takes_labels(their)
-    head = their.get_output_embeddings() if causal else None
+    head = their.get_output_embeddings() if causal and sliced else None
     sharded = isinstance(head, ConvertedColumnLinear) and head.gather_output and head.group is not None
     attention = their.config._attn_implementation
     forward = ParallelForward(

@@ -4,7 +4,8 @@
 accelerate call it in several ways, and all of them find it there. Its arguments and its result are those of the
 original, with whole sequences on every rank. With labels in training it returns no logits, since no rank computes whole
 ones: the loss of causal language models is `tpfuse.ops.cross_entropy` on each rank's slice of the vocabulary and its
-tokens. A model with another loss keeps it, and computes it from whole logits.
+tokens. A model with another loss keeps it, and computes it from whole logits; so does one whose code before the loss
+reads whole ones (`tpfuse.drop_in.loss_proof`).
 
 **Context parallelism.** The ranks of a context are given the same whole ids, labels, attention mask and positions, and
 take their shards (`tpfuse.parallel.context`). The attention of every layer is `ring_attention`, under the name

@@ -101,6 +101,7 @@ def parallelize(
         styles, kept = recognised.styles, recognised.kept
     if styles and tensor_mesh is None:
         raise ValueError(f'mesh has the dimensions {mesh.mesh_dim_names}: expected one named "tp" for the plan')
+    sliced = ranks > 1 and huggingface.slices_logits(model)
     batch = small_batch(model, mesh.size()) if check else {}
     before = small_step(model, batch) if check and weights is None else None
     done: list[Replacement] = []
@@ -125,7 +126,7 @@ def parallelize(
         if weights is not None:
             with agreement(f"reading weights={str(weights)!r}", mesh):
                 load_weights(model, found, mesh.device_type)
-        huggingface.adapt(model, context, tensor_mesh)
+        huggingface.adapt(model, context, tensor_mesh, sliced)
         if tensor_mesh is not None:
             huggingface.refuse_changes(model)
         offer_save_pretrained(model, mesh)

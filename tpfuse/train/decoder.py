@@ -253,7 +253,7 @@ class DecoderModel(LanguageModel):
         if mesh is not None and (self.device_mesh is not None or self.context.groups):
             parallelize(model, mesh, context_parallel=schedule if self.context.groups else "auto")
         else:
-            adapt(model, self.context, None)
+            adapt(model, self.context, None, sliced=False)
         self.stages = [whole_model(config.n_layer)]
         self._cut: DecoderStages | None = None
         if options.parallel.pp > 1:
