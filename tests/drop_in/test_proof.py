@@ -1,6 +1,7 @@
 """`plan="auto"` converts what it has proved, whatever the names of modules say. The ranks are run in this process."""
 
 import re
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -110,6 +111,21 @@ def test_a_count_of_heads_that_is_a_property_keeps_a_layer_whole() -> None:
     kept = _kept(model)
     assert {name[: len("model.layers.0.self_attn")] for name in kept} == {"model.layers.0.self_attn"}
     assert set(kept.values()) == {"it fails on a rank's part: KeyError: 'num_heads'"}
+
+
+def test_a_forward_that_is_set_on_a_module_is_kept_and_named() -> None:
+    model = decoder("llama", num_hidden_layers=3)
+    layers = model.model.layers
+    for module in (layers[0].self_attn, layers[1].input_layernorm, layers[2]):
+        module.forward = MethodType(type(module).forward, module)
+    kept = _kept(model)
+    expected = "the forward of {} is set on the module: expected that of its class"
+    assert kept["model.layers.0.self_attn"] == expected.format("model.layers.0.self_attn")
+    on_shards = "on shards of the sequence " + expected.format("model.layers.1.input_layernorm")
+    assert kept["model.layers.1"] == on_shards and "model.layers.1.self_attn" not in kept
+    assert kept["model.layers.2.mlp"] == expected.format("model.layers.2")
+    model.forward = MethodType(type(model).forward, model)
+    assert _kept(model)["model.layers"] == f"its sequences stay whole: {expected.format('the model')}"
 
 
 def test_a_large_model_is_tried_without_its_weights() -> None:

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -112,9 +112,12 @@ def convert(
 ) -> None:
     """Make `module` a `kind` with these attributes. layouts: (dim, shape) of each parameter for `shard_parameter`.
 
-    Raise ValueError as `check_order` and `shard_parameter` do, and leave the module as it was.
+    Raise ValueError as `check_order` and `shard_parameter` do, and for a forward that is set on the module, unless
+    `attributes` replace it; the module is then as it was.
     """
     check_order(mesh)
+    if "forward" in module.__dict__ and "forward" not in attributes:
+        raise ValueError("its forward is set on the module: expected that of its class, or a plan without the module")
     new = {
         name: shard_parameter(parameter, mesh, *layouts[name], source)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
@@ -493,6 +496,12 @@ class ReplicatedModule(Converted):
         finally:
             for parameters, sharded in held:
                 parameters.update(sharded)
+
+
+def run_with_plain_parameters(module: ReplicatedModule, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `own` does, a forward that was set on the module."""
+    with module._plain_parameters():
+        return own(*args, **kwargs)
 
 
 class ReplicatedRMSNorm(ReplicatedModule):

@@ -105,14 +105,19 @@ class Proof:
         self._reasons: dict[Any, str] = {}
         self._alike: dict[str, str] = {}  # layers, by the names of others that are built like them
         self._failure = "the model's forward does not call it"
+        names = {module: name for name, module in model.named_modules()}
+        self._layers = [names[layer] for layer in layers]
+        self._replaced = [name for module, name in names.items() if "forward" in module.__dict__]
         if ranks == 1:
             return
-        names = {module: name for name, module in model.named_modules()}
         with apart():
             self._model = sketch(model)
             self._modules = dict(self._model.named_modules())
             first: dict[Any, str] = {}
-            alike = {names[layer]: first.setdefault(kind_of(layer), names[layer]) for layer in layers}
+            alike = {}
+            for layer in layers:
+                own = tuple(part for part, module in layer.named_modules() if "forward" in module.__dict__)
+                alike[names[layer]] = first.setdefault((kind_of(layer), own), names[layer])
             self._alike = {name: other for name, other in alike.items() if name != other}
             self._record()
 
@@ -120,6 +125,10 @@ class Proof:
         """Prove an attention or MLP with these styles. sharded: a rank returns its tokens of the output."""
         if self.ranks == 1:
             return
+        self._refuse_replaced(path)
+        for layer in self._layers:
+            if _inside(path, layer) and layer in self._replaced:
+                self._refuse_replaced(layer)
         (prepared,) = (style for style in styles[path] if isinstance(style, FusedPrepareModuleInput))
         known = self._projections(path, styles, sharded, prepared)
         self._prove(path, styles, known, _whole, self._tokens if sharded else _whole, prepared.attributes)
@@ -134,12 +143,14 @@ class Proof:
             alone = FusedSequenceParallel in kinds and width_of(self._modules[name]) is not None
             if name.rpartition(".")[0] == path and (kinds & {FusedPrepareModuleInput, WholeSequences} or alone):
                 known[name] = _KnownModule(self._tokens, self._tokens)
+        self._refuse_replaced(path, known)
         self._prove(path, styles, known, self._tokens, self._tokens, {})
 
     def decoder(self, name: str, layers: Sequence[str], norm: str) -> None:
         """Prove the forward that calls these layers and then the norm, with shards of the sequence between them."""
         if self.ranks == 1:
             return
+        self._refuse_replaced("", layers)
         while name and name not in self._calls:
             name = name.rpartition(".")[0]
         known = {each: _KnownModule(self._tokens, self._tokens) for each in layers if each not in self._alike}
@@ -159,6 +170,14 @@ class Proof:
                 path = other + path.removeprefix(name)
                 break
         return path in self._calls
+
+    def _refuse_replaced(self, path: str, known: Iterable[str] = ()) -> None:
+        """Raise NotImplementedError for a module in `path`, but in none that is known, whose forward is not tried."""
+        for name in self._replaced:
+            if _inside(name, path) and not any(_inside(name, one) for one in known):
+                raise NotImplementedError(
+                    f"the forward of {name or 'the model'} is set on the module: expected that of its class"
+                )
 
     def _tokens(self, x: Tensor, rank: int) -> Tensor:
         """Return a rank's tokens of x, [sequences, tokens, ...] or [sequences * tokens, ...]."""
@@ -386,6 +405,10 @@ def _compare(whole: _Computed, ranks: Iterable[_Computed]) -> None:
 
 def _agree_in_gradient(key: str, actual: Tensor, expected: Tensor, largest: float) -> None:
     agree(f"the gradient of {key}", actual, expected, max(largest_value(expected), 1e-3 * largest))
+
+
+def _inside(name: str, path: str) -> bool:
+    return not path or name == path or name.startswith(f"{path}.")
 
 
 def _whole(x: Tensor, rank: int) -> Tensor:

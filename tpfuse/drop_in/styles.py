@@ -50,6 +50,7 @@ from tpfuse.drop_in.converted import (
     convert,
     gather_sequence,
     rms_norm_terms,
+    run_with_plain_parameters,
     shard_as_dtensor,
     split_sequence,
 )
@@ -348,6 +349,10 @@ def replicate_(
     names = [name for name, _ in module.named_parameters(recurse=False)]
     layouts = {name: (0 if name in sharded else None, None) for name in names}
     attributes: dict[str, Any] = {"sum_gradients": sum_gradients and mesh.size() > 1}
+    own = module.__dict__.get("forward")
+    if own is not None:
+        kind = combined_class(ReplicatedModule, type(module))
+        attributes["forward"] = functools.partial(run_with_plain_parameters, module, own)
     if kind is None:
         terms = rms_norm_terms(module)
         attributes |= {} if terms is None else {"terms": terms}
