@@ -174,10 +174,12 @@ class Seen:
 
     def __init__(self) -> None:
         self.before: list[Tensor] = []
+        self.given: list[Tensor] = []
         self.after: list[Tensor] = []
 
     def on(self, module: nn.Module, factor: float) -> None:
         module.register_forward_pre_hook(lambda _, inputs: (self.before.append(inputs[0]), inputs[0] * factor)[1])
+        module.register_forward_hook(lambda _, inputs, out: (self.given.append(inputs[0]), out)[1])
         module.register_forward_hook(lambda _, inputs, out: (self.after.append(out), out * factor)[1])
 
 
@@ -200,7 +202,7 @@ def test_hooks_survive_and_see_plain_tensors(sequence_parallel: bool) -> None:
         _check_equal(_evaluate(model), expected)
     for name, each in seen.items():
         (before,), (after,) = each.before, each.after
-        for x in (before, after):
+        for x in (before, each.given[-1], after):
             assert type(x) is Tensor and bool(x.isfinite().all()), name
         features = {"column": 2, "row": 1}.get(name, 1)
         assert after.shape[-1] * features == whole[name][1].shape[-1], name

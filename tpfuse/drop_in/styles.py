@@ -427,9 +427,10 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         assert self.desired_input_layouts is not None
         source, target = self.input_layouts[0], self.desired_input_layouts[0]
         held, wanted = (each.dim if isinstance(each, Shard) else None for each in (source, target))
-        hook = PreparedInput(device_mesh, held, wanted, self.projections, self.length_arguments, self.length)
+        projections = () if _hooked(module) else self.projections  # its hooks would see a stand-in for the input
+        hook = PreparedInput(device_mesh, held, wanted, projections, self.length_arguments, self.length)
         module.__dict__.update(self.attributes)
-        for name in self.projections:
+        for name in projections:
             module.get_submodule(name).__dict__["shares_gather"] = isinstance(source, Shard)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
