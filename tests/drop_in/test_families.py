@@ -166,8 +166,8 @@ class _OwnRMSNorm(nn.Module):
 def test_norms_are_recognised_by_what_they_compute() -> None:
     terms = {name: rms_norm_terms(decoder(name).model.norm) for name in ("llama", "qwen3", "gemma")}
     assert terms == {"llama": (0.0, 1e-6), "qwen3": (0.0, 1e-6), "gemma": (1.0, 1e-6)}
-    own = [rms_norm_terms(_OwnRMSNorm(*numbers)) for numbers in ((1.0, 16), (2.0, 16), (1.0, 8))]
-    assert own == [(0.0, 1e-6), None, None] and rms_norm_terms(nn.LayerNorm(8)) is None
+    own = [rms_norm_terms(_OwnRMSNorm(*numbers)) for numbers in ((1.0, 8), (2.0, 16), (1.0, 16))]
+    assert own == [None, None, (0.0, 1e-6)] and rms_norm_terms(nn.LayerNorm(8)) is None
 
 
 @on_ranks(2)

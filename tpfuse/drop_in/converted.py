@@ -173,7 +173,7 @@ def undone_on_error(model: nn.Module, outlined: nn.Module) -> Iterator[None]:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
             for parameter in module.parameters(recurse=False):
-                _replaced.pop(parameter, None)
+                _replaced.pop(parameter, None)  # type: ignore[no-untyped-call]
             restore_module(module, {})
         for x, before in values:
             x.detach().copy_(before)
@@ -498,8 +498,8 @@ class ReplicatedModule(Converted):
                 parameters.update(sharded)
 
 
-def run_with_plain_parameters(module: ReplicatedModule, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what `own` does, a forward that was set on the module."""
+def run_with_plain_parameters(module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `own` does, a forward that was set on the module, which is a ReplicatedModule."""
     with module._plain_parameters():
         return own(*args, **kwargs)
 

@@ -54,8 +54,13 @@ def _fused(a: Float, b: Float, c: Float) -> Float:
 
 def _with_zeros(name: str, function: _Function) -> _Function:
     """Return min or max of floats, of which -0.0 is lower than +0.0: bits of equal numbers differ for zeros alone."""
-    choose, bits = {"min": operator.or_, "max": operator.and_}[name], lambda x: x.view(UNSIGNED[8 * x.itemsize])
-    return lambda a, b: np.where(a == b, choose(bits(a), bits(b)).view(a.dtype), function(a, b))
+    choose = {"min": operator.or_, "max": operator.and_}[name]
+
+    def chosen(a: Float, b: Float) -> Float:
+        bits = UNSIGNED[8 * a.itemsize]
+        return np.where(a == b, choose(a.view(bits), b.view(bits)).view(a.dtype), function(a, b))
+
+    return chosen
 
 
 # name -> (number of sources; what it computes of floats, with which modifiers; what it computes of integers)
