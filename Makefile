@@ -21,9 +21,9 @@ FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
 .PHONY: help install train other-compilers test test-all verify long offload compiled compiled-matrix docs lint types format clean
 help:
-	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
+	@echo "make train   install, then train a small GPT on two ranks (2 to 4 minutes on 2 CPU cores)"
 	@echo "make test    install, then run the tests that find most faults (6 to 12 minutes on 2 CPU cores)"
-	@echo "make test-all  install, then run every test (55 minutes on 2 CPU cores)"
+	@echo "make test-all  install, then run every test (55 minutes on 2 fast CPU cores)"
 	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
 	@echo "make long    install, then train a GPT at a context of 32768 tokens on one process and on four that share it"
 	@echo "make offload install, then take a training step of GPT-2 1558M with its optimizer state on disk (19 GB)"
