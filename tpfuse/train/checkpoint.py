@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import Slices
-from tpfuse.comm.rendezvous import exchange
 from tpfuse.train.agreement import DiskFailed, agree
 from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
 from tpfuse.train.errors import CheckpointError as CheckpointError
@@ -51,7 +51,6 @@ from tpfuse.train.manifest import Shards as Shards
 from tpfuse.train.safetensors_file import DTYPES, write_safetensors
 from tpfuse.train.untrusted import Unreadable, check_regular
 
-_TIDYING = 1800.0  # seconds; the older checkpoints that are kept are read whole before any is deleted
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 # The key in the file, the slice stored there, its intersection with the shard, the shard.
 _Wanted = tuple[str, Slices, Slices, Shard]
@@ -300,6 +299,11 @@ class _Saving:
         sync_folder(self.run)  # makes the renames durable before anything in those folders is deleted
 
 
+def _is_done(work: Future[None]) -> bool:
+    """Wait half a second for `work` and return whether it is done. Raise what it has raised."""
+    return work in wait([work], 0.5).done and work.result() is None
+
+
 def save(
     run: Path,
     step: int,
@@ -331,10 +335,11 @@ def save(
             files = {entry[0]: {"size": entry[1], "sha256": entry[2]} for entry in written if entry}
             manifest = {"format": FORMAT, "step": step, "files": files, "tensors": tensors, "state": state}
             agree(group, lambda: saving.commit(manifest) if rank == 0 else None)
-            if rank == 0:
-                saving.tidy(keep)
-            if group is not None:
-                exchange(group, None, "removing older checkpoints", _TIDYING)
+            with ThreadPoolExecutor(1) as worker:
+                tidied = worker.submit(saving.tidy, keep) if rank == 0 else None
+                # Older checkpoints that are kept are read whole, which may take longer than a collective.
+                while not all(agree(group, lambda: tidied is None or _is_done(tidied))):
+                    pass
         saved: Path | None = saving.final
     except DiskFailed as failure:
         said = f"step {step} was not saved: {failure}; training continues, and the next save tries again"
