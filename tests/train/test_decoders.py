@@ -183,6 +183,16 @@ def test_a_run_is_evaluated_sampled_exported_and_resumed_without_its_folder(
     expected = theirs.generate(ids, do_sample=False, max_new_tokens=9)[0].tolist()
     assert commands.do(*sample, "--temperature", "0") == tokenizer.decode(expected) + "\n"
     assert commands.do(*sample, "--seed", "1") == commands.do(*sample, "--seed", "1") != commands.do(*sample)
+    made = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.TemplateProcessing("<end> $A", special_tokens=[("<end>", 0)])
+    made.save(str(exported / "tokenizer.json"))
+    ids = torch.tensor([AutoTokenizer.from_pretrained(exported)("the ")["input_ids"]])
+    after, without = (
+        theirs.generate(x, attention_mask=torch.ones_like(x), do_sample=False, max_new_tokens=40)[0].tolist()
+        for x in (ids, ids[:, 1:])
+    )
+    sample = ("sample", exported, "--prompt", "the ", "--tokens", "40", "--temperature", "0")
+    assert commands.do(*sample) == tokenizer.decode(after[1:]) + "\n" != tokenizer.decode(without) + "\n"
     assert "the prompt has 80 tokens: expected fewer than" in commands.fail("sample", tuned, "--prompt", "a" * 80)
     copied = shutil.copytree(tuned, tmp_path / "run")
     assert run(["train", "--resume", "--out", str(copied), "--train.steps", "5"]) == 0

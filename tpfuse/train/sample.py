@@ -46,6 +46,9 @@ def _continued(
             text = read_text(options.prompt_file)
     saved = ranks.find(folder)
     prompt, config, end = saved.tokenizer.encode(text).tolist(), saved.config, saved.tokenizer.end_of_text
+    begins = list(saved.tokenizer.begins)  # a model knows the beginning of a text by these tokens
+    if prompt[: len(begins)] != begins:
+        prompt = begins + prompt
     if not prompt:
         raise UserError("the prompt is empty: give at least one token to continue")
     ends: tuple[int, ...] = () if end is None else (end,)
@@ -66,8 +69,8 @@ def texts(ranks: ModelRanks, folder: Path, options: SampleCommand) -> str:
         ids = torch.tensor(prompt, device=ranks.device).expand(stop - start, -1)
         drawing = Drawing(options.temperature, options.top_k, options.top_p, options.seed + start)
         for tokens in ranks.generate(ids, options.tokens, drawing, ends).tolist():
-            # up to the token that ends a text, which is left out
+            # without the tokens that begin a text and the one that ends it
             ending = (place for place in range(len(prompt), len(tokens)) if tokens[place] in ends)
-            own.append(saved.tokenizer.decode(tokens[: next(ending, len(tokens))]))
+            own.append(saved.tokenizer.decode(tokens[len(saved.tokenizer.begins) : next(ending, len(tokens))]))
     of_replicas = dict(ranks.gathered((ranks.replica, own)))
     return BETWEEN.join(text for replica in sorted(of_replicas) for text in of_replicas[replica])
