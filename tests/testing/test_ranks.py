@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.testing.patience import wait_until
 from tpfuse.testing.ranks import RankError, RankPool, on_ranks, pool, run_apart
 
 
@@ -28,6 +31,22 @@ def test_results_are_in_rank_order_and_processes_are_reused() -> None:
     assert ranks.run(_sum, 10) == [(0, 3, 33), (1, 3, 33), (2, 3, 33)]
     assert ranks.run(_process) == ranks.run(_process)
     assert pool(3) is ranks
+
+
+def _stopped(ranks: list[int]) -> bool:
+    return all("(stopped)" in Path(f"/proc/{rank}/status").read_text() for rank in ranks)
+
+
+def test_ranks_at_rest_are_stopped_and_end_with_the_process_of_their_pool() -> None:
+    program = "import tests.testing.test_ranks as t; print(*t.pool(2).run(t._process), flush=True); input()"
+    command = [sys.executable, "-c", "import torch; torch.use_deterministic_algorithms(True); " + program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ranks = [int(rank) for rank in process.stdout.readline().split()]
+        assert len(ranks) == 2
+        wait_until(lambda: _stopped(ranks), "ranks at rest are stopped", 10.0)
+        process.kill()
+    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "the ranks have ended", 10.0)
 
 
 def _raise(guilty: int) -> None:

@@ -10,6 +10,7 @@ settings of deterministic algorithms: whether they are required, and whether tor
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import inspect
@@ -77,6 +78,11 @@ def serve_in(
     """
     _take_over(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A rank that the pool has stopped goes on, and ends, when the process of the pool has ended.
+    fcntl.fcntl(connection.fileno(), fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection.fileno(), fcntl.F_SETSIG, signal.SIGCONT)
+    flags = fcntl.fcntl(connection.fileno(), fcntl.F_GETFL)
+    fcntl.fcntl(connection.fileno(), fcntl.F_SETFL, flags | os.O_ASYNC)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     dist.init_process_group(
