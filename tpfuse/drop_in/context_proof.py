@@ -29,6 +29,8 @@ from tpfuse.drop_in.sketch import (
     kind_of,
     largest_value,
     line_of,
+    refuse_set_forward,
+    set_forwards,
     sketch,
     width_of,
     with_first_tensor,
@@ -86,11 +88,8 @@ def stood_in(model: nn.Module, attention: str | None) -> Any:
     attention: the name of its implementation, None for that of the model. Raise NotImplementedError for a module whose
     forward is not that of its class.
     """
-    for name, module in model.named_modules():
-        if "forward" in module.__dict__:
-            raise NotImplementedError(
-                f"the forward of {name or 'the model'} is set on the module: expected that of its class"
-            )
+    for name in set_forwards(model):
+        refuse_set_forward(name)
     made, generator = sketch(model), torch.Generator().manual_seed(0)
     passed: set[nn.Module] = set()
     for module in made.modules():

@@ -40,6 +40,8 @@ from tpfuse.drop_in.sketch import (
     kind_of,
     largest_value,
     line_of,
+    refuse_set_forward,
+    set_forwards,
     sketch,
     width_of,
     with_first_tensor,
@@ -107,17 +109,15 @@ class Proof:
         self._failure = "the model's forward does not call it"
         names = {module: name for name, module in model.named_modules()}
         self._layers = [names[layer] for layer in layers]
-        self._replaced = [name for module, name in names.items() if "forward" in module.__dict__]
+        self._replaced = set_forwards(model)
         if ranks == 1:
             return
         with apart():
             self._model = sketch(model)
             self._modules = dict(self._model.named_modules())
             first: dict[Any, str] = {}
-            alike = {}
-            for layer in layers:
-                own = tuple(part for part, module in layer.named_modules() if "forward" in module.__dict__)
-                alike[names[layer]] = first.setdefault((kind_of(layer), own), names[layer])
+            kinds = [(kind_of(layer), *set_forwards(layer)) for layer in layers]
+            alike = {name: first.setdefault(kind, name) for name, kind in zip(self._layers, kinds, strict=True)}
             self._alike = {name: other for name, other in alike.items() if name != other}
             self._record()
 
@@ -175,9 +175,7 @@ class Proof:
         """Raise NotImplementedError for a module in `path`, but in none that is known, whose forward is not tried."""
         for name in self._replaced:
             if _inside(name, path) and not any(_inside(name, one) for one in known):
-                raise NotImplementedError(
-                    f"the forward of {name or 'the model'} is set on the module: expected that of its class"
-                )
+                refuse_set_forward(name)
 
     def _tokens(self, x: Tensor, rank: int) -> Tensor:
         """Return a rank's tokens of x, [sequences, tokens, ...] or [sequences * tokens, ...]."""

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,16 @@ def sketch(model: nn.Module) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = _buffer(buffer)
     return made
+
+
+def set_forwards(model: nn.Module) -> list[str]:
+    """Return the names of the modules whose forward is set on the module, and is therefore not that of their class."""
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def refuse_set_forward(name: str) -> NoReturn:
+    """Raise NotImplementedError for one of `set_forwards`, which a sketch does not run."""
+    raise NotImplementedError(f"the forward of {name or 'the model'} is set on the module: expected that of its class")
 
 
 def _buffer(x: Tensor) -> Tensor:
