@@ -403,7 +403,7 @@ def test_a_fault_of_a_tile_is_named(body: str, fault: type[PtxError], message: s
 
 
 def test_a_tile_may_be_read_until_its_wait_ends() -> None:
-    """What is stored before the copy begins is copied; what is stored while it runs may be copied or not."""
+    """A copy takes what is stored before it begins. Of what is stored while it runs, it may take anything."""
     given, matrix = aligned_matrix(21, 48, np.uint16)
     store = "setp.eq.s32 %p9, %r0, 0;\n@%p9 st.global.b32 [%d0+768], 7;\n"
     got = run_tile(changed(TILE, (ASYNC, store + ASYNC)) + store_shared(2048), given, 2048).view(np.uint16)

@@ -20,6 +20,7 @@ from torch.distributed import HashStore
 
 from tests.support.command import Command
 from tpfuse import cli
+from tpfuse.comm.errors import Unavailable
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.train import launch
 from tpfuse.train.errors import PeerLost, RunError, UserError
@@ -341,6 +342,16 @@ def test_ranks_that_share_a_gpu_are_named_on_all_ranks() -> None:
     assert check(["a", "b", "c"]) == [None, None, None]
     for error in check(["a", "b", "b"]):
         assert isinstance(error, UserError) and "ranks 1 and 2 have the same GPU" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "alone"), [(OSError(28, "full"), True), (MemoryError(), True), (Unavailable(""), False)]
+)
+def test_errors_of_one_rank_are_its_own(error: Exception, alone: bool) -> None:
+    info = launch.RankInfo(0, 1, 0, 1, None)
+    with pytest.raises(RunError) as raised, launch.in_group(info, lambda: "step 3", "take less"):
+        raise error
+    assert raised.value.alone is alone
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 All files are written and synced in `RUN/.staging-step-N`, which one rename turns into `step-N`. A folder that is to be
 deleted is first renamed to `RUN/.deleting-…`, so that no half-deleted folder is taken for a checkpoint. Saving is a
 sequence of local phases. Each phase ends in one exchange of its outcome (`agree`), so that all ranks see the same one.
+It is repeated while rank 0 deletes older checkpoints, so that the other ranks wait no longer than for a collective.
 
 A tensor is stored as rectangles [start, stop) of its global shape, as the ranks hold them: none, one or several on each
 rank. A loading rank reads the intersections of these with its own rectangles, so any layout loads into any other.
@@ -268,7 +269,7 @@ class _Saving:
         sync_folder(self.run)
 
     def tidy(self, keep: int) -> None:
-        """Delete checkpoints that are too old on rank 0."""
+        """Delete, on rank 0, the checkpoints that are too old."""
         try:
             self._prune(keep)
             self._clear()

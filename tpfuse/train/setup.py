@@ -34,7 +34,7 @@ from tpfuse.train.nvtx import nvtx_package
 from tpfuse.train.options import OptimOptions, ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
-from tpfuse.train.schedule import steps_of
+from tpfuse.train.schedule import lowest, steps_of
 from tpfuse.train.step_graph import graph_obstacle
 from tpfuse.train.token_file import TokenFiles, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
@@ -115,7 +115,7 @@ def _check_ranges(options: TrainCommand) -> None:
         "parallel.pp-stages-per-rank": (parallel.pp_stages_per_rank, 1),
     }  # fmt: skip
     check_at_least(at_least)
-    if optim.schedule != "constant" and optim.min_lr is not None and optim.min_lr > optim.lr:
+    if optim.schedule != "constant" and lowest(optim) > optim.lr:
         raise UserError(
             f"--optim.min-lr {optim.min_lr} is above --optim.lr {optim.lr}: the rate would rise after the warm-up;"
             " give less, or None for a tenth"
