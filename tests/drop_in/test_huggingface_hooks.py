@@ -305,6 +305,10 @@ def test_what_a_context_cannot_do_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     assert "forward" not in plain.__dict__ and plain.config._attn_implementation == "sdpa"
+    if dist.get_rank() == 1:
+        capped.model.layers[0].mlp.forward = torch.zeros_like
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight has a gradient on 1 of 2 ranks"):
+        _with(capped, model__layers__0__self_attn__attn_logit_softcapping=None)(IDS, labels=IDS).loss.backward()
     fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"fully_shard replaces the parameters .* use tpfuse\.ZeroOptimizer with"):
         model(IDS)

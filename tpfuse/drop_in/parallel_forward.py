@@ -22,14 +22,15 @@ takes this sum over. With a key/value cache (generate()), every rank computes ev
 import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -112,6 +113,8 @@ class ParallelForward:
     """
 
     stages: DecoderStages | None = None
+    agreed_pass = -1  # the backward pass for which `agree_on_gradients` has returned
+    agreed: Mapping[str, bool] = MappingProxyType({})  # which parameters get gradients in it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `_register_sums` register.
@@ -298,6 +301,39 @@ class ParallelForward:
             )
         _register_sums(self)
 
+    def agree_on_gradients(self, device: torch.device) -> None:
+        """Raise ValueError if a parameter gets a gradient on some ranks of the context alone.
+
+        The ranks sum gradients in the order of their backward passes, in which one would then stand for another. The
+        first hook of each pass finds out which parameters will get one. On GPUs a rank waits for the answer only if
+        they are others than in the pass before; of ranks that disagree, one at least sees others.
+        """
+        assert self.context is not None
+        running = torch._C._current_graph_task_id()
+        if running == self.agreed_pass:
+            return
+        trained = {name: x for name, x in self.model.named_parameters() if x.requires_grad}
+        getting = {name: _gets_gradient(x) for name, x in trained.items()}
+        counts = torch.tensor(list(getting.values()), dtype=torch.float32).to(device, non_blocking=True)
+        for group in self.context.groups:
+            counts = collectives.all_reduce(counts, group)
+        if device.type == "cpu" or getting != self.agreed:
+            for name, count in zip(trained, counts.tolist(), strict=True):
+                if 0 < count < self.context.size:
+                    raise ValueError(
+                        f"context parallelism: {name} has a gradient on {count:.0f} of {self.context.size} ranks:"
+                        " expected a module that runs on each of them, for any tokens"
+                    )
+        self.agreed_pass, self.agreed = running, getting
+
+
+def _gets_gradient(parameter: nn.Parameter) -> bool:
+    """Return whether the backward pass that runs comes to a parameter."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad returns its gradient
+        return True
+
 
 def _register_sums(forward: ParallelForward) -> bool:
     """Register hooks that sum gradients over the context on all parameters that have none, if they are trained.
@@ -311,7 +347,7 @@ def _register_sums(forward: ParallelForward) -> bool:
     for parameter in forward.model.parameters():
         hooks = (parameter._backward_hooks or {}).values()
         if parameter.requires_grad and not any(isinstance(hook, ContextSum) for hook in hooks):
-            parameter.register_hook(ContextSum(forward.model, forward.context))  # type: ignore[no-untyped-call]
+            parameter.register_hook(ContextSum(forward, forward.context))  # type: ignore[no-untyped-call]
     return True
 
 
@@ -320,13 +356,14 @@ class ContextSum:
 
     __torch_unserializable__ = True  # a copy of the model registers hooks of its own
 
-    def __init__(self, model: nn.Module, context: ContextParallel) -> None:
-        self.model, self.context = model, context
+    def __init__(self, forward: ParallelForward, context: ContextParallel) -> None:
+        self.forward, self.context = forward, context
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         """Return the sum of the ranks' gradients; None for this rank's own, if an engine has taken the sums over."""
-        if not self.model.sum_over_context:
+        if not self.forward.model.sum_over_context:
             return None
+        self.forward.agree_on_gradients(gradient.device)
         total = local_tensor(gradient)
         for group in self.context.groups:
             total = collectives.all_reduce(total, group)
