@@ -524,20 +524,23 @@ def test_ranks_sample_the_same_tokens() -> None:
 
 
 @on_ranks(2)
-def test_the_weights_and_random_numbers_of_the_first_rank_of_a_context_count() -> None:
-    mesh, model, draws = mesh_of(1, 1, 2)["cp"], decoder("llama"), [0.0, 0.0]
-    with torch.no_grad():
-        for x in (*model.parameters(), *model.buffers()):
-            x.mul_(1 + dist.get_rank())
-    torch.manual_seed(dist.get_rank())
-    parallelize(model, mesh)
-    dist.all_gather_object(draws, torch.rand(1).item())
-    assert draws[0] == draws[1]
+def test_the_weights_and_random_numbers_of_the_first_rank_count() -> None:
+    context, plan = mesh_of(1, 1, 2)["cp"], {"*.gate_proj": FusedColwiseParallel()}
     expected = decoder("llama")
-    for name, x in model.state_dict(keep_vars=True).items():
-        assert torch.equal(x, expected.state_dict()[name]), name
-    assert all(map(torch.equal, model.buffers(), expected.buffers()))
-    for each in (mesh, tensor_mesh()):
+    for mesh, options in ((context, {}), (tensor_mesh(), {"plan": plan})):
+        model, draws = decoder("llama"), [0.0, 0.0]
+        with torch.no_grad():
+            for x in (*model.parameters(), *model.buffers()):
+                x.mul_(1 + dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        parallelize(model, mesh, **options)  # type: ignore[arg-type]
+        dist.all_gather_object(draws, torch.rand(1).item())
+        assert draws[0] == draws[1]
+        for name, x in model.state_dict(keep_vars=True).items():
+            whole = x.full_tensor() if isinstance(x, DTensor) else x
+            assert torch.equal(whole, expected.state_dict()[name]), name
+        assert all(map(torch.equal, model.buffers(), expected.buffers()))
+    for each in (context, tensor_mesh()):
         mixed = empty_model(decoder, "llama") if dist.get_rank() else decoder("llama")
         with pytest.raises(ValueError, match=r"^the model has values on some ranks of the mesh and is on the meta de"):
             parallelize(mixed, each)

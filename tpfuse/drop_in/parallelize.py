@@ -72,6 +72,7 @@ def parallelize(
     The ranks of the mesh must draw equal random numbers, for dropout and for sampled tokens. So the call sets the
     states of torch's default generators to those of the mesh's first rank; whoever seeds them later must seed them
     equally. Where attention drops probabilities, the first heads of all ranks draw the same mask, and so on.
+    So do the ranks' shards of the sequence where a layer calls torch's dropout as a function, as OPT's do.
 
     With sequence_parallel the outputs of layers are shards of the sequence, also those that hooks and transformers'
     output_hidden_states show.
@@ -115,7 +116,7 @@ def parallelize(
         with agreement(f"reading weights={str(weights)!r}", mesh):
             found = find_weights(model, Path(weights))
     else:
-        _share_values(model, mesh, tensor_mesh)
+        _share_values(model, outlined, mesh, tensor_mesh)
     with undone_on_error(model, outlined) if weights is not None else nullcontext(), recorded(model):
         if tensor_mesh is not None:
             done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
@@ -189,26 +190,31 @@ def share_generators(mesh: DeviceMesh | None) -> None:
 
 
 @torch.no_grad()
-def _share_values(model: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None) -> None:
-    """Give all ranks of a context the parameters and buffers of the first one; `_apply` takes tp's from its first rank.
+def _share_values(model: nn.Module, outlined: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None) -> None:
+    """Give all ranks of a context, and of tensor_mesh, the parameters and buffers of the first one.
 
+    outlined: the model after `_apply`, which itself gives the ranks of tensor_mesh the parameters that it converts.
     Raise ValueError on all ranks if a tensor has values on some of them, and none on others.
     """
-    tensors, context = [*model.parameters(), *model.buffers()], groups_of(context_mesh(mesh))
-    empty = sum(not has_values(x) for x in tensors)
+    context, along_tp = groups_of(context_mesh(mesh)), groups_of(tensor_mesh)
+    converted = {name for name, x in outlined.named_parameters() if isinstance(x, DTensor)}
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    empty = sum(not has_values(x) for x in tensors.values())
     counts = torch.tensor([empty, -empty], device=mesh.device_type)
-    for group in (*context, *groups_of(tensor_mesh)):
+    for group in (*context, *along_tp):
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
     if counts.sum():
         raise ValueError(
             "the model has values on some ranks of the mesh and is on the meta device on others: expected values on all"
             " ranks, or on none of them and weights=folder"
         )
-    for x in tensors:
-        for group in context if has_values(x) and x.numel() else ():
+    for name, x in tensors.items():
+        groups = context if name in converted else (*context, *along_tp)
+        for group in groups if has_values(x) and x.numel() else ():
             sent = x.to(mesh.device_type).contiguous()
             broadcast_([sent.view(-1).view(torch.uint8)], group)
-            x.copy_(sent)
+            if not torch.equal(sent.to(x.device), x):  # an expanded buffer could not be written
+                x.copy_(sent)
 
 
 def _meshes(mesh: DeviceMesh, schedule: Schedule) -> tuple[DeviceMesh | None, ContextParallel]:
