@@ -6,14 +6,17 @@ import gzip
 import io
 import json
 import lzma
+import os
 import pickle
 import re
+import signal
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -23,6 +26,7 @@ import sentencepiece
 import tokenizers
 
 from tests.support.tiers import exhaustive
+from tests.support.training import prepared
 from tpfuse.train import corpus, token_file
 from tpfuse.train.corpus import encoded, find_text
 from tpfuse.train.data import encode_text, read_data
@@ -378,6 +382,22 @@ def test_an_interrupted_prepare_leaves_no_file_that_looks_whole(tmp_path: Path) 
     assert not any(tmp_path.iterdir())
     (tmp_path / ".staging-tokens.bin").write_bytes(b"x" * 5000)  # of a process that was killed
     assert write_token_file(tmp_path, [np.zeros(9, np.uint16)], ByteTokenizer(), "test").open()[:].tolist() == [0] * 9
+
+
+def test_a_run_that_is_terminated_while_it_reads_leaves_no_tokens(tmp_path: Path) -> None:
+    def terminated(data: DataOptions, staging: Path, kept: object) -> None:
+        staging.mkdir()
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal was ignored")
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with mock.patch("tpfuse.train.setup.read_data", terminated), pytest.raises(KeyboardInterrupt):
+            prepared(["--out", tmp_path / "run"], 1)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not any(tmp_path.iterdir())
 
 
 class Bracketed(ByteTokenizer):

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -433,7 +434,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     if resumes:
         _lock(folder)
     source = None if resumes else find_source(options, config)
-    staging = _staging(folder)
+    staging, handler = _staging(folder), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that it leaves no tokens behind
     try:
         data = read_data(options.data, staging, kept_tokens(folder, options.data) if resumes else (None, None))
         weights = None if source is None else source.weights_for(data.train.tokenizer)
@@ -454,6 +456,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        signal.signal(signal.SIGTERM, handler)
     checkpoint = _resume_point(folder, options, config, data) if resumes else None
     if resumes and checkpoint is None:
         source = find_source(options, config)
