@@ -253,8 +253,8 @@ class _Layer(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self.self_attn.add_module(name, nn.Linear(4, 4))
 
-    def forward(self, hidden_states: torch.Tensor, mask: float) -> tuple[torch.Tensor, None]:
-        return hidden_states + mask * self.self_attn.get_submodule("q_proj")(hidden_states), None
+    def forward(self, x: torch.Tensor, mask: float) -> tuple[torch.Tensor, None]:
+        return x + mask * self.self_attn.get_submodule("q_proj")(x), None
 
 
 class _Decoder(nn.Module):
@@ -267,7 +267,7 @@ class _Decoder(nn.Module):
         hidden = self.embed_tokens(ids) * 2.0
         masks = {"full": hidden.shape[1], "sliding": 0.5}
         for layer in self.layers:
-            hidden = layer(hidden_states=hidden, mask=masks[layer.attention_type])[0]
+            hidden = layer(x=hidden, mask=masks[layer.attention_type])[0]
         return self.norm(hidden).view(-1, *hidden.shape[-2:])  # type: ignore[no-any-return]
 
 

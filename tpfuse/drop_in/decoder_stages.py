@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from tpfuse.drop_in.sketch import first_input, with_first_input
 from tpfuse.drop_in.structure import HEADS, LAST_NORMS, TOKEN_EMBEDDINGS, decoders
 from tpfuse.drop_in.styles import PreparedInput, SequenceLength
 from tpfuse.parallel.pipeline.cut import Stage
@@ -137,7 +138,7 @@ class _StandInNorm(nn.Module):
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    hidden = first_input(args, kwargs)
     return hidden.reshape(hidden.shape[-3:])
 
 
@@ -174,7 +175,8 @@ class _StageLayer(nn.Module):
         if self.enters:
             if self.length is not None:
                 self.length.value = running.rows[1]
-            args, kwargs = ((running.x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": running.x})
+            assert running.x is not None
+            args, kwargs = with_first_input(args, kwargs, running.x)
         out = self.layer(*args, **kwargs)
         if not self.leaves:
             return out

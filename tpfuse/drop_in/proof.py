@@ -44,6 +44,7 @@ from tpfuse.drop_in.sketch import (
     set_forwards,
     sketch,
     width_of,
+    with_first_input,
     with_first_tensor,
 )
 from tpfuse.drop_in.styles import (
@@ -296,7 +297,7 @@ class _TriedBlock:
         else:
             given = run.enter("its input", given, self.enters, rank)
         forwards = {name: partial(self._stand_in, run, given, rank, name) for name in self.known}
-        args, kwargs = _with_first(call.args, call.kwargs, given)
+        args, kwargs = with_first_input(call.args, call.kwargs, given)
         sharded = [name for style in self.styles.get(self.path, ()) for name in getattr(style, "sharded", ())]
         own = {name: x for name, x in module._parameters.items() if name in sharded and x is not None}
         parameters: dict[str, Any] = module._parameters
@@ -437,13 +438,6 @@ def _rows(style: FusedColwiseParallel, height: int, rank: int, ranks: int) -> li
 
 def _selected(rows: Sequence[Sequence[tuple[int, int]]], x: Tensor, rank: int) -> Tensor:
     return torch.cat([x[..., start:stop] for start, stop in rows[rank]], -1)
-
-
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (x, *args[1:]), kwargs
-    first = first_input(args, kwargs)
-    return args, {name: x if value is first else value for name, value in kwargs.items()}
 
 
 def _invented(generator: torch.Generator, module: nn.Module, width: int | None, *args: Any, **kwargs: Any) -> Tensor:

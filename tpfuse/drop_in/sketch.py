@@ -111,6 +111,16 @@ def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return x
 
 
+def with_first_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's arguments with x as its first input."""
+    if args:
+        return (x, *args[1:]), kwargs
+    first = first_input(args, kwargs)
+    return args, {name: x if value is first else value for name, value in kwargs.items()}
+
+
 def first_tensor(out: Any) -> Tensor:
     """Return a module's output, or the first entry of it."""
     entries = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple | list) else [out]
