@@ -583,7 +583,10 @@ CHANGED = "the source of an asynchronous copy has changed"
         ("a:\nbra.uni a;", Stuck, "still runs after 10000 blocks"),
     ],
 )
-def test_a_fault_is_named_with_its_line(body: str, fault: type[PtxError], message: str) -> None:
+def test_a_fault_is_named_with_its_line(
+    body: str, fault: type[PtxError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(global_memory, "_PATIENCE", 99)  # 64 threads read a word 2000 times for seconds
     with pytest.raises(fault, match=message) as caught:
         run_on_64(body)
     assert "line " in str(caught.value)
