@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"kernels", "switches", "comm", "comm.collectives"},
     "ops.linear": {"kernels", "choices", "comm", "comm.collectives", "ops"},
     "ops.ring_attention": {"kernels", "choices", "switches", "comm", "comm.collectives", "ops"},
-    "layers": {"_lazy", "comm", "ops", "ops.linear"},
+    "layers": {"_lazy", "comm", "comm.collectives", "ops", "ops.linear"},
     "parallel.pipeline": {"choices", "comm", "comm.collectives", "comm.messages"},
     "parallel": {"choices", "comm", "ops", "ops.ring_attention"},
     "drop_in": {"comm", "comm.collectives", "ops", "ops.linear", "layers", "parallel", "parallel.pipeline"},

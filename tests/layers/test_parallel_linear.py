@@ -190,6 +190,17 @@ def test_layers_made_from_linear_layers_compute_the_same() -> None:
 
 
 @on_ranks(2)
+def test_a_penalty_of_the_weights_gradient_has_a_gradient() -> None:
+    linear, x = _linear(9, SIZE, F64, False), normal(1, 3, 9, dtype=F64)
+    layer = ColumnParallelLinear.from_linear(linear, device_mesh=tensor_mesh())
+    for each in (layer, linear):
+        loss = each(x).square().sum()
+        (gradient,) = torch.autograd.grad(loss, each.weight, create_graph=True)
+        (loss + (gradient.to_local() if isinstance(gradient, DTensor) else gradient).square().sum()).backward()
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), linear.weight.grad, rtol=1e-12, atol=1e-9)
+
+
+@on_ranks(2)
 def test_bad_arguments_are_refused_on_several_ranks() -> None:
     mesh = tensor_mesh()
     for kind, sizes, options, message in (
@@ -256,6 +267,11 @@ def test_a_module_of_another_class_is_refused(make: Callable[[nn.Module], nn.Mod
         make(Norm())
 
 
+def _hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, out: 2 * out)
+    return module
+
+
 class Shifted(nn.Embedding):
     """An embedding with a forward of its own, such as OPT's of positions."""
 
@@ -269,6 +285,7 @@ class Shifted(nn.Embedding):
         (PositionEmbedding.from_embedding, Shifted(9, 8), "is a .*Shifted with a forward of its own: expected an nn.E"),
         (RowParallelLinear.from_linear, weight_norm(nn.Linear(8, 8)), "parameters parametrizations.weight.original0, "),
         (RowParallelLinear.from_linear, prune.identity(nn.Linear(8, 8), "weight"), "has the parameters weight_orig: e"),
+        (LayerNorm.from_layer_norm, _hooked(nn.LayerNorm(8)), "norm has hooks, which the new layer would not run"),
     ],
 )
 def test_a_module_that_computes_more_is_refused(

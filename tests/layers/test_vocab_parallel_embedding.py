@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from tests.support.cases import naming
@@ -70,6 +71,18 @@ def test_the_sequence_of_a_batch_is_sharded() -> None:
         torch.testing.assert_close(layer.project(x, gather_output=True), logits, rtol=1e-12, atol=1e-12)
         expected = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum") / 7
         torch.testing.assert_close(layer.loss(x, ids, 1 / 7), expected, rtol=1e-12, atol=1e-12)
+        with pytest.raises(ValueError, match=r"loss: target has shape \(\d, \d\): expected \(\d, \d\), as x has"):
+            layer.loss(x, ids.t(), 1 / 7)
+
+
+@on_ranks(2)
+def test_a_table_that_fully_shard_has_not_gathered_is_refused() -> None:
+    layer = VocabParallelEmbedding(8, 4)
+    fully_shard(layer, mesh=tensor_mesh())
+    with pytest.raises(ValueError, match=r"weight is on .*: expected None, the mesh of its layer; fully_shard gathers"):
+        layer.project(torch.zeros(2, 4))
+    register_fsdp_forward_method(layer, "project")
+    assert layer.project(torch.zeros(2, 4)).shape == (2, 8)
 
 
 @on_ranks(2)

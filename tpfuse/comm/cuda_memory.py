@@ -61,6 +61,7 @@ class CudaMemory(HostCoordinatedMemory):
 
     backend = "cuda"
 
+    @torch.inference_mode(False)  # The signals and the abort word are kept, also for calls that need gradients.
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: float, calls: CudaCalls | None = None
     ) -> None:

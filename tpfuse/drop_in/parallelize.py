@@ -7,13 +7,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.comm.collectives.collective import broadcast_
+from tpfuse.comm.collectives.collective import broadcast_, gather_objects, share_
 from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import check_order, context_mesh, groups_of
 from tpfuse.comm.stored_tensors import StoredTensor
@@ -180,12 +179,12 @@ def share_generators(mesh: DeviceMesh | None) -> None:
     for group in groups_of(mesh):
         assert mesh is not None
         state = torch.get_rng_state().to(mesh.device_type)
-        dist.broadcast(state, group=group, group_src=0)
+        share_(state, group)
         torch.set_rng_state(state.cpu())
         if mesh.device_type != "cpu":
             devices = torch.get_device_module(mesh.device_type)
             state = devices.get_rng_state().to(mesh.device_type)
-            dist.broadcast(state, group=group, group_src=0)
+            share_(state, group)
             devices.set_rng_state(state.cpu())
 
 
@@ -199,11 +198,10 @@ def _share_values(model: nn.Module, outlined: nn.Module, mesh: DeviceMesh, tenso
     context, along_tp = groups_of(context_mesh(mesh)), groups_of(tensor_mesh)
     converted = {name for name, x in outlined.named_parameters() if isinstance(x, DTensor)}
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    empty = sum(not has_values(x) for x in tensors.values())
-    counts = torch.tensor([empty, -empty], device=mesh.device_type)
+    empty = {sum(not has_values(x) for x in tensors.values())}
     for group in (*context, *along_tp):
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
-    if counts.sum():
+        empty = set().union(*gather_objects(empty, group, op="parallelize"))
+    if len(empty) > 1:
         raise ValueError(
             "the model has values on some ranks of the mesh and is on the meta device on others: expected values on all"
             " ranks, or on none of them and weights=folder"

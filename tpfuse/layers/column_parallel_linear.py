@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.layers.local_parameter import local_linear
+from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, reset_linear_, take_
 from tpfuse.layers.partial_gradients import look
 from tpfuse.layers.sequence import (
@@ -127,7 +127,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         """Return [..., this rank's output features] of x [..., in_features], whole or (sequence_parallel) a shard."""
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
-        weight, bias = local_linear(self, self.device_mesh)
+        weight, bias = (local_of(self, name, self.device_mesh) for name in ("weight", "bias"))
         group = self.group
         if self.parts > 1:
             weight = weight.flatten(0, 1)

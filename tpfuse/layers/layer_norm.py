@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
-from tpfuse.layers.local_parameter import local
+from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, last_dimension, take_
 from tpfuse.ops.layer_norm import layer_norm
 
@@ -61,5 +61,5 @@ class LayerNorm(OnMesh, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer norm of input [..., C], in its shape."""
-        weight, bias = (None if x is None else local(x) for x in (self.weight, self.bias))
+        weight, bias = (local_of(self, name, self.device_mesh) for name in ("weight", "bias"))
         return layer_norm(input, weight, bias, self.eps, sum_gradients_over=self.group if self.sum_gradients else None)

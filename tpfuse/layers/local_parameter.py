@@ -56,17 +56,34 @@ class _ToLocal(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # create_graph=True
+            return apply(_FromLocal, grad, ctx.spec)
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor | None]:
-    """Return `local` of a layer's weight and bias. Raise ValueError if one of them is not on the layer's mesh."""
-    bias = layer.bias
-    for name, parameter in (("weight", layer.weight), ("bias", bias)):
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else device_mesh
-        if mesh is not device_mesh and mesh != device_mesh:
-            raise ValueError(f"{name} is on {mesh}: expected {device_mesh}, the mesh of its layer")
-    return local(layer.weight), None if bias is None else local(bias)
+class _FromLocal(Function):
+    """The DTensor of a local gradient, differentiably."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, spec: Any) -> Tensor:
+        ctx.spec = spec
+        return DTensor(grad.contiguous(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        return local(grad.redistribute(placements=ctx.spec.placements)), None
+
+
+def local_of(layer: nn.Module, name: str, device_mesh: DeviceMesh | None) -> Any:
+    """Return `local` of a layer's parameter, or None. Raise ValueError if the parameter is not on the layer's mesh."""
+    parameter: Tensor | None = getattr(layer, name)
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else device_mesh
+    if mesh is not device_mesh and mesh != device_mesh:
+        raise ValueError(
+            f"{name} is on {mesh}: expected {device_mesh}, the mesh of its layer; fully_shard gathers it for forward"
+            " alone, and for methods that torch.distributed.fsdp.register_fsdp_forward_method names"
+        )
+    return None if parameter is None else local(parameter)
 
 
 def offer_leaf(parameter: DTensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from tpfuse.comm.collectives.collective import share_
 from tpfuse.comm.layout import copy_whole_, from_local, has_values
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size, shard_range
 
@@ -105,7 +106,7 @@ def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:
     group = group_of(device_mesh)
     if group is not None:
         on_device = seed.to(device_mesh.device_type if device_mesh is not None else "cpu")
-        dist.broadcast(on_device, group=group, group_src=0)
+        share_(on_device, group)
         seed = on_device.cpu()
     return torch.Generator("cpu").manual_seed(int(seed))
 
@@ -139,11 +140,13 @@ def take_(layer: _Layer, whole: nn.Module) -> _Layer:
 def check_kind(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
     """Raise ValueError unless `module`, the argument `name` of a layer's constructor, computes what a `kind` does.
 
-    kind: of torch.nn. A subclass may add nothing to its forward and to its parameters.
+    kind: of torch.nn. A subclass may add nothing to its forward and to its parameters, and there may be no hooks.
     """
     own = ""
     if isinstance(module, kind):
         check_parameters(name, module)
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise ValueError(f"{name} has hooks, which the new layer would not run: remove them, and set them on it")
         if getattr(module.forward, "__func__", None) is kind.forward:
             return
         own = " with a forward of its own"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_, has_values
-from tpfuse.layers.local_parameter import local
+from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
 from tpfuse.ops.collectives import replicate
 
@@ -64,5 +64,5 @@ class PositionEmbedding(OnMesh, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings [..., embedding_dim] of `input` [...] int64, the positions of this rank's tokens."""
-        weight = local(self.weight)
+        weight = local_of(self, "weight", self.device_mesh)
         return F.embedding(input, replicate(weight, self.group if self.sum_gradients else None))

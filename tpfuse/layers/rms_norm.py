@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
-from tpfuse.layers.local_parameter import local
+from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, last_dimension, take_
 from tpfuse.ops.rms_norm import rms_norm
 
@@ -58,7 +58,7 @@ class RMSNorm(OnMesh, nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the RMS norm of input [..., C], in its shape."""
-        weight = None if self.weight is None else local(self.weight)
+        weight = local_of(self, "weight", self.device_mesh)
         computed = torch.float64 if input.dtype == torch.float64 else torch.float32
         eps = torch.finfo(computed).eps if self.eps is None else self.eps
         return rms_norm(input, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)

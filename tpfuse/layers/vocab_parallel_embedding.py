@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_, has_values
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.layers.local_parameter import local
+from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
 from tpfuse.layers.partial_gradients import look
 from tpfuse.layers.sequence import check_sequence_dim, gather_features, sequence_back, sequence_first
@@ -92,7 +92,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
         The result is whole, or with sequence_parallel this rank's shard.
         """
-        table = local(self.weight), self.num_embeddings, self.group
+        table = local_of(self, "weight", self.device_mesh), self.num_embeddings, self.group
         if not self.sequence_parallel:
             return embedding(input, *table, scatter=False, padding_idx=self.padding_idx)
         check_sequence_dim(input.unsqueeze(-1), self.sequence_dim)
@@ -106,7 +106,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
         gather_output: return [..., num_embeddings] on every rank instead.
         """
-        weight, group = local(self.weight), self.group
+        weight, group = local_of(self, "weight", self.device_mesh), self.group
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
             self._look(x)
@@ -131,9 +131,12 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
             x = sequence_back(all_gather(sequence_first(x, self.sequence_dim), group), self.sequence_dim)
         else:
             x = replicate(x, group)
-        x, target = x.flatten(0, -2), target.flatten()
+        tokens = x.shape[:-1]
+        if target.shape not in (tokens, (tokens.numel(),)):
+            raise ValueError(f"loss: target has shape {tuple(target.shape)}: expected {tuple(tokens)}, as x has")
+        x, target = x.reshape(-1, self.embedding_dim), target.flatten()
         weights = x.new_full(x.shape[:1], weight, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-        table = local(self.weight)
+        table = local_of(self, "weight", self.device_mesh)
         return linear_cross_entropy(x, table, target, self.num_embeddings, group, weights=weights)[0]
 
     def _look(self, x: Tensor) -> None:

@@ -189,6 +189,15 @@ def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         work.wait()
 
 
+def share_(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace x, contiguous, on all ranks by that of the group's first rank. Raise PeerTimeout.
+
+    The deadline is that of torch's group, as for `gather_objects`: before training, one rank may read files for long.
+    """
+    with CollectiveHandle("broadcast", group, None).name_missing_rank():
+        dist.broadcast(x, group=group, group_src=0)
+
+
 def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Handles:
     """Begin a shift: out becomes the previous rank's x, on the first rank that of the last one.
 
