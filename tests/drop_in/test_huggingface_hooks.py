@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +25,7 @@ from tpfuse.drop_in.context_proof import prove_context
 from tpfuse.drop_in.huggingface import check_context, register
 from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
+from tpfuse.layers.explain import plans
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks, pool
@@ -180,6 +182,14 @@ def test_rotary_tables_are_those_of_the_whole_length(scaling: dict[str, Any]) ->
     pool(4).run(_agrees, CASES[::3], "llama", 1, 4, 1, False, settings)
 
 
+class _WithPenalty(transformers.LlamaForCausalLM):
+    """A model whose loss depends on the logits not only through its loss function."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        return type(out)(loss=out.loss + 0.1 * out.logits.logsumexp(-1).square().mean(), logits=out.logits)
+
+
 def _loss_of_shards() -> None:
     model, plain = decoder("llama_three_kv_heads"), decoder("llama_three_kv_heads")
     parallelize(model, tensor_mesh(), sequence_parallel=False)
@@ -197,6 +207,12 @@ def _loss_of_shards() -> None:
     model.loss_function = exact_loss  # a loss of the user's own gets whole logits
     _close(model.train()(**arguments).loss, plain(**arguments).loss)
     assert model(**arguments).logits.shape[-1] == 101
+    model, plain = decoder("llama"), decoder("llama")
+    model.__class__ = plain.__class__ = _WithPenalty
+    parallelize(model, tensor_mesh())
+    _close(model(**arguments).loss, plain(**arguments).loss)
+    (head,) = (plan for plan in plans(model) if plan.layer == "lm_head")
+    assert head.reason.endswith("; whole logits: its forward has a loss of its own")
 
 
 def test_no_rank_holds_whole_logits_in_training() -> None:
@@ -257,8 +273,6 @@ def test_dropout_of_attention_depends_on_the_position_alone() -> None:
 
 @on_ranks(2)
 def test_what_a_context_cannot_do_is_refused() -> None:
-    import transformers
-
     mesh = mesh_of(1, 1, 2)
     model = parallelize(decoder("mistral"), mesh)
     amid, after = torch.ones_like(IDS), torch.ones_like(IDS)
@@ -387,7 +401,6 @@ PLAN = {
 
 
 def _from_pretrained(folder: Path) -> None:
-    import transformers
     from transformers.distributed import DistributedConfig
 
     from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedEmbedding, ConvertedRowLinear

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.decoders import FAMILIES, SIZES, decoder
 from tests.support.tiers import exhaustive
-from tpfuse.drop_in.huggingface import slices_logits
+from tpfuse.drop_in.huggingface import whole_logits
 from tpfuse.drop_in.loss_proof import prove_loss
 from tpfuse.drop_in.structure import recognise
 
@@ -145,7 +145,7 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
 
 def test_logits_are_sliced_only_where_the_loss_function_alone_reads_them() -> None:
     for family in ("llama", "gemma2", "gpt2", "falcon", "mixtral"):
-        assert slices_logits(decoder(family)), family
+        assert not whole_logits(decoder(family)), family
         prove_loss(decoder(family), 1)
 
     class Changed(type(decoder("llama"))):  # type: ignore[misc]
@@ -161,9 +161,9 @@ def test_logits_are_sliced_only_where_the_loss_function_alone_reads_them() -> No
     model = decoder("llama")
     model.__class__ = Changed
     model.masks = True
-    assert not slices_logits(model)
+    assert list(whole_logits(model)) == ["lm_head"]
     prove_loss(model, 1)
     model.masks = False
-    assert not slices_logits(model)
+    assert "its loss depends on the logits" in whole_logits(model)["lm_head"]
     with pytest.raises(NotImplementedError, match="its loss depends on the logits, not through its loss function"):
         prove_loss(model, 1)

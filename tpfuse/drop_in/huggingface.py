@@ -217,22 +217,29 @@ def takes_labels(model: Any) -> bool:
     return adapted or (not _is_base(model) and _has_causal_loss(model))
 
 
-def slices_logits(whole: nn.Module) -> bool:
-    """Return whether the model in `whole`, which is not converted yet, computes its loss from slices of the logits."""
-    model = outermost(whole)
-    if model is None or not takes_labels(model):
-        return False
+def whole_logits(whole: nn.Module) -> dict[str, str]:
+    """Return why the model in `whole` needs whole logits for its loss, by the name of what computes them; or nothing.
+
+    The model is not converted yet.
+    """
+    model: Any = outermost(whole)
+    if model is None or _is_base(model):
+        return {}
     try:
+        if not takes_labels(model):
+            raise NotImplementedError("its forward has a loss of its own")
         prove_loss(model, 2)
-    except NotImplementedError:
-        return False
-    return True
+    except NotImplementedError as reason:
+        head = model.get_output_embeddings()
+        return {name: f"whole logits: {reason}" for name, module in whole.named_modules() if module is head}
+    return {}
 
 
 def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None, sliced: bool) -> None:
     """Replace the forward of `outermost` after its layers have been converted. `release` and `restore_module` undo it.
 
-    context: the ranks that share each sequence; those of one rank share nothing. sliced: what `slices_logits` returned.
+    context: the ranks that share each sequence; those of one rank share nothing. sliced: whether the loss is computed
+    from slices of the logits.
     """
     model = outermost(whole)
     if model is None:

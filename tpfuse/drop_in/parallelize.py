@@ -28,7 +28,7 @@ Plan = str | Mapping[str, ParallelStyle]
 
 @dataclass(frozen=True)
 class Replacement:
-    """The style that `parallelize` gave a module. reason: why it keeps its own forward, "" if it does not."""
+    """The style that `parallelize` gave a module. reason: why not another one, "" if it has the one of its plan."""
 
     module: str
     kind: str
@@ -101,7 +101,8 @@ def parallelize(
         styles, kept = recognised.styles, recognised.kept
     if styles and tensor_mesh is None:
         raise ValueError(f'mesh has the dimensions {mesh.mesh_dim_names}: expected one named "tp" for the plan')
-    sliced = ranks > 1 and huggingface.slices_logits(model)
+    whole_logits = huggingface.whole_logits(model) if ranks > 1 else {}
+    kept |= {name: reason for name, reason in whole_logits.items() if name in styles}
     batch = small_batch(model, mesh.size()) if check else {}
     before = small_step(model, batch) if check and weights is None else None
     done: list[Replacement] = []
@@ -126,7 +127,7 @@ def parallelize(
         if weights is not None:
             with agreement(f"reading weights={str(weights)!r}", mesh):
                 load_weights(model, found, mesh.device_type)
-        huggingface.adapt(model, context, tensor_mesh, sliced)
+        huggingface.adapt(model, context, tensor_mesh, not whole_logits)
         if tensor_mesh is not None:
             huggingface.refuse_changes(model)
         offer_save_pretrained(model, mesh)

@@ -67,6 +67,7 @@ def plans(model: nn.Module) -> list[LayerPlan]:
             implementation, reason = "local", "one rank"
             if layer.group is not None:
                 implementation, reason = _linear_plan(layer, layer.group)
+                reason = "; ".join(filter(None, (reason, layer.__dict__.get("reason"))))
             shapes = tuple(layer.weight.shape), tuple(local_tensor(layer.weight).shape)
             layer_plans.append(LayerPlan(name, type(layer).__name__, *shapes, layer.operator, implementation, reason))
     return layer_plans
