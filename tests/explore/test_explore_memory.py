@@ -35,16 +35,22 @@ def double_into(x: torch.Tensor, out: torch.Tensor) -> None:
         lambda box: torch.cat([torch.ones(1), box]),
         lambda box: box[2].item(),
         lambda box: box.tolist(),
+        lambda box: repr(box),
+        lambda box: box.double(),
+        lambda box: box.view(2, 2).t().contiguous(),
+        lambda box: box.view(2, 2).t().flatten(),
         lambda box: box.expand(2, 4).sum(),
         lambda box: double_into(torch.ones(4), box),
         lambda box: double_into(box, torch.empty(4)),
     ],
 )  # fmt: skip
-def test_torch_operations_on_a_peers_memory_race(operation) -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_torch_operations_on_a_peers_memory_race(mode, operation) -> None:
     def program(memory):
         box = memory.buffer("box", (4,), torch.float32)
         if memory.rank == 0:
-            operation(box.peers[1])
+            with mode():
+                operation(box.peers[1])
         else:
             box.local.add_(1.0)
 
@@ -59,6 +65,8 @@ def test_operations_that_read_no_elements_are_no_accesses() -> None:
             box.peers[1][1:3].view(2, 1).detach().new_empty(3).add_(1.0)
             torch.zeros_like(box.peers[1]).add_(1.0)
             box.peers[1].split(2)[0].expand(3, 2).unbind()
+            with torch.inference_mode():
+                box.peers[1].contiguous().float().reshape(2, 2).flatten()
         box.local.add_(1.0)
 
     explore(program, 2)

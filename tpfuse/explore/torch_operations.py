@@ -15,7 +15,7 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class LeavingTorch(TorchFunctionMode):
-    """Reports the elements that `tolist` reads to a run; torch's dispatcher does not see them."""
+    """Reports the elements that `tolist` and `repr` read to a run; torch's dispatcher does not see them."""
 
     def __init__(self, memory: CheckedMemory) -> None:
         super().__init__()
@@ -24,8 +24,8 @@ class LeavingTorch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.tolist and (parts := self._memory.touched(_addresses(args[0]))):
-            self._memory.access(parts, args[0].element_size(), "tolist", write=False)
+        if func in (Tensor.tolist, Tensor.__repr__) and (parts := self._memory.touched(_addresses(args[0]))):
+            self._memory.access(parts, args[0].element_size(), func.__name__, write=False)
         return func(*args, **(kwargs or {}))
 
 
@@ -43,9 +43,12 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace not in ("aten", "prim", "prims"):
-            with self:  # a custom operator: the operations inside it are reported
-                return func.redispatch(_CPU, *args, **kwargs)
+        with self:  # the operations inside a composite or a custom operator are reported
+            result = func.decompose(*args, **kwargs)  # in inference mode composite operators come here
+            if result is NotImplemented and func.namespace not in ("aten", "prim", "prims"):
+                result = func.redispatch(_CPU, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
         written = []
         for tensor, write in _operands(func, args, kwargs):
             parts = self._memory.touched(_addresses(tensor))
