@@ -533,6 +533,17 @@ def test_without_the_interpreter_the_error_names_the_variable_to_set(monkeypatch
         explore(shift, 2)
 
 
+def test_exploring_nothing_is_refused() -> None:
+    for schedules in ([], iter(())):
+        with pytest.raises(ValueError, match="got no schedule: expected at least one"):
+            explore(shift, 2, schedules=schedules)
+    with pytest.raises(ValueError, match="world=0: expected at least one rank"):
+        explore(shift, 0)
+    for bound in ({"limit": 0}, {"preemptions": -1}):
+        with pytest.raises(ValueError, match="expected at least 1 run and 0 preemptions"):
+            explore_bounded(shift, 2, **bound)
+
+
 def test_a_fault_of_the_explorer_is_not_blamed_on_the_program(monkeypatch) -> None:
     monkeypatch.setattr("tpfuse.explore.memory.explain", operator.index)
     with pytest.raises(TypeError):

@@ -79,6 +79,8 @@ def test_mutants_of_a_function_are_those_of_its_lines(modules) -> None:
     signals, ring = modules
     assert [mutant.lines[0] for mutant in mutants_of(signals.wait_signal)] == [19, 20, 20]
     assert [mutant.lines[0] for mutant in mutants_of(ring.program, signals.signal)][:4] == [37, 39, 42, 45]
+    with pytest.raises(ValueError, match="described has no line that synchronises"):
+        mutants_of(described)
 
 
 def test_mutants_keep_their_line_numbers(modules) -> None:
@@ -152,7 +154,7 @@ def test_an_unchanged_program_that_fails_raises(modules) -> None:
 
 def test_the_original_modules_are_restored(modules) -> None:
     signals, ring = modules
-    explore(ring.program, 2, schedules=[])
+    explore(ring.program, 2, seeds=())
     cached, rewritten = set(linecache.cache), len(interpreter.InterpretedFunction.rewritten_fn)
     finders = list(sys.meta_path)
     with pytest.raises(ZeroDivisionError), fresh(modules) as copies:

@@ -80,14 +80,19 @@ def explore(
     launches: how kernels are run: by default by Triton's interpreter.
 
     Raise RaceError, DeadlockError or ProtocolError, whose messages end with the expression that replays the run;
-    ValueError without TRITON_INTERPRET=1; RuntimeError inside another exploration.
+    ValueError without TRITON_INTERPRET=1, without a rank and without a schedule; RuntimeError inside another
+    exploration.
     """
+    if world < 1:
+        raise ValueError(f"world={world}: expected at least one rank")
     options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
     report = Report()
     with _exploring(launches) as enter:
         for schedule in _standard(seeds, report) if schedules is None else schedules:
             run = _execute(program, world, schedule, options, enter)
             report.add(schedule, run)
+    if not report.schedules:
+        raise ValueError("explore got no schedule: expected at least one (an iterator can be used once)")
     return report
 
 
@@ -106,6 +111,8 @@ def explore_bounded(
     There are at most `limit` runs; `exhausted` of the report says whether these were all. This is feasible for two
     ranks and one iteration. options: those of `explore`, but for schedules and seeds.
     """
+    if limit < 1 or preemptions < 0:
+        raise ValueError(f"limit={limit}, preemptions={preemptions}: expected at least 1 run and 0 preemptions")
     stack = [Choices()]
 
     def schedules() -> Iterator[Schedule]:

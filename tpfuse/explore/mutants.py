@@ -56,7 +56,7 @@ def mutants_of(*targets: Any, among: Iterable[ModuleType] = ()) -> list[Mutant]:
     """Return the mutants of these modules and functions, in the order of their lines.
 
     targets: modules, or functions of which alone the mutants are wanted. among: more modules, whose functions the
-    targets may call to synchronise.
+    targets may call to synchronise. Raise ValueError if the targets have no mutants.
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
     trees = {module: ast.parse(inspect.getsource(module)) for module in dict.fromkeys([*modules, *among])}
@@ -68,6 +68,9 @@ def mutants_of(*targets: Any, among: Iterable[ModuleType] = ()) -> list[Mutant]:
         for mutant in _Finder(module, trees[module], synchronising).mutants():
             if whole or any(first <= mutant.lines[0] <= last for first, last in spans):
                 mutants.append(mutant)
+    if not mutants:
+        names = ", ".join(getattr(target, "fn", target).__name__ for target in targets)
+        raise ValueError(f"{names or 'nothing'} has no line that synchronises")
     return mutants
 
 
