@@ -141,22 +141,24 @@ class _Sleeping(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def _record_pipeline(folder: Path) -> None:
+def _record_pipeline(folder: Path, kind: Implementation) -> None:
     model = nn.Sequential(*(_Sleeping(PASS * (rank == 0)) for rank in range(2)))
     ends: dict[str, Any] = {"embed": lambda x: x, "head": lambda x, _: x.sum()}
     stages = mesh_of(1, 1, pp=2)["pp"]
     pipeline = Pipeline(model, blocks=model, device_mesh=stages, micro_batches=MICRO_BATCHES, **ends)
     batches = [(torch.ones(2, 8),)] * MICRO_BATCHES
-    pipeline.step(batches)  # the routes are open then
+    with use(implementation=kind):
+        pipeline.step(batches)  # the routes are open then
     with record(folder, model, dist.group.WORLD, layout={"pp": 2}) as step:
         for _ in range(2):
             with step():
                 pipeline.step(batches)
 
 
-def test_a_delay_between_stages_is_attributed_to_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["direct", "collective"])
+def test_a_delay_between_stages_is_attributed_to_its_rank(kind: Implementation, tmp_path: Path) -> None:
     def attempt(folder: Path) -> None:
-        pool(2).run(_record_pipeline, folder)
+        pool(2).run(_record_pipeline, folder, kind)
         waits = summarise(read_traces(folder))["wait_matrix"]
         assert waits[1][0] == pytest.approx(MICRO_BATCHES * PASS, rel=0.25) and waits[0][1] < PASS / 2
 
