@@ -1,6 +1,7 @@
 """The summary counts every nanosecond once, and its sentences say what matters."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,15 @@ def test_the_hidden_share_is_what_ranks_did_not_wait_for() -> None:
     assert (first[SCATTER].in_flight, first[SCATTER].exposed) == (9 * MS, 4 * MS)
     assert (second[SCATTER].in_flight, second[SCATTER].exposed) == (4 * MS, 0)
     assert summarise(_pair())["hidden_share"] == pytest.approx(1 - 4 / 13)
+
+
+@pytest.mark.parametrize(("device", "peer"), [("cpu", 1), ("cuda", None)])
+def test_no_share_is_hidden_where_the_end_of_communication_is_not_known(device: str, peer: int | None) -> None:
+    """Events of a GPU do not show it, and torch.distributed does not say when a message has come."""
+    spans = [_span("communication", "receive", 2, 5, 1, peer=peer), _span("step", "step 1", 0, 10, 0)]
+    document = summarise([replace(_trace(rank, 2, spans), device=device) for rank in range(2)])
+    assert document["hidden_share"] is None
+    assert document["sentences"][1] == "It is not known how much of the communication is hidden behind computation."
 
 
 def test_sentences_name_operator_layer_and_ranks() -> None:

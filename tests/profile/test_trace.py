@@ -350,13 +350,14 @@ def test_times_on_a_gpu_are_those_of_events(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(time, "time_ns", lambda: 7_000_000)
     recorder = trace.Recorder(torch.device("cuda", 0))
     with trace.observed(recorder), trace.span("phase", "outer"), trace.span("layer", "inner"):
-        pass
+        trace.signal("begin a collective")
     assert not recorder.ended
     recorder.finish()
     assert [(span.name, span.begin, span.end, span.idle) for span in recorder.ended] == [
-        ("inner", 9_000_000, 10_000_000, 0),
-        ("outer", 8_000_000, 11_000_000, 0),
+        ("inner", 9_000_000, 11_000_000, 0),
+        ("outer", 8_000_000, 12_000_000, 0),
     ]
+    assert recorder.signals == [("begin a collective", 10_000_000)]  # the host may be far ahead of the device
     assert len(synchronized) == 2
 
 

@@ -199,15 +199,16 @@ class _CudaMarks:
 class Recorder:
     """Keeps the spans and signals of this process with their times in ns of the host's clock, `time.time_ns`.
 
-    On a GPU, times are those at which the device comes to the mark on the current stream. kernels: records the programs
-    of fused operators, which wait inside of a kernel; None to leave them out. ended: the spans, in the order of their
-    ends. signals: (flow, ns). launches: the kernels of fused operators, in the order of their launch.
+    On a GPU, times are those at which the device comes to the mark on the current stream, also times of signals.
+    kernels: records the programs of fused operators, which wait inside of a kernel; None to leave them out. ended: the
+    spans, in the order of their ends. signals: (flow, ns). launches: the kernels of fused operators, in the order of
+    their launch.
     """
 
     device: "torch.device"
     kernels: "KernelTrace | None" = None
     ended: list[Span] = field(default_factory=list)
-    signals: list[tuple[str, int]] = field(default_factory=list)
+    signals: list[tuple[str, Any]] = field(default_factory=list)
     launches: list[LaunchMark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -249,7 +250,7 @@ class Recorder:
 
     def signal(self, flow: str) -> None:
         """Note the time of a signal."""
-        self.signals.append((flow, time.time_ns()))
+        self.signals.append((flow, time.time_ns() if self._cuda is None else self._cuda.mark()))
 
     def finish(self) -> None:
         """Fill in the times of spans on a GPU and the events of kernels, after the last span."""
@@ -259,6 +260,7 @@ class Recorder:
                 span.begin, span.end = self._cuda.nanoseconds(begun), self._cuda.nanoseconds(ended)
                 self.ended.append(span)
             self._marks.clear()
+            self.signals = [(flow, self._cuda.nanoseconds(mark)) for flow, mark in self.signals]
         places = {id(span): index for index, span in enumerate(self.ended)}
         traced = [] if self.kernels is None else self.kernels.read()
         for span, first, stop in self._operators:

@@ -162,7 +162,8 @@ def summarise(traces: Sequence[RankTrace]) -> dict[str, Any]:
 
     steps: the names of the steps; ranks: for each rank its times, also for each operator; wait_matrix[r][p]: how long
     rank r waits for rank p; hidden_share: the share of communication during which ranks computed, None without
-    communication; clock_error_s: by how much the clocks of ranks may differ; sentences: the explanation.
+    communication and where traces do not say when it ended (`_ends_known`); clock_error_s: by how much the clocks of
+    ranks may differ; sentences: the explanation.
     """
     by_rank = times_of(traces)
     steps = max(1, min(len(trace.steps) for trace in traces))
@@ -186,10 +187,17 @@ def summarise(traces: Sequence[RankTrace]) -> dict[str, Any]:
         "layout": traces[0].layout,
         "ranks": ranks,
         "wait_matrix": matrix,
-        "hidden_share": 1 - whole.exposed / whole.in_flight if whole.in_flight else None,
+        "hidden_share": 1 - whole.exposed / whole.in_flight if whole.in_flight and _ends_known(traces) else None,
         "clock_error_s": max(trace.clock_error for trace in traces) / 1e9,
     }
     return document | {"sentences": _sentences(document, by_rank, steps)}
+
+
+def _ends_known(traces: Sequence[RankTrace]) -> bool:
+    """Return whether traces say when communication ended: not on GPUs, nor with messages of torch.distributed."""
+    spans = (node.span for trace in traces for step in trace.steps for node, _ in step.walk())
+    messages = any(span.kind == "communication" and span.peer is not None for span in spans)
+    return not messages and all(trace.device == "cpu" for trace in traces)
 
 
 def _sum(times: Iterable[PlaceTimes]) -> PlaceTimes:
@@ -222,6 +230,8 @@ def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, Pla
     sentences = [f"A step takes {_time(wall)}{where}: {shares}."]
     if document["hidden_share"] is not None and len(ranks) > 1:
         sentences.append(f"{document['hidden_share']:.0%} of the communication is hidden behind computation.")
+    elif len(ranks) > 1 and any(row["communication_s"] or row["waiting_s"] for row in ranks):
+        sentences.append("It is not known how much of the communication is hidden behind computation.")
     sentences += _slow_ranks(by_rank, steps, wall)
     sentences += _waits(by_rank, steps, wall)
     return sentences
