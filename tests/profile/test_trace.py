@@ -479,6 +479,25 @@ def test_the_merged_trace_is_valid(tmp_path: Path) -> None:
         assert start["ts"] <= ends[number]["ts"] and start["pid"] != ends[number]["pid"]
 
 
+def test_only_steps_that_every_rank_has_completed_are_compared(tmp_path: Path) -> None:
+    """A step that an error ends is none, and a file of an earlier recording does not stand in for a rank that died."""
+    with pytest.raises(ZeroDivisionError), record(tmp_path) as step:
+        with step():
+            pass
+        with step():
+            1 / 0  # noqa: B018
+    (found,) = read_traces(tmp_path)
+    assert [step.span.name for step in found.steps] == ["step 1"] and found.roots[1].span.name == "step 2"
+    path = tmp_path / "rank0.json"
+    document = json.loads(path.read_text()) | {"world": 2}
+    (tmp_path / "rank1.json").write_text(json.dumps(document | {"rank": 1, "spans": document["spans"][1:]}))
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match=r": rank 1 has not completed step 1: expected the same steps of every rank$"):
+        read_traces(tmp_path)
+    with record(tmp_path):
+        assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

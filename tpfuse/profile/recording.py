@@ -49,22 +49,27 @@ def record(
     `tpfuse profile summary FOLDER` explains the files of all ranks. model: whose layers get spans; None for no layers.
     group: all ranks, by default torch's default group if it is initialised; None for a single one. device: where the
     model computes, default the CPU. layout: how the ranks share the model, for the reader. The file is also written if
-    the block raises. Raise OSError if it cannot be.
+    the block raises, without the step that did not end; one of an earlier recording is deleted first. Raise OSError if
+    it cannot be written.
     """
     device = torch.device("cpu") if device is None else device
     group = default_group() if group == "default" else group
+    rank = 0 if group is None else group.rank()
+    path = Path(folder) / f"rank{rank}.json"
+    with contextlib.suppress(OSError):
+        path.unlink()  # else it stays beside the new files of the other ranks, if this rank dies
     offset, error = clock_offset(group, device)
     kernels = KernelTrace()
     recorder = trace.Recorder(device, kernels)
     try:
         numbers = itertools.count(1)
         with kernels, trace.observed(recorder), contextlib.nullcontext() if model is None else layer_spans(model):
-            yield lambda: trace.span("step", f"step {next(numbers)}")
+            yield lambda: step_span(next(numbers))
     finally:
         recorder.finish()
         document = {
             "format": trace.FORMAT,
-            "rank": 0 if group is None else group.rank(),
+            "rank": rank,
             "world": 1 if group is None else group.size(),
             "host": node_identity(),
             "device": device.type,
@@ -75,7 +80,21 @@ def record(
             "signals": recorder.signals,
             "launches": recorder.launches,
         }
-        replace_file(Path(folder) / f"rank{document['rank']}.json", json.dumps(document))
+        replace_file(path, json.dumps(document))
+
+
+@contextlib.contextmanager
+def step_span(number: int) -> Iterator[None]:
+    """Mark a step. One that ends by an error becomes a phase: its time says nothing about whole steps."""
+    begun = trace.begin("step", f"step {number}")
+    try:
+        yield
+    except BaseException:
+        if begun is not None:
+            begun.kind = "phase"
+        raise
+    finally:
+        trace.end(begun)
 
 
 @contextlib.contextmanager

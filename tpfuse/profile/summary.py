@@ -166,17 +166,16 @@ def summarise(traces: Sequence[RankTrace]) -> dict[str, Any]:
     ranks may differ; sentences: the explanation.
     """
     by_rank = times_of(traces)
-    steps = max(1, min(len(trace.steps) for trace in traces))
+    steps = len(traces[0].steps)
     ranks: list[dict[str, Any]] = []
     for trace, places in zip(traces, by_rank, strict=True):
         whole = _sum(places.values())
-        count = max(1, len(trace.steps))
-        operators = [_row(place, times, count) for place, times in places.items()]
+        operators = [_row(place, times, steps) for place, times in places.items()]
         operators.sort(key=lambda row: -float(row["total_s"]))
         ranks.append(
             {"rank": trace.rank, "host": trace.host.split()[-1] if trace.host else "", "device": trace.device}
-            | {"wall_s": sum(step.duration for step in trace.steps) / count / 1e9}
-            | _seconds(whole, count)
+            | {"wall_s": sum(step.duration for step in trace.steps) / steps / 1e9}
+            | _seconds(whole, steps)
             | {"operators": operators}
         )
     whole = _sum(times for places in by_rank for times in places.values())

@@ -70,7 +70,7 @@ class RankTrace:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Return the traces of all ranks, in rank order. Raise UserError if one is missing or unreadable."""
+    """Return the traces of all ranks, in rank order. Raise UserError if one is missing or unreadable, or lacks a step."""
     traces = [_read(path) for path in folder.glob("rank*.json")]
     if not traces:
         raise UserError(f"{folder} has no traces: expected the files rank0.json, rank1.json, …")
@@ -79,8 +79,12 @@ def read_traces(folder: Path) -> list[RankTrace]:
     if [trace.rank for trace in traces] != list(range(world)) or any(trace.world != world for trace in traces):
         found = ", ".join(str(trace.rank) for trace in traces)
         raise UserError(f"{folder} has traces of the ranks {found}: expected one of each of {world} ranks")
-    if not any(trace.steps for trace in traces):
+    complete = [{step.span.name for step in trace.steps} for trace in traces]
+    if not any(complete):
         raise UserError(f"{folder} has no complete step: the run ended before the steps that it was to record")
+    for step in sorted(complete[0].union(*complete) - complete[0].intersection(*complete)):
+        rank = next(rank for rank, steps in enumerate(complete) if step not in steps)
+        raise UserError(f"{folder}: rank {rank} has not completed {step}: expected the same steps of every rank")
     return traces
 
 

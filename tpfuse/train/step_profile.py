@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from tpfuse.comm import trace
-from tpfuse.profile.recording import kernels_compiled_for_traces, layer_spans, record
+from tpfuse.profile.recording import kernels_compiled_for_traces, layer_spans, record, step_span
 from tpfuse.train.config import profiled_steps
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import NvtxRanges
@@ -65,10 +64,7 @@ class StepProfile:
         elif self._torch is not None:
             self._torch.step()
         before = self._options.trace is not None and number == self._steps.start - 1
-        with (
-            kernels_compiled_for_traces() if before else contextlib.nullcontext(),
-            trace.span("step", f"step {number}"),
-        ):
+        with kernels_compiled_for_traces() if before else contextlib.nullcontext(), step_span(number):
             yield
         if number == self._steps[-1]:
             self._finish()
