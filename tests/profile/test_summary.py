@@ -99,14 +99,15 @@ def test_waits_inside_kernels_are_waits(device: str, longest: float, wait: float
     """
     operator = _span("operator", OP, 0, 10, 1, implementation="fused", layer="h.3", idle=3)
     events = [(0, "waiting", 1, 1, longest), (0, "computing", 1, 3, 5), (1, "copying", 1, 5, 6)]
-    launch = LaunchMark("kernel", 0, 2, 0, [(*event[:3], event[3] * MS, event[4] * MS) for event in events])
+    launch = LaunchMark("kernel", 0, 2, 51, [(*event[:3], event[3] * MS, event[4] * MS) for event in events])
     roots = _nested([operator, _span("step", "step 1", 0, 10, 0)])
-    trace = RankTrace(0, 2, "host", device, {}, 0, roots, {}, {id(operator): [launch]})
+    trace = RankTrace(0, 2, "host", device, {}, 0, roots, {}, {id(operator): [launch]}, 1)
     (places,) = times_of([trace])
     times = places[Place("h.3", "linear_reduce_scatter", "fused")]
     assert dict(times.waits) == {1: wait * MS} and times.communication == copy * MS
     assert times.idle == pytest.approx(3 * MS * (10 - wait - copy) / 10) and times.total == 10 * MS
     assert times.exposed == times.in_flight == (wait + copy) * MS
+    assert "no room for 1 launches and 51 further events of fused kernels" in summarise([trace])["sentences"][-1]
 
 
 def test_times_are_means_over_steps() -> None:

@@ -387,12 +387,12 @@ def test_times_are_moved_to_one_clock(tmp_path: Path) -> None:
 
     def change(found: dict[str, Any]) -> None:
         seen.update(signal=found["signals"][0][1], begin=found["spans"][0][6])
-        found.update(clock_offset_ns=5000, device="cuda", launches=[["kernel", 0, 1, 0, events]])
+        found.update(clock_offset_ns=5000, device="cuda", untraced=7, launches=[["kernel", 0, 1, 0, events]])
 
     _changed(tmp_path, change)
     (moved,) = read_traces(tmp_path)
     operator, begin = moved.steps[0].children[0].span, seen["begin"] + 5000
-    assert (operator.begin, moved.signals["a"]) == (begin, seen["signal"] + 5000)
+    assert (operator.begin, moved.signals["a"], moved.untraced) == (begin, seen["signal"] + 5000, 7)
     (launch,) = moved.launches_of(operator)
     assert [event[3:] for event in launch.events] == [(begin + 20, begin + 30), (begin, begin + 10)]
 

@@ -79,6 +79,7 @@ def record(
             "spans": [astuple(span) for span in recorder.ended],
             "signals": recorder.signals,
             "launches": recorder.launches,
+            "untraced": kernels.untraced,
         }
         replace_file(path, json.dumps(document))
 

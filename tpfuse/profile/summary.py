@@ -8,7 +8,7 @@ waiting for it, and the rest communication. So is the time before a message of N
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -189,7 +189,7 @@ def summarise(traces: Sequence[RankTrace]) -> dict[str, Any]:
         "hidden_share": 1 - whole.exposed / whole.in_flight if whole.in_flight and _ends_known(traces) else None,
         "clock_error_s": max(trace.clock_error for trace in traces) / 1e9,
     }
-    return document | {"sentences": _sentences(document, by_rank, steps)}
+    return document | {"sentences": [*_sentences(document, by_rank, steps), *_losses(traces)]}
 
 
 def _ends_known(traces: Sequence[RankTrace]) -> bool:
@@ -234,6 +234,17 @@ def _sentences(document: Mapping[str, Any], by_rank: Sequence[Mapping[Place, Pla
     sentences += _slow_ranks(by_rank, steps, wall)
     sentences += _waits(by_rank, steps, wall)
     return sentences
+
+
+def _losses(traces: Sequence[RankTrace]) -> Iterator[str]:
+    """Yield a sentence if kernels had more launches or events than a trace keeps."""
+    untraced = sum(trace.untraced for trace in traces)
+    lost = sum(launch.lost for trace in traces for launches in trace.launches.values() for launch in launches)
+    if untraced or lost:
+        yield (
+            f"The trace had no room for {untraced} launches and {lost} further events of fused kernels,"
+            " so waits and copies in them count as computing."
+        )
 
 
 def _waits(by_rank: Sequence[Mapping[Place, PlaceTimes]], steps: int, wall: float) -> list[str]:

@@ -11,7 +11,7 @@ from tpfuse.train.untrusted import Unreadable, read_json
 
 _SCHEMA = {
     "format": int, "rank": int, "world": int, "host": str, "device": str, "layout": dict, "clock_offset_ns": int,
-    "clock_error_ns": int, "spans": [list], "signals": [list], "launches": [list],
+    "clock_error_ns": int, "spans": [list], "signals": [list], "launches": [list], "untraced": int,
 }  # fmt: skip
 _TYPES = (str, str, str, int | None, str, str, int, int, int, int, list)  # of the fields of a span
 _EVENT = (int, str, int, int, int)  # the types of the fields of a kernel's event
@@ -46,7 +46,7 @@ class RankTrace:
     """The trace of one rank. Times are ns of the first rank's clock, as far as the ranks could measure it.
 
     roots: the spans that are in no other span, in the order of time. signals: the time of each flow. launches: the
-    kernels of each fused operator, by the id of its span.
+    kernels of each fused operator, by the id of its span. untraced: the number of launches that are not among them.
     """
 
     rank: int
@@ -58,6 +58,7 @@ class RankTrace:
     roots: list[SpanNode]
     signals: dict[str, int]
     launches: dict[int, list[LaunchMark]] = field(default_factory=dict)
+    untraced: int = 0
 
     def launches_of(self, span: Span) -> list[LaunchMark]:
         """Return the launches of an operator."""
@@ -70,7 +71,7 @@ class RankTrace:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Return the traces of all ranks, in rank order. Raise UserError if one is missing or unreadable, or lacks a step."""
+    """Return the traces of all ranks, in rank order. Raise UserError if one is missing, unreadable or lacks a step."""
     traces = [_read(path) for path in folder.glob("rank*.json")]
     if not traces:
         raise UserError(f"{folder} has no traces: expected the files rank0.json, rank1.json, …")
@@ -104,7 +105,7 @@ def _read(path: Path) -> RankTrace:
         raise UserError(f"cannot read {path}: {error}") from None
     return RankTrace(
         found["rank"], found["world"], found["host"], found["device"], found["layout"], found["clock_error_ns"],
-        _nested(spans), signals, launches,
+        _nested(spans), signals, launches, found["untraced"],
     )  # fmt: skip
 
 
