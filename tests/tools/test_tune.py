@@ -21,6 +21,7 @@ from tpfuse.tools.resources import Compilation
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
 from tpfuse.tools.tune import tune, with_rows
+from tpfuse.train.errors import UserError
 
 CPU = torch.device("cpu")
 TEXT = """# A table of two operators.
@@ -122,6 +123,20 @@ def test_the_best_row_is_found_and_written(table: Path) -> None:
     assert (elsewhere.family, wide.bits, wide.num_warps) == ("sm_90", 32, 8), "rows that shared a line stay"
     assert choose_configuration("toy", CPU, torch.bfloat16, M=1000) == best, "the table is read again"
     assert table.read_text().startswith("# A table of two operators.\n# One is small and one is large.\n\ntoy = [\n")
+
+
+def test_another_file_keeps_its_rows_and_the_installed_table_its_own(table: Path, tmp_path: Path) -> None:
+    """A first run has tuned the other operator of the file."""
+    out = tmp_path / "out.toml"
+    tune(["toy"], _tuner(_Clock(_seconds)), [_toy(1000)], SPACE, out)
+    out.write_text(out.read_text().replace('by \\"hand\\"', "by a first run"))
+    (best,) = tune(["toy"], _tuner(_Clock(lambda row: row.num_warps)), [_toy(1000)], SPACE, out)
+    _, _, large, _, other = read_table(out)
+    assert large == best and other.measured == "by a first run" and table.read_text() == TEXT
+    for text in ("toy =", ""):
+        out.write_text(text)
+        with pytest.raises(UserError, match=r"cannot use the table .*out.toml: .*: give another file with --out"):
+            tune(["toy"], _tuner(_Clock(_seconds)), [_toy(1000)], SPACE, out)
 
 
 def test_each_row_is_tuned_by_the_trials_that_choose_it(table: Path) -> None:

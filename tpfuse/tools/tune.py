@@ -33,7 +33,8 @@ from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
-from tpfuse.train.errors import UserError
+from tpfuse.train.durable import replace_file
+from tpfuse.train.errors import UserError, refusing
 
 
 def tune(
@@ -43,10 +44,17 @@ def tune(
     spaces: dict[str, tuple[Step, ...]],
     out: Path,
 ) -> list[Configuration]:
-    """Tune the rows of `operators` for the tuner's device, write `out`, and return the rows that were measured."""
-    text = configurations.TABLE.read_text(encoding="utf-8")
+    """Tune the rows of `operators` for the tuner's device, write `out`, and return the rows that were measured.
+
+    `out` becomes a copy of the installed table with these rows; if it exists, it keeps its other rows. Raise UserError
+    if it is not a table of the rows to tune.
+    """
     best_rows: list[Configuration] = []
-    for row in tuned_rows(operators, tuner, all_trials):
+    rows = tuned_rows(operators, tuner, all_trials)
+    with refusing(f"cannot use the table {out}: ", ": give another file with --out"):
+        text = (out if out.exists() else configurations.TABLE).read_text(encoding="utf-8")
+        with_rows(text, [row.row for row in rows])
+    for row in rows:
         if not row.fitting or monotonic() > tuner.deadline:
             tuner.say(f"{row.name}: left as it is, {'no time left' if row.fitting else 'no trial chooses it'}")
             continue
@@ -54,7 +62,7 @@ def tune(
         if best is None:
             continue
         best_rows.append(best)
-        out.write_text(with_rows(text, best_rows), encoding="utf-8")
+        replace_file(out, with_rows(text, best_rows))
     configurations.forget()
     return best_rows
 
@@ -188,7 +196,7 @@ def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype
     if launch.INTERPRETED:
         raise UserError("TRITON_INTERPRET=1 is set: kernels would be interpreted, not run")
     out = out or configurations.TABLE
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
+    if not os.access(out.parent, os.W_OK):
         raise UserError(f"cannot write {out}: give another file with --out")
     device = torch.device("cuda", torch.cuda.current_device())
     deadline = monotonic() + 60 * minutes if minutes else float("inf")
