@@ -51,7 +51,8 @@ def versions(**changes: str) -> dict[str, dict[str, str]]:
 ENVIRONMENT = {"OMP_NUM_THREADS": "8", "HOME": "/root"}
 FACTS: dict[str, object] = {
     "versions": VERSIONS, "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "lost_signal": "",
-    "shared_memory": "", "python_header": True, "space": (64 * GIB, 60 * GIB), "open_files": 65536, "cores": 64.0,
+    "shared_memory": "", "unwritable_cache": "", "python_header": True, "space": (64 * GIB, 60 * GIB),
+    "open_files": 65536, "cores": 64.0,
     "program": lambda name: f"/usr/bin/{name}" if name in ("gcc", *TOOLS) else None,
     "output": lambda path, option: TOOLS.get(Path(path).name),
 }  # fmt: skip
@@ -136,7 +137,8 @@ FAULTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("note", {"gpus": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "CUDA_VISIBLE_DEVICES hides every GPU"),
     ("note", {"program": {"gcc": "gcc", "ncu": "ncu"}.get}, "--with nsys` cannot record: nsys is neither on PATH"),
     ("fails", {"environment": {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}}, ":0:0 will make --train.deterministic fail"),
-    ("fails", versions(ptxas=""), "no ptxas that runs, so every Triton kernel will fail when it is compiled: install"),
+    ("fails", versions(ptxas=""), "no ptxas that runs, so every Triton kernel will fail at its first launch: install"),
+    ("fails", {"unwritable_cache": "/x"}, "cannot write its cache /x, so every Triton kernel will fail at its first"),
     ("fails", {"environment": {"GLOO_SOCKET_IFNAME": "eth0,eth7"}}, "names eth7, which does not exist, so Gloo will"),
     (
         "note",
@@ -229,8 +231,8 @@ def test_settings_that_do_not_hurt() -> None:
         ({"files": {f"dev/nvidia{number}": None for number in range(8)}}, "records GPUs, and there is none here"),
         ({"program": None}, "is neither on PATH nor in .*: install Nsight"),
         ({"output": "Copyright (c) 2018-2030\nVersion 2019.5.3"}, "Nsight .* 2019.5, which is too old"),
-        ({"output": None}, "--version` fails: install Nsight"),
-        ({"output": "hello"}, "--version` names no version: install Nsight"),
+        ({"output": None}, "--version` fails or names no version: install Nsight"),
+        ({"output": "hello"}, "--version` fails or names no version: install Nsight"),
         ({"environment": {"CUDA_INJECTION64_PATH": "x"}}, r"another profiler .* \(CUDA_INJECTION64_PATH is set\)"),
     ],
 )  # fmt: skip
@@ -284,6 +286,9 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Machine(tmp_path, {"PATH": "/bin"}).program("sh") == "/bin/sh"
     assert Machine(tmp_path, {"PATH": "/nowhere"}).program("nsys") == str(place / "nsys"), "the newest"
     assert Machine(tmp_path, {"PATH": "/nowhere"}).program("ncu") is None
+    for folder, unwritable in ((tmp_path / "new/cache", ""), ("/proc/new/cache", "/proc/new/cache")):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        assert machine.unwritable_cache() == unwritable
     size, free = machine.space("tmp") or (0, 0)
     assert size >= free > 0 and machine.space("proc") is None
     assert 0 < machine.cores() <= len(os.sched_getaffinity(0))

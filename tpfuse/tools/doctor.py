@@ -89,14 +89,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class VisibleGpu:
-    """A GPU that torch can use."""
+    """A GPU that torch can use. memory: bytes. problem: why Triton kernels cannot run on it; empty if they can."""
 
     name: str
-    # Bytes.
     memory: int
     capability: tuple[int, int]
     uuid: str
-    # Why Triton kernels cannot run on it; empty if they can.
     problem: str = ""
 
 
@@ -194,9 +192,8 @@ class Machine:
                     family(torch.device("cuda", number))
                 except ValueError as error:
                     problem = str(error)
-                capability = properties.major, properties.minor
-                gpu = VisibleGpu(properties.name, properties.total_memory, capability, str(properties.uuid), problem)
-                found.append(gpu)
+                capability, uuid = (properties.major, properties.minor), str(properties.uuid)
+                found.append(VisibleGpu(properties.name, properties.total_memory, capability, uuid, problem))
         return found
 
     def gpu_obstacle(self, gpus: Sequence[VisibleGpu]) -> str:
@@ -253,6 +250,12 @@ class Machine:
             return None
         return usage.total, usage.free
 
+    def unwritable_cache(self) -> str:
+        """Return the folder of Triton's cache if no file can be made in it, or it cannot be made; empty if one can."""
+        folder = Path(triton.knobs.cache.dir).absolute()
+        existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
+        return "" if self.space(str(existing)) else str(folder)
+
     def open_files(self) -> int | None:
         """Return the number of files that a process may open; None if there is no limit."""
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -306,18 +309,22 @@ def _software(machine: Machine, versions: Mapping[str, str], gpus: bool) -> Iter
         text = "Kernels cannot be interpreted, so `tpfuse verify` without a GPU will fail"
         yield "note" if gpus else "fails", text, problem
     if gpus:  # Triton compiles the function that launches a kernel.
+        text = "so every Triton kernel will fail at its first launch"
         if versions["ptxas"]:
             yield "ok", f"ptxas {versions['ptxas']} assembles the kernels"
         else:
-            text = "Triton finds no ptxas that runs, so every Triton kernel will fail when it is compiled"
-            yield "fails", text, "install Triton again, or unset TRITON_PTXAS_PATH"
+            yield (
+                "fails",
+                f"Triton finds no ptxas that runs, {text}",
+                "install Triton again, or unset TRITON_PTXAS_PATH",
+            )
+        if folder := machine.unwritable_cache():
+            yield "fails", f"Triton cannot write its cache {folder}, {text}", "name another folder in TRITON_CACHE_DIR"
         compiler = machine.environment.get("CC", "") or machine.program("gcc") or machine.program("clang")
-        text = "so every Triton kernel will fail when it is launched for the first time"
         if not compiler:
             yield "fails", f"There is no C compiler, {text}", "install gcc, or name yours in CC"
         elif not machine.python_header():
-            cure = "install the package of your system such as python3-dev"
-            yield "fails", f"The C header of Python (Python.h) is missing, {text}", cure
+            yield "fails", f"The C header of Python (Python.h) is missing, {text}", "install python3-dev or the like"
         else:
             yield "ok", f"Triton builds its launchers with {compiler}"
 
@@ -414,15 +421,11 @@ def profiler(machine: Machine, name: str) -> tuple[str, str]:
     if not path:
         where = f"{name} is neither on PATH nor in /usr/local/cuda/bin or /opt/nvidia"
         return path, f"{where}: install {title} {oldest} or newer, or use --with trace, which needs no tool"
-    said = machine.output(path, "--version")
-    if said is None:
-        return path, f"`{path} --version` fails: install {title} again"
-    version = re.search(r"version\s+(\d+)\.(\d+)", said, re.IGNORECASE)
+    version = re.search(r"version\s+(\d+\.\d+)", machine.output(path, "--version") or "", re.IGNORECASE)
     if version is None:
-        return path, f"`{path} --version` names no version: install {title} {oldest} or newer"
-    if (int(version[1]), int(version[2])) < numbers:
-        found = f"{path} is {title} {version[1]}.{version[2]}, which is too old"
-        return path, f"{found}: install version {oldest} or newer"
+        return path, f"`{path} --version` fails or names no version: install {title} {oldest} or newer"
+    if _release(version[1]) < numbers:
+        return path, f"{path} is {title} {version[1]}, which is too old: install version {oldest} or newer"
     if name == "ncu" and machine.counters_permitted() is False:
         return path, (
             "this user may not read the performance counters of the GPU, and ncu would fail with ERR_NVGPUCTRPERM: load"
