@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import triton
 
+from tests.support.compilations import read_report
 from tests.support.tiers import exhaustive
 from tpfuse.tools import operators
-from tpfuse.tools.compilation import CompilationReport, read_report
+from tpfuse.tools.compilation import CompilationReport
 from tpfuse.tools.gate import violations
 
 ROOT = Path(__file__).resolve().parents[2]

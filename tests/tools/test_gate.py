@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.compilations import read_report
 from tpfuse.tools import compilation, gate
 from tpfuse.tools.assembler import newer_ptxas
-from tpfuse.tools.compilation import CompilationReport, compile_jobs, read_report
+from tpfuse.tools.compilation import CompilationReport, compile_jobs
 from tpfuse.tools.gate import violations
 from tpfuse.tools.recorded import Job
 from tpfuse.tools.resources import Compilation

@@ -237,16 +237,6 @@ def front_end_here(
     return CompilationReport(triton.__version__, results, recorded.rows)
 
 
-def read_report(text: str) -> CompilationReport:
-    """Return the report that `--json` printed."""
-    document = json.loads(text)
-    return CompilationReport(
-        document["triton"],
-        [_read(fields) for fields in document["compilations"]],
-        [Configuration(**row) for row in document["rows"]],
-    )
-
-
 def _read(document: dict[str, Any]) -> Compilation:
     """Return the Compilation with the fields of a JSON document, in which the widths are strings."""
     widths = {name: {int(width): count for width, count in document[name].items()} for name in ("loads", "stores")}

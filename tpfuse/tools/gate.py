@@ -194,9 +194,3 @@ def _cells(results: Sequence[Compilation]) -> list[object]:
 def _range(values: Iterable[float]) -> str:
     distinct = sorted(set(values))
     return f"{distinct[0]}" if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}" if distinct else ""
-
-
-def version_of(table: str) -> str:
-    """Return the version of Triton that compiled the kernels of a table, or "" if the table does not contain it."""
-    match = re.search(r"Triton (\S+)", table)
-    return match[1] if match else ""
