@@ -76,6 +76,16 @@ def test_a_file_of_a_run_gives_its_model_and_its_dtypes(tmp_path: Path) -> None:
             ' "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4, "num_key_value_heads": 4}',
             "tpfuse plan does not know the times of mixtures of experts and other blocks; `tpfuse memory` counts",
         ),
+        (
+            '{"model_type": "glm4_moe", "num_hidden_layers": 3, "first_k_dense_replace": 2, "n_routed_experts": 8,'
+            ' "hidden_size": 64, "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4, "head_dim": 16}',
+            "block 2 of glm4_moe has other weights than block 0, as where only some blocks are mixtures of experts",
+        ),
+        (
+            '{"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 8,'
+            ' "vocab_size": 512, "num_attention_heads": 4, "max_position_embeddings": 64}',
+            "opt has 76,416 parameters, and 104,064 if it had nothing but equal blocks, a norm, embeddings and a head",
+        ),
     ],
 )
 def test_broken_and_unsupported_configurations_are_refused(text: str, error: str, tmp_path: Path) -> None:

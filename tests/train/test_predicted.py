@@ -1,14 +1,21 @@
 """A run's prediction is what `tpfuse plan` says of its layout, on GPUs that are described."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import transformers
 
+from tests.support.decoders import FAMILIES, OTHERS, SIZES
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.plan.command.planned import planned_cluster, planned_model
 from tpfuse.plan.command.search import search, train_options
 from tpfuse.plan.hardware import known_gpu
 from tpfuse.train.config import parse_train
+from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.errors import UserError
+from tpfuse.train.language_model import parameter_count
+from tpfuse.train.memory import memory_of
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import prediction
 from tpfuse.train.setup import model_config, with_layout
@@ -65,3 +72,15 @@ def test_unknown_options_and_gpus_are_not_predicted(flag: str) -> None:
     assert prediction(_options("--model.preset tiny", 1), config, *H100, 1) is not None
     assert prediction(_options(f"--model.preset tiny {flag}", 1), config, *H100, 1) is None
     assert prediction(_options("--model.preset tiny", 1), config, "NVIDIA T4", 16 * 10**9, 1) is None
+
+
+def test_models_whose_blocks_differ_are_neither_predicted_nor_counted() -> None:
+    """Layers that attend differently have the same weights. A dense layer among mixtures of experts has others."""
+    for family, settings, refused in (("gemma3", {}, False), ("qwen3_moe", {"mlp_only_layers": [0]}, True)):
+        _, kind, own = (FAMILIES | OTHERS)[family]
+        theirs = getattr(transformers, kind)(**{**SIZES, **own, **settings})
+        options = _options("--train.batch 1 --train.dtype bfloat16", 1)
+        config = DecoderConfig.of(theirs.to_dict())
+        assert (prediction(options, config, *H100, 1) is None) == refused
+        with pytest.raises(UserError, match="block 1 of qwen3_moe has other weights") if refused else nullcontext():
+            assert memory_of(options, config, None, 0)[1].parameters == pytest.approx(2 * parameter_count(config), 0.01)

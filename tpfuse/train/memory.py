@@ -20,7 +20,7 @@ from tpfuse.train.errors import UserError, check_at_least, instead_of
 from tpfuse.train.language_model import ModelConfig, outlined, parameter_count
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, rank_count
-from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
+from tpfuse.train.predicted import EXACT, layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.setup import model_config, with_layout
 from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer
@@ -31,7 +31,6 @@ _ACCUMULATED = {
     "sharded": "shards: each one is reduced (--zero.accumulate whole reduces once, in whole gradients)",
     "whole": "whole gradients, which are reduced once",
 }
-_EXACT = 0.01  # the share by which a rank's parameters may differ from the formula's
 
 
 def memory(name: str, command: MemoryCommand) -> str:
@@ -121,7 +120,7 @@ def memory_of(
     if mesh is not None:
         held = sum(local_tensor(parameter).numel() for parameter in outlined(config, mesh, torch.float32).parameters())
         counted = rank_parameters(sizes, mesh.size())
-        if abs(held / counted - 1) > _EXACT:
+        if abs(held / counted - 1) > EXACT:
             raise UserError(
                 f"a rank of tp {mesh.size()} has {held:,} parameters, and {counted:,} if the ranks shared all layers:"
                 " the memory is not known for models of which tpfuse.parallelize leaves layers alone: count it for tp 1"

@@ -21,6 +21,7 @@ from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages, stages_per_rank
 from tpfuse.train.setup import ulysses_ranks
 
+EXACT = 0.01  # the share by which a model's parameters may differ from the formula's
 _TIMED = ("float32", "bfloat16", "float16")  # the dtypes whose rates are known
 
 
@@ -136,7 +137,7 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
 
 
 def sizes_of(name: str, config: ModelConfig) -> ModelSizes:
-    """Return the sizes of a model. Raise UserError for blocks that have no attention."""
+    """Return the sizes of a model. Raise UserError for blocks that have no attention, or that are not all alike."""
     if isinstance(config, DecoderConfig):
         return _sizes_of_decoder(name, config)
     return ModelSizes(
@@ -153,7 +154,13 @@ def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
     """
     model = config.empty(torch.float32)
     theirs: Any = model.config
-    block = [tuple(parameter.shape) for parameter in blocks_of(model)[0].parameters()]
+    block, *following = ([tuple(each.shape) for each in module.parameters()] for module in blocks_of(model))
+    for number, other in enumerate(following, 1):
+        if other != block:
+            raise UserError(
+                f"{name}: block {number} of {theirs.model_type} has other weights than block 0, as where only some"
+                " blocks are mixtures of experts: tpfuse does not know the memory and times of such models"
+            )
     parameters, weights = (sum(prod(shape) for shape in block if len(shape) >= least) for least in (1, 2))
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -174,7 +181,15 @@ def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
         if sizes.block_weights == weights:
             extra = {biases: parameters - replace(sizes, biases=biases).block_parameters for biases in (False, True)}
             biases = min(extra, key=lambda each: (extra[each] < 0, abs(extra[each])))
-            return replace(sizes, biases=biases, more_norms=max(0, extra[biases]))
+            found = replace(sizes, biases=biases, more_norms=max(0, extra[biases]))
+            counted = sum(parameter.numel() for parameter in model.parameters())
+            if abs(found.parameters / counted - 1) <= EXACT:
+                return found
+            raise UserError(
+                f"{name}: {theirs.model_type} has {counted:,} parameters, and {found.parameters:,} if it had"
+                " nothing but equal blocks, a norm, embeddings and a head: tpfuse does not know the memory and times of"
+                " such models"
+            )
     raise UserError(
         f"{name}: a block of {theirs.model_type} has {weights:,} weights, and attention alone would have"
         f" {attention:,}: tpfuse does not know the memory and times of such blocks"
