@@ -117,12 +117,14 @@ def load_gpu(name_or_path: str) -> GpuSpec:
 def known_gpu(device: str, memory: float) -> GpuSpec | None:
     """Return the GPU that torch names `device`, with that many bytes of memory; None if it is not described.
 
-    The descriptions are of modules (SXM). Cards of the same chips (PCIe, NVL) are slower.
+    The descriptions are of whole modules (SXM), whose memory is known to a tenth. Cards of the same chips (PCIe, NVL,
+    the H100 with HBM2e) are slower, and so are parts of a module (MIG).
     """
-    if "PCIe" in device or "NVL" in device:
+    words = set(re.findall(r"\w+", device.upper()))
+    if words & {"PCIE", "NVL", "HBM2E", "MIG"}:
         return None
-    found = [load_gpu(name) for name in known_tables()["gpu"] if name.partition("-")[0].upper() in device]
-    return min(found, key=lambda gpu: abs(gpu.memory - memory), default=None)
+    found = [load_gpu(name) for name in known_tables()["gpu"] if name.partition("-")[0].upper() in words]
+    return next((gpu for gpu in found if abs(gpu.memory - memory) <= 0.1 * gpu.memory), None)
 
 
 def network_kind(text: str) -> str:
