@@ -1,6 +1,7 @@
 """The times of a step, and of its parts: products, messages and pipelines."""
 
 import csv
+import itertools
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -171,6 +172,26 @@ def test_collectives_follow_the_formulas_of_their_algorithms() -> None:
         assert (tree < communication.all_reduce(size, 64, NVLINK)) == faster, "a tree, for small tensors only"
 
 
+def test_a_group_has_the_link_of_a_node_if_all_such_groups_are_inside_nodes() -> None:
+    for per_node, nodes, ranks, stride in itertools.product((1, 2, 6, 8, 9), (1, 2, 3), (2, 3, 4), (1, 2, 3, 4, 9)):
+        gpus, span = per_node * nodes, ranks * stride
+        if gpus % span == 0:
+            groups = [
+                range(at, at + span, stride) for start in range(0, gpus, span) for at in range(start, start + stride)
+            ]
+            apart = any(group[0] // per_node != group[-1] // per_node for group in groups)
+            link = Cluster(GPU, gpus, per_node, NETWORK).link(ranks, stride)
+            assert (link is NETWORK) == apart, (per_node, nodes, ranks, stride)
+
+
+def test_a_message_costs_the_network_if_one_does() -> None:
+    """On nodes of 8, stages of 4 ranks send each other the second of their messages between nodes."""
+    layout, tensor = replace(LAYOUT, dp=4, pp=4, batch=256), 2 * 4096 * 4096
+    for nodes, link in ((CLUSTER, NETWORK), (replace(CLUSTER, gpus=16, per_node=16), NVLINK)):
+        sizes = replace(SIZES, tied=False)
+        assert step_times(sizes, layout, nodes, TPFUSE).pipeline == pytest.approx(6 * communication.send(tensor, link))
+
+
 def test_nodes_reduce_inside_first() -> None:
     """8 ranks of each of 4 nodes send an eighth of the tensor over the network."""
     inside = 2 * communication.all_gather(1e9, 8, NVLINK)
@@ -181,6 +202,8 @@ def test_nodes_reduce_inside_first() -> None:
         (8, 1, communication.all_reduce(1e9, 8, NVLINK)),
     ):
         assert communication.grouped(1e9, ranks, stride, CLUSTER, reduce=True) == pytest.approx(expected)
+    uneven = communication.grouped(1e9, 36, 2, Cluster(GPU, 72, 9, NETWORK), reduce=False)
+    assert uneven == communication.all_gather(1e9, 36, NETWORK), "4 or 5 of the ranks are in a node of 9"
     gathered = communication.all_gather(1e9, 8, NVLINK) + communication.all_gather(1e9 / 8, 4, NETWORK)
     assert communication.grouped(1e9, 32, 1, CLUSTER, reduce=False) == pytest.approx(gathered)
 

@@ -45,11 +45,11 @@ def send(size: float, link: Link) -> float:
 def grouped(size: float, ranks: int, stride: int, cluster: Cluster, *, reduce: bool) -> float:
     """Return the seconds of an all-gather, or of a reduce-scatter, of ranks that are `stride` apart.
 
-    reduce: of an all-reduce. Over several nodes, the ranks of a node take part among themselves, and each of them with
-    its share among the nodes, where that is faster than one ring over all.
+    reduce: of an all-reduce. Over several nodes with equally many of the ranks, those of a node take part among
+    themselves, and each of them with its share among the nodes, where that is faster than one ring over all.
     """
     link = cluster.link(ranks, stride)
-    inside = max(1, cluster.per_node // stride)
+    inside = 1 if cluster.per_node % stride else cluster.per_node // stride
     flat = all_reduce(size, ranks, link, tree=link is cluster.network) if reduce else all_gather(size, ranks, link)
     if link is cluster.gpu.link or inside == 1 or ranks % inside:
         return flat

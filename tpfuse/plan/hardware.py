@@ -96,8 +96,12 @@ class Cluster:
     network: Link
 
     def link(self, ranks: int, stride: int) -> Link:
-        """Return the slowest link in a group of `ranks` ranks, of which neighbours are `stride` ranks apart."""
-        return self.gpu.link if ranks * stride <= self.per_node else self.network
+        """Return the slowest link in any group of `ranks` ranks, of which neighbours are `stride` ranks apart.
+
+        The groups divide the ranks into ranges of `ranks` x `stride`. If these do not divide a node, one is on two.
+        """
+        inside = self.gpus <= self.per_node or self.per_node % (ranks * stride) == 0
+        return self.gpu.link if inside else self.network
 
 
 def load_gpu(name_or_path: str) -> GpuSpec:

@@ -149,7 +149,7 @@ def _rank_pass(parts: _Parts, cut: Cut) -> Pass:
 
 
 def _message(sizes: ModelSizes, layout: RankLayout, cluster: Cluster, program: TrainingProgram) -> float:
-    link = cluster.link(2, layout.tp * layout.cp * layout.dp)
+    link = cluster.link(layout.pp, layout.tp * layout.cp * layout.dp)
     elements = work.tokens(sizes, layout.share) * sizes.width
     return communication.send(float(program.parameter_bytes * elements), link)
 
