@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.tiers import exhaustive
-from tpfuse.choices import PipelineSchedule, Recompute
+from tpfuse.choices import Accumulate, PipelineSchedule, Recompute
 from tpfuse.parallel.pipeline.order import SCHEDULES, order, stage_ranks
 from tpfuse.plan.command.planned import PlannedModel, planned_model
 from tpfuse.plan.command.report import train_arguments
@@ -36,6 +36,7 @@ from tpfuse.train.options import PlanCommand
 from tpfuse.train.setup import with_layout
 
 GPT = PlanCommand(layers=6, width=256, heads=4, tokens=256, batch=16)
+WIDE = PlanCommand(layers=4, width=2048, heads=4, tokens=128, batch=16)  # most of its memory is that of parameters
 
 
 def cluster_of(gpus: int) -> Cluster:
@@ -107,9 +108,16 @@ def _all(model: PlannedModel, cluster: Cluster) -> list[RankLayout]:
     return layouts
 
 
-@pytest.mark.parametrize("factor", [0.99, 1.01, *exhaustive(1.1)])
-def test_what_the_search_leaves_out_is_not_better(factor: float) -> None:
-    model = planned_model(GPT)
+@pytest.mark.parametrize(
+    ("command", "accumulate", "factor"),
+    [
+        (GPT, "sharded", 0.99), (GPT, "sharded", 1.01), (WIDE, "whole", 1.003),
+        *exhaustive((GPT, "sharded", 1.1), (WIDE, "whole", 0.99), (WIDE, "whole", 1.05)),
+    ],
+)  # fmt: skip
+def test_what_the_search_leaves_out_is_not_better(command: PlanCommand, accumulate: Accumulate, factor: float) -> None:
+    model = planned_model(command)
+    model = replace(model, program=replace(model.program, accumulate=accumulate))
     cluster = scarce(model, cluster_of(8), factor)
     every = _all(model, cluster)
     bytes_of = {layout: rank_memory(model.sizes, layout, model.program).total for layout in every}
@@ -118,7 +126,7 @@ def test_what_the_search_leaves_out_is_not_better(factor: float) -> None:
     found = search(model, cluster)
     assert found.compared < len(every)
     assert {each.layout for each in found.fitting} <= set(fitting)
-    assert bool(found.fitting) == bool(fitting)
+    assert bool(found.fitting) == bool(fitting) == (factor > 1)
     if fitting:
         assert found.fitting[0].times.total == pytest.approx(min(seconds.values()), rel=0.005)
     if not fitting:

@@ -4,14 +4,15 @@ Four rules leave out layouts that cannot be better than one that is tried, if th
 (`tests/plan/test_search.py` compares with a search without them):
 
 - More recomputation takes more operations. So it is tried only if the layout does not fit with less.
-- A larger micro-batch never needs less memory. So the search ends at the first size that fits with no stage.
+- A larger micro-batch never needs less memory, unless gradients accumulate whole, which those of one alone do not. So
+  after the first size that fits with no stage, only one micro-batch is tried, and only then.
 - A pipeline with fewer than two micro-batches for each rank is idle for a third of the time, but for the schedules that
   split backward passes. So it is tried only if the batch has no more sequences.
 - The schedule gpipe takes as long as 1f1b, and never less memory. With two stages on a rank, zbv is tried for
   zero_bubble. More than two stages, at most 8, cut the layers into equal parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
@@ -92,7 +93,7 @@ def search(model: PlannedModel, cluster: Cluster) -> SearchResult:
     nearest: list[PlanCandidate] = []
     compared = 0
     for shape in shapes(model, cluster):
-        tried = list(_tried(model, usable_memory(cluster), shape))
+        tried = list(_tried(model, usable_memory(cluster), shape, schedules(model, shape[-1])))
         compared += len(tried)
         found = [candidate(layout, memory) for layout, memory, fits in tried if fits]
         fitting += found
@@ -104,16 +105,26 @@ def search(model: PlannedModel, cluster: Cluster) -> SearchResult:
 
 
 def _tried(
-    model: PlannedModel, usable: float, shape: tuple[int, int, int, int]
+    model: PlannedModel,
+    usable: float,
+    shape: tuple[int, int, int, int],
+    pipelines: Iterable[tuple[PipelineSchedule, int]],
 ) -> Iterator[tuple[RankLayout, RankMemory, bool]]:
-    """Yield the layouts of one (tp, cp, dp, pp) that are tried, with their memory and whether they fit."""
+    """Yield the layouts of one (tp, cp, dp, pp) that are tried, with their memory and whether they fit.
+
+    pipelines: the schedules, each with its stages on a rank.
+    """
     (tp, cp, dp, pp), batch = shape, model.options.train.batch
-    share = batch // dp
-    for schedule, stages in schedules(model, pp):
+    share, whole = batch // dp, model.program.accumulate == "whole"
+    for schedule, stages in pipelines:
+        fitted = True
         for size in divisors(share):
-            count, fitted = share // size, False
+            count = share // size
             if pp > 1 and (count < min(2 * pp, share) or not accepts(schedule, pp, count)):
                 continue
+            if not fitted and not (whole and count == 1):
+                continue
+            fitted = False
             for zero in zero_stages(model.options, dp * cp):
                 for recompute in model.recomputes:  # more and more
                     layout = RankLayout(tp, cp, dp, pp, schedule, stages, zero, recompute, size, batch)
@@ -123,8 +134,6 @@ def _tried(
                     if fits:
                         fitted = True
                         break
-            if not fitted:
-                break
 
 
 def usable_memory(cluster: Cluster) -> float:
@@ -134,12 +143,9 @@ def usable_memory(cluster: Cluster) -> float:
 
 def smallest(model: PlannedModel, cluster: Cluster) -> tuple[RankLayout, RankMemory]:
     """Return the layout that needs the least memory, among those with the schedule 1f1b."""
-    batch, found = model.options.train.batch, []
-    for tp, cp, dp, pp in shapes(model, cluster):
-        zero = max(zero_stages(model.options, dp * cp))
-        layout = RankLayout(tp, cp, dp, pp, "1f1b", 1, zero, model.recomputes[-1], 1, batch)
-        found.append((layout, rank_memory(model.sizes, layout, model.program)))
-    return min(found, key=lambda pair: pair[1].total)
+    every = (tried for shape in shapes(model, cluster) for tried in _tried(model, 0.0, shape, [("1f1b", 1)]))
+    layout, memory, _ = min(every, key=lambda each: each[1].total)
+    return layout, memory
 
 
 def shapes(model: PlannedModel, cluster: Cluster) -> Iterator[tuple[int, int, int, int]]:
