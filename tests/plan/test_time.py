@@ -88,6 +88,23 @@ def test_zero_shards_the_optimizer_and_gathers() -> None:
     assert three.data > 0
 
 
+def test_the_rank_of_the_head_sends_and_updates_its_tables() -> None:
+    """An untied model has a second table where the first stage is too, which has learned positions as well."""
+    program, table = replace(TPFUSE, overlap_dp=False), SIZES.table_parameters
+    for pp, schedule, turns, first in ((1, "1f1b", 1, 1), (2, "1f1b", 1, 0), (2, "zbv", 2, 1)):
+        layout = replace(LAYOUT, dp=4, pp=pp, schedule=schedule, stages_per_rank=turns)  # type: ignore[arg-type]
+        blocks = () if pp == 1 else (32 // (pp * turns),) * pp * turns
+        tied, untied, positioned = (
+            step_times(replace(SIZES, **more), layout, CLUSTER, program, blocks)  # type: ignore[arg-type]
+            for more in ({}, {"tied": False}, {"positions": 10**6})
+        )
+        for other, more in ((untied, table), (positioned, 10**6 * 4096)):
+            assert other.optimizer - tied.optimizer == pytest.approx(first * more * (2 * 12 + 4 * 4 + 2) / 3e12)
+            assert other.data - tied.data == pytest.approx(first * 2 * 3 / 4 * more * 4 / 400e9)
+        shared = communication.all_reduce(4.0 * table, 2, NVLINK) if schedule == "1f1b" and pp > 1 else 0
+        assert tied.pipeline - untied.pipeline == pytest.approx(shared), "the first and the last rank"
+
+
 def test_muon_adds_the_products_of_its_owners_and_its_exchange_and_keeps_one_moment_less() -> None:
     """5 iterations of X Xᵀ, (X Xᵀ)² and a product of that with X; in 16 bits to the owners and back."""
     gpu = replace(GPU, multiprocessors=0, host_seconds=0.0)

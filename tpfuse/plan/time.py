@@ -15,6 +15,7 @@ from tpfuse.parallel.pipeline.timeline import Timeline, timeline
 from tpfuse.plan import communication, muon, work
 from tpfuse.plan.bubble import Cut, StageKind, StageSeconds, cut_of, pass_seconds, step_length, usual_cut
 from tpfuse.plan.hardware import Cluster, GpuSpec
+from tpfuse.plan.in_flight import tied_apart
 from tpfuse.plan.sizes import ModelSizes, RankLayout, RankShare, TrainingProgram
 from tpfuse.plan.work import HALF, Work, product_seconds
 
@@ -155,10 +156,14 @@ def _message(sizes: ModelSizes, layout: RankLayout, cluster: Cluster, program: T
 
 
 def _tied(sizes: ModelSizes, layout: RankLayout, cluster: Cluster, program: TrainingProgram) -> float:
-    """Return the seconds in which the first and the last stage add up the gradients of the table that they share."""
+    """Return the seconds in which the first and the last stage add up the gradients of the table that they share.
+
+    Stages of one rank have one table.
+    """
     link = cluster.link(layout.pp, layout.tp * layout.cp * layout.dp)
     size = sizes.table_parameters / layout.tp * program.gradient_bytes
-    return communication.all_reduce(size, 2, link) if sizes.tied else 0.0
+    shared = sizes.tied and tied_apart((layout.schedule, layout.pp, layout.stages_per_rank))
+    return communication.all_reduce(size, 2, link) if shared else 0.0
 
 
 @cache
@@ -276,7 +281,9 @@ def _update(
     """Return the seconds of data-parallel communication that nothing hides, and those of the optimizer."""
     blocks = cut.last_blocks
     one = sizes.block_parameters / layout.tp
-    parameters = blocks * one + sizes.table_parameters / layout.tp
+    first = any(cut.kinds[index].first for index in cut.of_last)  # beside the head
+    tables = 1 + (first and not sizes.tied)
+    parameters = blocks * one + tables * sizes.table_parameters / layout.tp + first * sizes.positions * sizes.width
     ranks, stride = layout.dp * layout.cp, layout.tp
     shards = ranks if layout.zero else 1
     # Adam reads and writes its state, and reads and writes the gradient twice: for its norm and to clear it.
