@@ -120,11 +120,11 @@ class _Rank:
         self.stream = program.parameter_bytes
         self.size = program.autocast_bytes or self.stream
         kept = 2 if sizes.is_gpt else 1 + sizes.norm_bias  # RMS norms have no mean
-        self.statistics = kept * (program.state_bytes if program.triton else self.stream) * program.keeps_statistics
+        self.statistics = kept * (program.state_bytes if program.triton else self.stream)
 
     def mask(self, size: int) -> int:
         """Return the bytes of an element of a mask of dropout, of which torch's kernels keep `size`."""
-        return (self.program.mask_bytes or (0 if self.program.triton else size)) * self.sizes.dropout
+        return 0 if self.program.triton else size * self.sizes.dropout
 
     def block_bytes(self, recompute: str) -> int:
         """Return the bytes that a block keeps.

@@ -138,12 +138,6 @@ class RankLayout:
         return self.batch // (self.dp * self.micro_batch)
 
 
-# torchtitan's asynchronous tensor parallelism on H100 (its pages on performance and on asynchronous TP) made steps 9 to
-# 10 % faster. A timeline without competition would hide nearly all communication, which is 37 to 53 %. The products of
-# tpfuse are not measured on GPUs yet.
-HIDDEN_SHARE = 0.35
-
-
 @dataclass(frozen=True)
 class TrainingProgram:
     """The kernels of a training program, what it overlaps, and the bytes of its numbers.
@@ -158,17 +152,14 @@ class TrainingProgram:
     sequence_parallel: bool = True
     # Whether products overlap with the communication of tensor-parallel ranks, chunk by chunk.
     overlap_tp: bool = True
-    # The fraction of the ideal overlap that is achieved.
-    hidden_share: float = HIDDEN_SHARE
     # Whether gradients are reduced while backward passes compute, and parameters of ZeRO's stage 3 gathered ahead.
     overlap_dp: bool = True
     # Operators that the host issues for a block's forward pass, and again for its backward pass.
     block_operators: int = 16
     # Operators that take as long to issue as a collective.
     collective_operators: float = 2
-    # Further operators of each pass of a stage, and of each step.
+    # Further operators of each pass of a stage.
     pass_operators: float = 4
-    step_operators: int = 20
     # Whether pipeline stages have equally many blocks; otherwise the cut counts the head as well.
     equal_stages: bool = False
     # The bytes of an element of a parameter, of an accumulated gradient, and of a gradient that is sent.
@@ -188,14 +179,10 @@ class TrainingProgram:
     ulysses: int = 1
     # Whether one operator computes the activation of a gated MLP and its product with the gate.
     fused_gate: bool = False
-    # The bytes of an element of a mask of dropout that is kept; 0 for masks that are computed again.
-    mask_bytes: int = 0
     # Whether the optimizer keeps its moments in bfloat16.
     half_moments: bool = False
     # Whether the inputs of blocks that are computed again as a whole are in the host's memory.
     offloads_inputs: bool = False
-    # Whether the statistics of norms are counted.
-    keeps_statistics: bool = True
     # Whether a tensor for each weight of a block stands for its gradient, which is in a buffer of another type.
     placeholder_gradients: bool = False
     # Whether ranks have slots in symmetric memory for what they send.
