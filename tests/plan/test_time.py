@@ -111,6 +111,17 @@ def test_the_rank_of_the_head_sends_and_updates_its_tables() -> None:
         assert tied.pipeline - untied.pipeline == pytest.approx(shared), "the first and the last rank"
 
 
+def test_gradients_take_the_time_of_the_bytes_that_are_sent() -> None:
+    """All gradients, and those of the table that the first and the last stage share."""
+    alone = replace(TPFUSE, overlap_dp=False)
+    for zero, exchanges in ((0, 2), (2, 1), (3, 1)):
+        narrow, wide = (_times(replace(alone, reduce_bytes=size), dp=4, batch=4, zero=zero) for size in (2, 4))
+        elements = 32 * SIZES.block_parameters + SIZES.table_parameters
+        assert wide.data - narrow.data == pytest.approx(exchanges * 3 / 4 * 2 * elements / 400e9)
+    narrow, wide = (_times(replace(alone, reduce_bytes=size), pp=2) for size in (2, 4))
+    assert wide.pipeline - narrow.pipeline == pytest.approx(2 * SIZES.table_parameters / 400e9)
+
+
 def test_muon_adds_the_products_of_its_owners_and_its_exchange_and_keeps_one_moment_less() -> None:
     """5 iterations of X Xᵀ, (X Xᵀ)² and a product of that with X; in 16 bits to the owners and back."""
     gpu = replace(GPU, multiprocessors=0, host_seconds=0.0)

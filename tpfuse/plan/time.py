@@ -168,7 +168,7 @@ def _tied(sizes: ModelSizes, layout: RankLayout, cluster: Cluster, program: Trai
     Stages of one rank have one table.
     """
     link = cluster.link(layout.pp, layout.tp * layout.cp * layout.dp)
-    size = sizes.table_parameters / layout.tp * program.gradient_bytes
+    size = sizes.table_parameters / layout.tp * program.reduce_bytes
     shared = sizes.tied and tied_apart((layout.schedule, layout.pp, layout.stages_per_rank))
     return communication.all_reduce(size, 2, link) if shared else 0.0
 
@@ -304,7 +304,7 @@ def _update(
     if ranks == 1:
         return exchange, optimizer
     forward, backward = blocks * sum(parts.block[0]), blocks * sum(parts.block[1])
-    gradients, last = parameters * program.gradient_bytes, one * program.gradient_bytes
+    gradients, last = parameters * program.reduce_bytes, one * program.reduce_bytes
     across = partial(communication.grouped, ranks=ranks, stride=stride, cluster=cluster, reduce=layout.zero == 0)
     whole, end = across(gradients), across(last)
     data = communication.hidden_rest(whole, backward, end) if program.overlap_dp else whole
