@@ -66,6 +66,7 @@ def test_a_file_of_a_run_gives_its_model_and_its_dtypes(tmp_path: Path) -> None:
         ('[train]\ndtype = "float64"', "train.dtype float64: tpfuse plan knows float32, bfloat16, float16"),
         ('[train]\nautocast = "bfloat16"', "train.autocast bfloat16: tpfuse plan does not know its cost"),
         ('[zero]\noffload = "host"', "zero.offload host: tpfuse plan does not know its cost"),
+        ('[zero]\ncompression = "bf16"', "zero.compression bf16: tpfuse plan does not know its cost"),
         ("{", "config.json: Expecting property name"),
         ("[]", "config.json: it is no JSON object"),
         ('{"model_type": "nonsense"}', "model_type is 'nonsense': expected a model that transformers knows"),

@@ -65,6 +65,8 @@ def test_a_run_takes_as_long_as_the_plan_of_its_layout_says() -> None:
         assert found is not None and found.layout == candidate.layout and found.program == model.program
         assert replace(found.sizes, name=model.sizes.name) == model.sizes and found.times == candidate.times
         assert found.described().startswith(f"{found.times.total * 1e3:.4g} ms a step on h100, ")
+        apart = prediction(options, model_config(options, model.vocabulary), *H100, 4)
+        assert apart is not None and " ms a step on h100 with a network of 400Gb between nodes, " in apart.described()
 
 
 def test_the_cut_of_the_options_counts() -> None:
@@ -77,7 +79,9 @@ def test_the_cut_of_the_options_counts() -> None:
     assert found.times.total > 1.1 * even.times.total, "so the step takes longer"
 
 
-@pytest.mark.parametrize("flag", ["--train.autocast bfloat16", "--zero.offload host", "--train.dtype float64"])
+@pytest.mark.parametrize(
+    "flag", ["--train.autocast bfloat16", "--zero.offload host", "--zero.compression bf16", "--train.dtype float64"]
+)
 def test_unknown_options_and_gpus_are_not_predicted(flag: str) -> None:
     config = GPTConfig(256, 128, 128, 4, 4)
     assert prediction(_options("--model.preset tiny", 1), config, *H100, 1) is not None

@@ -53,7 +53,10 @@ class Prediction:
         largest = sorted((name for name in shares if shares[name] >= 0.05), key=lambda name: -shares[name])
         kinds = ", ".join(f"{name} {shares[name]:.0%}" for name in largest)
         tokens = self.layout.batch * self.sizes.tokens / times.total
-        return f"{times.total * 1e3:.4g} ms a step on {self.cluster.gpu.name}, {tokens:,.0f} tokens/s; {kinds}"
+        cluster, place = self.cluster, self.cluster.gpu.name
+        if cluster.gpus > cluster.per_node:  # a run does not say what connects its nodes
+            place += f" with a network of {cluster.network.name} between nodes"
+        return f"{times.total * 1e3:.4g} ms a step on {place}, {tokens:,.0f} tokens/s; {kinds}"
 
 
 def prediction(options: TrainCommand, config: ModelConfig, gpu: str, memory: int, per_node: int) -> Prediction | None:
@@ -80,7 +83,7 @@ def check_timed(options: TrainCommand, sizes: ModelSizes | None = None) -> None:
     train, zero, parallel = options.train, options.zero, options.parallel
     if train.dtype not in _TIMED:
         raise UserError(f"train.dtype {train.dtype}: tpfuse plan knows {', '.join(_TIMED)}")
-    unknown = {"train.autocast": train.autocast, "zero.offload": zero.offload}
+    unknown = {"train.autocast": train.autocast, "zero.offload": zero.offload, "zero.compression": zero.compression}
     for name, value in unknown.items():
         if value != "none":
             raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")

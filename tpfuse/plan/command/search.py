@@ -193,7 +193,7 @@ def zero_stages(options: TrainCommand, replicas: int) -> Iterator[int]:
     yield 0
     if replicas > 1:
         yield from (1, 2)
-        if zero.gradient_dtype == "float32" and zero.compression == "none":
+        if zero.gradient_dtype == "float32":
             yield 3
 
 
