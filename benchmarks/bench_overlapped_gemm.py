@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import OURS, Bench, BenchCase, Built, TimedMode
-from benchmarks.shapes import layers, model
+from benchmarks.shapes import LLAMA_7B, LLAMA_70B, layers
 from benchmarks.timing import Candidate, verdict
 from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.kernels import reference
@@ -40,7 +40,7 @@ from tpfuse.tools.operators.gemm_reduce_scatter import GemmReduceScatterShape
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
 GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host memory"
 KINDS = ("gather", "scatter", "link")  # the first words of the cases' names
-LAYERS = (("7b", 4), ("70b", 8))  # models and ranks
+LAYERS = ((LLAMA_7B, 4), (LLAMA_70B, 8))  # models and ranks
 TOKENS = (4096, 8192, 16384)
 RANK = 1  # the rank whose work this GPU does
 _COLUMNS = 128  # the number of checked columns, in all rows
@@ -217,8 +217,8 @@ def cases(tiny: bool) -> list[BenchCase]:
     widths = ((24576, True), (1024, True), (8192, False))
     chosen_cases = [_case("link", f"{n} wide", 8, 8192, n, 8192, asked=asked) for n, asked in widths]
     for tokens in TOKENS:
-        for name, world in LAYERS:
-            for layer, n, k, activation in layers(model(name), world):
+        for model, world in LAYERS:
+            for layer, n, k, activation in layers(model, world):
                 kind = "gather" if layer in ("qkv", "up") else "scatter"
-                chosen_cases.append(_case(kind, f"{name} tp{world} {layer}", world, tokens, n, k, activation))
+                chosen_cases.append(_case(kind, f"{model.name} tp{world} {layer}", world, tokens, n, k, activation))
     return chosen_cases

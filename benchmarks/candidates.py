@@ -97,22 +97,35 @@ class Candidates:
 
 
 def described(
-    shape: Shape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function | None], **options: Any
+    shape: Shape,
+    bench: Bench,
+    modes: Sequence[str],
+    peers: Mapping[str, Function],
+    *,
+    on_gpu: Mapping[str, Function] | None = None,
+    compiled: Mapping[str, tuple[Function, str | None]] | None = None,
+    compared: Shape | None = None,
+    **options: Any,
 ) -> Built:
     """Return the check of an operator at a shape of its description beside peers, and its measurements in these modes.
 
-    peers: those that are None are left out. options: fields of `Candidates`.
+    on_gpu: peers that no CPU has. compiled: functions and modes of torch.compile, for a bench with the compiler.
+    compared: the shape of the check, where it is another one. options: fields of `Candidates`.
     """
-    costs = shape.costs()
-    candidates = Candidates(
-        inputs=shape.inputs(bench),
-        grad=shape.gradient(bench),
-        reference=shape.reference,
-        functions={OURS: shape.function} | {name: peer for name, peer in peers.items() if peer is not None},
-        costs={mode: (costs[mode].flops, costs[mode].moved) for mode in modes},
-        **options,
-    )
-    return candidates.check, candidates.works()
+    functions = {OURS: shape.function} | peers
+    if compiled and bench.compiler:
+        torch.compiler.reset()  # after a number of shapes torch.compile would refuse the next one
+        functions |= {name: by_compiler(function, bench, mode) for name, (function, mode) in compiled.items()}
+    if bench.device.type == "cuda":
+        functions |= on_gpu or {}
+
+    def candidates(shape: Shape, *modes: str) -> Candidates:
+        costs = {mode: (cost.flops, cost.moved) for mode, cost in shape.costs().items() if mode in modes}
+        inputs, grad = shape.inputs(bench), shape.gradient(bench)
+        return Candidates(inputs, grad, shape.reference, functions, {mode: costs[mode] for mode in modes}, **options)
+
+    timed = candidates(shape, *modes)
+    return (candidates(compared) if compared else timed).check, timed.works()
 
 
 def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -120,31 +133,24 @@ def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
 
 
-def compiled(function: Function, bench: Bench, mode: str | None = None) -> Function | None:
-    """Return torch.compile of the function, for one shape; where kernels are interpreted, it is only traced.
-
-    Return None on a bench without the compiler.
-    """
-    if not bench.compiler:
-        return None
+def by_compiler(function: Function, bench: Bench, mode: str | None = None) -> Function:
+    """Return torch.compile of the function, for one shape; where kernels are interpreted, it is only traced."""
     if bench.interpreted:
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
 
-def fresh_compiler() -> None:
-    """Discard all compiled functions: after a number of shapes torch.compile would refuse the next one."""
-    torch.compiler.reset()
+def liger(name: str, *rest: object, **options: object) -> Function:
+    """Return a function of Liger-Kernel; where it is not installed, or is broken, one whose rows contain the error.
 
-
-def liger(function: str) -> Function:
-    """Return a function of Liger-Kernel; where it is not installed, or is broken, one whose rows contain the error."""
+    rest, options: its arguments after the inputs, which it takes in their order.
+    """
     try:
-        found: Function = getattr(importlib.import_module("liger_kernel.transformers.functional"), function)
+        found: Function = getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
     except Exception:
         return _absent
-    return found
+    return lambda **inputs: found(*inputs.values(), *rest, **options)
 
 
-def _absent(*args: object, **inputs: object) -> Tensor:
+def _absent(**inputs: object) -> Tensor:
     raise ModuleNotFoundError("Liger-Kernel is not installed")

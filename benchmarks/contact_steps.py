@@ -5,7 +5,6 @@ runs, of two ranks that alternate in the explorer, one run stands for all saniti
 a GPU and skip themselves. Shapes are tiny, and the tuner's clock is the host's.
 """
 
-import importlib
 import itertools
 import os
 import random
@@ -395,11 +394,12 @@ def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
     The group "timings" has the cases of the figures, without torch.compile. The group "torch.compile" has those of them
     that have torch.compile as a peer, with it. The group "more timings" has all other cases.
     """
+    from benchmarks.bench_operators import CASES  # no other step needs the peers
+
     bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(read(plan.out)))
     bench.compiler = group != "timings"
     bench.seconds /= 3 if group == "more timings" else 1
-    all_cases: list[BenchCase] = importlib.import_module(f"benchmarks.bench_{operator}").cases(plan.rehearse)
-    for case in all_cases:
+    for case in CASES[operator](plan.rehearse):
         if case.asked == (group != "more timings") and (case.compiled or group != "torch.compile"):
             rows.each(case.name, partial(time_case, case, bench))
 

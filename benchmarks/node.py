@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.cpu_ranks import join, leave
 from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
-from benchmarks.shapes import LayerSizes, layers, model
+from benchmarks.shapes import LLAMA_3, LLAMA_70B, layers
 from benchmarks.timing import Candidate, peak_bytes, verdict
 from tpfuse.choices import Implementation
 from tpfuse.comm.dispatch import symmetric_memory
@@ -44,7 +44,7 @@ from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.switches import use
 from tpfuse.testing.compare import check_error
 
-MODELS = (LayerSizes("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
+MODELS = (LLAMA_3, LLAMA_70B)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 BY_HAND = "by hand"  # torch's product, and the library's collective before or after it
 SYMMETRIC = "torch.ops.symm_mem"

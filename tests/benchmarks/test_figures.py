@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import Target, cost, speedup
+from benchmarks.bench_operators import CASES
+from benchmarks.figures import FIGURES, Target, cost, speedup
 from benchmarks.harness import OURS, Row
 
 FASTER = Target("toy / peer", "toy", "forward", 1.1, "peer", speedup)
@@ -53,3 +54,11 @@ def test_the_slowest_of_several_peers_counts() -> None:
         assert (figure.outcome(rows, 1.0)["got"], figure.outcome(rows, 1.0)["verdict"]) == (1.05, "pass")
     for rows in ([ours, peer, absent], [ours, absent, peer]):
         assert figure.outcome(rows, 1.0)["verdict"] == "not measured yet"
+
+
+def test_every_figure_has_its_cases() -> None:
+    every = {operator: cases(False) for operator, cases in CASES.items()}
+    for figure in FIGURES:
+        assert any(case.asked and figure.case in case.name for case in every[figure.operator]), figure.name
+    names = [case.name for case in every["gemm"]]
+    assert len(names) == len(set(names)) > 70

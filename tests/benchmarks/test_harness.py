@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import first_contact, node, offload_step
-from benchmarks.candidates import Candidates, compiled, liger
+from benchmarks.candidates import Candidates, by_compiler, liger
 from benchmarks.harness import OURS, Bench, BenchCase, Row, TimedMode, measure, new_bench, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
@@ -68,7 +68,7 @@ def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tens
 
 
 def test_a_right_candidate_is_timed_in_every_mode(bench: Bench) -> None:
-    rows = _rows(bench, _plain, compiled=compiled(_plain, bench))
+    rows = _rows(bench, _plain, compiled=by_compiler(_plain, bench))
     assert len(rows) == 8
     for row in rows.values():
         assert row["check"] == "within the bound"

@@ -1,13 +1,22 @@
-"""The rows of configurations.toml fill the waves of tiles of known models' products."""
+"""The rows of configurations.toml fill the waves of tiles of known models' products, whose shapes are right."""
 
 import torch
 
-from benchmarks.shapes import MODELS, TENSOR_PARALLEL, LayerSizes, layers
+from benchmarks.shapes import LLAMA_3, LLAMA_7B, MODELS, TENSOR_PARALLEL, layers
 from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.launch import multiprocessors, recording
 
-LLAMA_3 = LayerSizes("8b", 4096, 32, 8, 14336, True, 128256)  # arXiv:2407.21783, table 3
-CHOSEN = [model for model in (*MODELS, LLAMA_3) if model.name != "7b"]
+CHOSEN = [model for model in (*MODELS, LLAMA_3) if model != LLAMA_7B]
+
+
+def test_parameters_of_the_models() -> None:
+    """The weights of a block times the number of blocks give the sizes that the models are named after."""
+    blocks = {"124m": 12, "350m": 24, "774m": 36, "1558m": 48, "7b": 32, "70b": 80, "8b": 32}
+    rounded = {}
+    for m in (*MODELS, LLAMA_3):
+        block = sum(n * k for _, n, k, _ in layers(m, 1))
+        rounded[m.name] = round((blocks[m.name] * block + (2 if m.gated else 1) * m.vocabulary * m.width) / 1e6)
+    assert rounded == {"124m": 124, "350m": 353, "774m": 772, "1558m": 1555, "7b": 6738, "70b": 68975, "8b": 8030}
 
 
 def test_idle_multiprocessors() -> None:
