@@ -8,12 +8,11 @@ bandwidth is S / time times the bytes that each rank must send, in units of S: (
 all-reduce (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 
 Outputs are in memory that exists already, for all candidates. Results are checked first, to the bit. CPU ranks have one
-thread each. A round times several calls of one candidate after a barrier, on rank 0, and candidates alternate. The
-bound is the copy: no collective of these sizes can read and write less than the copy does.
+thread each. A round times several calls of one candidate after a barrier, the slowest rank counts, and candidates
+alternate. The bound is the copy: no collective of these sizes can read and write less than the copy does.
 """
 
 import os
-import time
 import warnings
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.cpu_ranks import Call, join, leave
 from benchmarks.harness import Parser, Row, percentiles, write_row
+from benchmarks.timing import Candidate, RankClock, alternate, seconds_of
 from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.dispatch import symmetric_memory
@@ -97,30 +97,12 @@ def measure(op: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a call in each round, by candidate. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor`")  # torch 2.11 has no other names
-    device = _device()
-    calls, repeats = _candidates(op, nbytes, device), {}
-    for name, call in calls.items():
-        seconds = torch.tensor(_timed(call, 3, device), device=device)
-        dist.broadcast(seconds, 0)
-        repeats[name] = max(1, min(500, int(_SECONDS / seconds.item())))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            dist.barrier()
-            times[name].append(_timed(call, repeats[name], device))
-    return times
-
-
-def _timed(call: Call, repeats: int, device: torch.device) -> float:
-    """Return the mean seconds of a call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / repeats
+    device, group = _device(), dist.group.WORLD
+    assert group is not None
+    clock = RankClock(group, device, duration=_SECONDS, most=500)
+    calls = _candidates(op, nbytes, device).items()
+    candidates = [Candidate(name, lambda _, call=call: call()) for name, call in calls]  # type: ignore[misc]
+    return seconds_of(alternate(candidates, clock, 0.0, least=rounds, most=rounds))
 
 
 def _report(world: int, op: str, nbytes: int, times: dict[str, list[float]]) -> Row:

@@ -98,7 +98,7 @@ def alternate(candidates: Mapping[str, RankPool], rounds: int, seconds: float) -
 
 def milliseconds(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return the percentiles of each candidate's seconds, in ms."""
-    return {name: {key: round(x * 1e3, 3) for key, x in percentiles(taken).items()} for name, taken in times.items()}
+    return {name: {key: round(x * 1e3, 4) for key, x in percentiles(taken).items()} for name, taken in times.items()}
 
 
 def report(title: str, times: Mapping[str, list[float]], others: float, baseline: str) -> Row:

@@ -32,10 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cpu_ranks import join, leave
-from benchmarks.harness import Parser, Row, aligned, percentiles, write_row
+from benchmarks.harness import Parser, Row, aligned, may_run, percentiles, write_row
 from benchmarks.shapes import LLAMA_3, LLAMA_70B, layers
-from benchmarks.timing import Candidate, peak_bytes, verdict
+from benchmarks.timing import Candidate, RankClock, Timing, alternate, peak_bytes, seconds_of, verdict
 from tpfuse.choices import Implementation
+from tpfuse.comm.comparison import error_bound
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.kernels.launch import INTERPRETED
 from tpfuse.ops.gemm import gemm
@@ -49,8 +50,6 @@ TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 BY_HAND = "by hand"  # torch's product, and the library's collective before or after it
 SYMMETRIC = "torch.ops.symm_mem"
 _COLUMNS = 128  # the number of checked columns
-_HOLD = 20e-3  # the most seconds that streams are held before a round
-_CYCLES = 2e9  # approximate cycles per second of a multiprocessor
 Call = Callable[[], Tensor]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it exists
@@ -189,73 +188,39 @@ def truth_of(product: NodeProduct, node: NodeRanks) -> Tensor:
 def check(calls: dict[str, Call], truth: Tensor, node: NodeRanks) -> dict[str, str]:
     """Return the verdict by candidate, the same on all ranks: "" where every rank has the right result."""
     plain = calls[BY_HAND]()[:, :_COLUMNS].clone()
-    scale = truth.abs().max().item()
-    bound = 2 * (plain.double() - truth).abs().max().item() + torch.finfo(plain.dtype).eps * scale
     verdicts = {}
     for name, call in calls.items():
-        allowed = 0.05 * scale if name == BY_HAND else bound
-        own = verdict(lambda: check_error("out", call()[:, :_COLUMNS], plain, truth, allowed))  # noqa: B023
+        bound = 0.05 * truth.abs().max().item() if name == BY_HAND else error_bound(plain, truth)
+        own = verdict(lambda: check_error("out", call()[:, :_COLUMNS], plain, truth, bound))  # noqa: B023
         verdicts_of_ranks: list[str | None] = [None] * node.group.size()
         dist.all_gather_object(verdicts_of_ranks, own, node.group)
         verdicts[name] = next((f"rank {rank}: {text}" for rank, text in enumerate(verdicts_of_ranks) if text), "")
     return verdicts
 
 
-def _may_run(name: str, verdict: str) -> bool:
-    """Return whether a candidate is right, or is a peer that ran but is less exact."""
-    return not verdict or (not name.startswith("tpfuse") and "AssertionError" in verdict)
+def alternated(candidates: list[Candidate], node: NodeRanks, calls: int) -> dict[str, Timing | str]:
+    """Return what `alternate` does for rounds of so many calls. Every rank must call it."""
+    clock = RankClock(node.group, node.device, duration=float("inf"), most=calls)
+    return alternate(candidates, clock, 0.0, least=node.rounds, most=node.rounds)
 
 
-def _seconds(call: Call, node: NodeRanks, host: float) -> float:
-    """Return the seconds of one call, of some calls one after another, on the slowest rank.
-
-    host: the seconds that the host takes to launch one call.
-    """
-    dist.barrier(node.group)
-    if node.cuda:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(node.device)
-        torch.cuda._sleep(int(min(2 * host * node.repeats + 1e-4, _HOLD) * _CYCLES))  # type: ignore[no-untyped-call]
-        begin.record()
-    started = time.perf_counter()
-    for _ in range(node.repeats):
-        call()
-    seconds = time.perf_counter() - started
-    if node.cuda:
-        end.record()
-        torch.cuda.synchronize(node.device)
-        seconds = begin.elapsed_time(end) / 1e3
-    slowest = torch.tensor(seconds / node.repeats, device=node.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, node.group)
-    return slowest.item()
-
-
-def _host_seconds(call: Call, node: NodeRanks) -> float:
-    call()
-    if node.cuda:
-        torch.cuda.synchronize(node.device)
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+def microseconds(timing: Timing) -> dict[str, float]:
+    """Return the percentiles of a candidate's rounds."""
+    return {key: round(x * 1e6, 1) for key, x in percentiles(timing.seconds).items()}
 
 
 def measure(product: NodeProduct, node: NodeRanks) -> Row:
     """Return a row: microseconds by candidate, and the errors of wrong ones. Every rank must call it."""
     calls = candidates(product, node)
     verdicts = check(calls, truth_of(product, node), node)
-    fit = {name: call for name, call in calls.items() if _may_run(name, verdicts[name])}
-    host = {name: _host_seconds(call, node) for name, call in fit.items()}
-    times: dict[str, list[float]] = {name: [] for name in fit}
-    for turn in range(node.rounds):
-        order = list(fit)
-        first = turn % len(order)
-        for name in order[first:] + order[:first]:
-            times[name].append(_seconds(fit[name], node, host[name]) * 1e6)
+    fit = {name: call for name, call in calls.items() if may_run(name, verdicts[name])}
+    timed = [Candidate(name, lambda _, call=call: call()) for name, call in fit.items()]  # type: ignore[misc]
+    timings = alternated(timed, node, node.repeats)
+    verdicts |= {name: x for name, x in timings.items() if isinstance(x, str)}
     row: Row = {"layer": product.layer, "M": product.M, "N": product.N, "K": product.K, "ranks": node.group.size()}
-    row |= {"us": {name: {k: round(v, 1) for k, v in percentiles(x).items()} for name, x in times.items()}}
+    row["us"] = {name: microseconds(x) for name, x in timings.items() if isinstance(x, Timing)}
     if node.cuda:
-        peak = lambda call: peak_bytes(Candidate("", lambda _: call()), node.device)  # noqa: E731
-        row |= {"peak_bytes": {name: peak(call) for name, call in fit.items()}}
+        row["peak_bytes"] = {x.name: peak_bytes(x, node.device) for x in timed if x.name in row["us"]}
     return row | {"wrong": {name: verdict for name, verdict in verdicts.items() if verdict}}
 
 
@@ -277,43 +242,32 @@ def beside(node: NodeRanks) -> Row:
     x, weight = (torch.ones(size, size, dtype=torch.bfloat16, device=node.device) for _ in range(2))
     summed = torch.ones(2**28 if node.cuda else 2**10, device=node.device)  # its sum takes longer than the product
     other = dist.new_group(dist.get_process_group_ranks(node.group))
+    sums: list[dist.Work] = []
 
-    def microseconds(call: Call, busy: bool) -> float:
-        call()
-        times = []
-        for _ in range(node.rounds):
-            dist.barrier(node.group)
-            if node.cuda:
-                torch.cuda.synchronize(node.device)
-            sums = dist.all_reduce(summed, group=other, async_op=True) if busy else None
-            started = time.perf_counter()
-            if node.cuda:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-            call()
-            if node.cuda:
-                end.record()
-                end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 if node.cuda else (time.perf_counter() - started) * 1e6)
-            if sums is not None:
-                sums.wait()
-        return round(percentiles(times)["median"], 1)
+    def start() -> None:
+        end()
+        sums.append(dist.all_reduce(summed, group=other, async_op=True))
+
+    def end() -> None:
+        if sums:
+            sums.pop().wait()
 
     calls: dict[str, Call] = {"torch": lambda: x @ weight.T, "tpfuse": lambda: gemm(x, weight)}
-    us = {
-        name: {"alone": microseconds(call, False), "beside": microseconds(call, True)} for name, call in calls.items()
-    }
+    us: dict[str, dict[str, float]] = {}
+    for name, call in calls.items():
+        run = lambda _, call=call: call()  # noqa: E731
+        times = seconds_of(alternated([Candidate("alone", run), Candidate("beside", run, prepare=start)], node, 1))
+        us[name] = {key: round(percentiles(seconds)["median"] * 1e6, 1) for key, seconds in times.items()}
+    end()
     return {"layer": "beside an all-reduce", "M": size, "N": size, "K": size, "ranks": node.group.size(), "us": us}
 
 
-def _line(product: NodeProduct, row: Row, names: list[str]) -> list[str]:
-    """Return the medians, each with the time by hand divided by it."""
+def table(product: NodeProduct, row: Row) -> str:
+    """Return the medians, and the time by hand divided by each."""
     base = row["us"].get(BY_HAND, {}).get("median", float("nan"))
-    cells = [str(product)]
-    for name in names:
-        median = row["us"].get(name, {}).get("median")
-        cells.append("wrong" if median is None else f"{median:.1f} ({base / median:.2f})")
-    return cells
+    lines = [(str(product), "us", f"{BY_HAND} / it")]
+    lines += [(name, f"{x['median']:.1f}", f"{base / x['median']:.2f}") for name, x in row["us"].items()]
+    return aligned([*lines, *((name, "wrong", "") for name in row["wrong"] if name not in row["us"])])
 
 
 def run(scale: str, minutes: float, node: NodeRanks, keep: bool) -> int:
@@ -325,7 +279,6 @@ def run(scale: str, minutes: float, node: NodeRanks, keep: bool) -> int:
     for line in left_out(node) if first else []:
         print(line, file=sys.stderr)
     others = [start_up(node)]  # before any other product
-    lines: list[list[str]] = []
     deadline, wrong, skipped = time.monotonic() + 60 * minutes, [], 0
     for product in products(scale, node.group.size()):
         late = torch.tensor(float(time.monotonic() > deadline), device=node.device)
@@ -334,17 +287,15 @@ def run(scale: str, minutes: float, node: NodeRanks, keep: bool) -> int:
             skipped += 1
             continue
         row = measure(product, node)
-        names = [BY_HAND, *(name for name in row["us"] | row["wrong"] if name != BY_HAND)]
-        lines = lines or [["microseconds (times by hand)", *names]]
-        lines.append(_line(product, row, names))
         wrong += [f"{product}: {name}: {verdict}" for name, verdict in row["wrong"].items()]
-        if first and scale != "tiny":
-            write_row("node", row, keep)
+        if first:
+            print(table(product, row), end="\n\n", flush=True)
+            if scale != "tiny":
+                write_row("node", row, keep)
     others.append(beside(node))
     if first:
         for row in others if scale != "tiny" else ():
             write_row("node", row, keep)
-        print(aligned(lines))
         print("start-up, s:", *(f"{name} {seconds}" for name, seconds in others[0]["seconds"].items()))
         print("product beside an all-reduce, us:", *(f"{name} {us}" for name, us in others[1]["us"].items()))
         print("\n".join([*wrong, *([f"no time left for {skipped} products"] if skipped else [])]) or "all are right")

@@ -9,7 +9,7 @@ that changes of clocks and temperature affect all candidates equally.
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter, sleep
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from torch import Tensor
 from tpfuse.tools.search import one_line
 
 _CYCLES = 2e9  # approximate cycles per second of current GPUs' multiprocessors; for holding the stream
-_LONGEST_HOLD = 5e-3  # seconds
+_LONGEST_HOLD, _LONGEST_HOLD_OF_RANKS = 5e-3, 20e-3  # seconds
 _SETTLING = 0.02  # seconds before a turn of CPU ranks; OpenMP's threads spin for less time
 
 
@@ -87,7 +87,7 @@ class DeviceClock:
         """Hold the stream for about twice the host's seconds, fill the cache, and run the call between two events."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         prepared = candidate.prepare()
-        torch.cuda._sleep(int(min(2 * host + 50e-6, _LONGEST_HOLD) * _CYCLES))  # type: ignore[no-untyped-call]
+        _hold(min(2 * host + 50e-6, _LONGEST_HOLD))
         self._other.sum()
         begin.record()
         candidate.run(prepared)
@@ -99,6 +99,63 @@ class DeviceClock:
         torch.cuda.synchronize(self._device)
         seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
         self._events.clear()
+        return seconds
+
+
+def _hold(seconds: float) -> None:
+    """Keep the current stream busy for about this long."""
+    torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
+
+
+class RankClock:
+    """A clock of calls that all ranks of a group start at once, and of which the slowest rank counts.
+
+    A round makes calls one after another for about `duration` seconds, but 1 to `most` of them. The streams of GPUs are
+    held meanwhile, and the time is the device's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, duration: float, most: int) -> None:
+        self._group, self._device, self._duration, self._most = group, device, duration, most
+        self._calls: dict[str, int] = {}  # of a round, by candidate
+        self._seconds: list[float] = []
+
+    def warm_up(self, candidate: Candidate) -> float:
+        """Make two calls; the host's seconds are those of the second one."""
+        candidate.run(candidate.prepare())
+        seconds, host = self._round(candidate, 1, 0.0)
+        self._calls[candidate.name] = max(1, int(min(self._most, self._duration / seconds)))
+        return host
+
+    def start(self, candidate: Candidate, host: float) -> None:
+        """Make the calls of a round, after one `prepare`, and record the seconds of a call."""
+        self._seconds.append(self._round(candidate, self._calls[candidate.name], host)[0])
+
+    def _round(self, candidate: Candidate, calls: int, host: float) -> tuple[float, float]:
+        """Return the seconds of a call, and those that the host takes for it."""
+        cuda = self._device.type == "cuda"
+        dist.barrier(self._group)
+        if cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(self._device)
+            _hold(min(2 * host * calls + 1e-4, _LONGEST_HOLD_OF_RANKS))
+        prepared = candidate.prepare()
+        if cuda:
+            begin.record()
+        started = perf_counter()
+        for _ in range(calls):
+            candidate.run(prepared)
+        seconds = launched = perf_counter() - started
+        if cuda:
+            end.record()
+            torch.cuda.synchronize(self._device)
+            seconds = begin.elapsed_time(end) / 1e3
+        slowest = torch.tensor([seconds / calls, launched / calls], device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self._group)
+        return slowest[0].item(), slowest[1].item()
+
+    def collect(self) -> list[float]:
+        """Return the seconds that `start` recorded."""
+        seconds, self._seconds = self._seconds, []
         return seconds
 
 
@@ -151,6 +208,13 @@ def alternate(
         for candidate in (*candidates[first:], *candidates[:first]):
             results[candidate.name] = _timed(candidate, clock, results[candidate.name])
     return results
+
+
+def seconds_of(results: Mapping[str, Timing | str]) -> dict[str, list[float]]:
+    """Return the seconds of every round by candidate. Raise RuntimeError where a candidate raised."""
+    if errors := [f"{name}: {x}" for name, x in results.items() if isinstance(x, str)]:
+        raise RuntimeError("; ".join(errors))
+    return {name: x.seconds for name, x in results.items() if isinstance(x, Timing)}
 
 
 def _warmed_up(candidate: Candidate, clock: BenchClock) -> Timing | str:
@@ -224,7 +288,5 @@ def _matrix_rate(m: int, n: int, k: int, device: torch.device, clock: BenchClock
 
 
 def _median(call: Callable[[], Tensor], clock: BenchClock) -> float:
-    timing = alternate([Candidate("call", lambda _: call())], clock, seconds=1.0, least=7, most=20)["call"]
-    if isinstance(timing, str):
-        raise RuntimeError(f"the ceilings of this device cannot be measured: {timing}")
-    return statistics.median(timing.seconds)
+    ceiling = Candidate("ceiling of this device", lambda _: call())
+    return statistics.median(seconds_of(alternate([ceiling], clock, 1.0, least=7, most=20))[ceiling.name])

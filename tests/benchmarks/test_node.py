@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import node
+from benchmarks.harness import may_run
 from benchmarks.node import BY_HAND, NodeProduct, NodeRanks, candidates, check, run, truth_of
 from tests.support.tiers import exhaustive
 from tpfuse.ops.linear.dispatch import FUSED
@@ -37,11 +38,13 @@ def test_the_command() -> None:
         [*start, "-m", "benchmarks.node", "--scale", "tiny"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    head, *lines, start, beside, last = done.stdout.splitlines()
-    assert all(name in head for name in NAMES)
-    assert len(lines) == 2 and last == "all are right"
-    assert start.startswith("start-up, s: memory 0.") and "'beside': " in beside
-    assert all(float(cell) > 0 for line in lines for cell in re.findall(r"([\d.]+) \(", line))
+    gather, scatter, last = done.stdout.split("\n\n")
+    for product, text in (("tiny qkv", gather), ("tiny o", scatter)):
+        head, *lines = text.splitlines()
+        assert head.startswith(f"{product}, 24 x ") and {re.split("  +", line)[0] for line in lines} == NAMES
+        assert all(float(line.split()[-2]) > 0 for line in lines)
+    start, beside, verdict = last.splitlines()
+    assert start.startswith("start-up, s: memory 0.") and "'beside': " in beside and verdict == "all are right"
     assert [line for line in done.stderr.splitlines() if line.startswith("left out")] == [
         "left out: torch.ops.symm_mem: there is no CUDA GPU"
     ]
@@ -68,7 +71,7 @@ def test_all_ranks_report_what_is_wrong_on_one(product: NodeProduct, broken: str
     for verdicts_of_rank in pool(2).run(verdicts, product, broken, 1):
         assert {name for name, verdict in verdicts_of_rank.items() if verdict} == {broken}
         assert verdicts_of_rank[broken].startswith("rank 1: AssertionError: out[")
-        assert not node._may_run(broken, verdicts_of_rank[broken]) and node._may_run(BY_HAND, verdicts_of_rank[broken])
+        assert not may_run(broken, verdicts_of_rank[broken]) and may_run(BY_HAND, verdicts_of_rank[broken])
 
 
 def status_with_a_wrong_candidate() -> int:

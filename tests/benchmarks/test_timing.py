@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.timing import Candidate, Ceilings, DeviceClock, Timing, alternate, measure_ceilings
+from benchmarks import timing
+from benchmarks.timing import Candidate, Ceilings, DeviceClock, RankClock, Timing, alternate, measure_ceilings
 
 
 class FakeClock:
@@ -112,3 +114,22 @@ def test_warm_up_waits_before_and_after_each_call(stream: list[str]) -> None:
     candidate = Candidate("ours", lambda _: stream.append("run"), prepare=lambda: stream.append("prepare"))
     assert 0 <= _clock(stream).warm_up(candidate) < 1
     assert stream == ["prepare", "wait", "run", "wait"] * 3
+
+
+def test_ranks_start_several_calls_at_once_and_the_slowest_rank_counts(
+    stream: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.tensor
+    monkeypatch.setattr(timing.torch, "tensor", lambda x, device: tensor(x))
+    monkeypatch.setattr(dist, "barrier", lambda group: stream.append("barrier"))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op, group: x.mul_(2.0))
+    clock = RankClock(SimpleNamespace(), torch.device("cuda"), duration=12e-3, most=9)  # type: ignore[arg-type]
+    candidate = Candidate("ours", lambda x: stream.append(f"run {x}"), prepare=lambda: stream.append("prepare") or "it")
+    clock.warm_up(candidate)
+    stream.clear()
+    clock.start(candidate, host=100e-6)
+    calls = ["run it"] * 2  # of 5 ms each
+    assert stream == ["barrier", "wait", "hold 500 us", "prepare", "event", *calls, "event", "wait"]
+    assert clock.collect() == [pytest.approx(2.5e-3)] and clock.collect() == []
+    clock.start(candidate, host=1.0)
+    assert "hold 20000 us" in stream, "the streams are not held for long"
