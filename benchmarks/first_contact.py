@@ -13,8 +13,8 @@ times of further shapes. docs/first_node.md says what each outcome means.
 Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
 (`benchmarks.apart`). A second call with the same FOLDER continues where the first one ended. FOLDER/first_contact.json
 is the summary: device, versions, commit and command, failures, figures, and the steps that are left. What was timed on
-a GPU is also in gpu-MACHINE.json, with its table in gpu-MACHINE.md, in build/results, or with --keep in
-benchmarks/results, which git tracks.
+a GPU is also in gpu-MACHINE.json, in build/results, or with --keep in benchmarks/results, which git tracks; its table
+is in build/results/gpu-MACHINE.md.
 """
 
 import argparse
@@ -77,9 +77,10 @@ def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, An
 
 
 def write_results(document: dict[str, Any], measured: Sequence[Row], keep: bool) -> Path:
-    """Write gpu-MACHINE.json and gpu-MACHINE.md: what was measured, and the figures of the summary. Return the folder.
+    """Write gpu-MACHINE.json: what was measured, and the figures of the summary. Return its folder.
 
-    keep: whether they are to be committed. Files with cases that were not measured now are not replaced.
+    keep: whether it is to be committed. A file with cases that were not measured now is not replaced. Its table,
+    gpu-MACHINE.md, is never committed.
     """
     head = {key: x for key, x in document["device"].items() if key not in ("step", "row", "seconds")}
     name = f"gpu-{re.sub(r'[^a-z0-9]+', '-', head['machine'].lower()).strip('-')}"
@@ -104,7 +105,7 @@ def write_results(document: dict[str, Any], measured: Sequence[Row], keep: bool)
         table(measured),
         "```",
     ]
-    replace_file(folder / f"{name}.md", "\n".join(lines) + "\n")
+    replace_file(results(keep=False) / f"{name}.md", "\n".join(lines) + "\n")
     return folder
 
 

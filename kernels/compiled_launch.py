@@ -3,7 +3,7 @@
 Triton compiles a kernel again for other types of its arguments, for other values of its constexprs, and when an integer
 changes between 1 and another value, or when an integer or an address changes between a multiple of 16 and none. Its
 binder looks at every argument for that, and builds strings from the result to look the compiled kernel up: 15 µs a
-launch (benchmarks/results/host_time.md). Here a compiled kernel is found by a key from which all of that follows, and
+launch (benchmarks/results/gpu.md). Here a compiled kernel is found by a key from which all of that follows, and
 started as Triton starts it, with the same arguments.
 
 The first launch of a key takes Triton's own path, and so do all launches while a hook is registered with Triton, as

@@ -34,7 +34,7 @@ def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COL
     """Return the source that `load_tile` reads: the pointer itself, or a descriptor of tiles of adjacent elements.
 
     The descriptor is made on the device: one from the host takes more of the host's time at each launch
-    (benchmarks/results/host_time.md).
+    (benchmarks/results/gpu.md).
     """
     if TMA:
         return tl.make_tensor_descriptor(x_ptr, [rows, columns], [stride_row, 1], [BLOCK_ROWS, BLOCK_COLUMNS])

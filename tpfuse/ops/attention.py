@@ -134,8 +134,8 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> Literal["t
     `kernels auto` trains on a GPU with scaled_dot_product_attention: torch prefers cuDNN on compute capability 9.0 and
     10.0, if its version has no known fault (check_prefer_cudnn_attention in torch's sdp_utils.cpp), and otherwise flash
     attention 2. On an H100 the Triton kernels reach 0.69 to 0.88 of cuDNN's speed forward and 0.73 to 0.84 backward,
-    and 1.2 to 1.6 of flash attention 2's (benchmarks/results/gpu-nvidia-h100-80gb-hbm3.md). On an A100, flash attention
-    2 was 1.3 to 2.5 times as fast as Triton's (arXiv:2307.08691).
+    and 1.2 to 1.6 of flash attention 2's (gpu-nvidia-h100-80gb-hbm3.json in benchmarks/results). On an A100, flash
+    attention 2 was 1.3 to 2.5 times as fast as Triton's (arXiv:2307.08691).
 
     The Triton kernels compute plain calls too where torch's operators are worse (`flash_obstacle`); and cuDNN makes a
     plan for each new shape, which takes up to half a second (modelscope/FunASR #3704). In training the same shapes

@@ -5,7 +5,7 @@ error, if the upstream gradient requires none (after a sum or a loss). Inside a 
 other dtypes than backward has.
 
 An operator of torch.library takes 40 µs of the host with a registered backward, and a Function with the same backward
-takes 10 (benchmarks/results/host_time.md). A `RegisteredFunction` is both: an operator for what traces or compiles, a
+takes 10 (benchmarks/results/gpu.md). A `RegisteredFunction` is both: an operator for what traces or compiles, a
 Function for calls that nothing observes.
 """
 
