@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.harness import Row, aligned, percentiles
-from benchmarks.timing import seconds_per_call
 from tpfuse.testing.ranks import RankPool
 
 ALONE = "one_process"
+_SETTLING = 0.02  # seconds before a turn; OpenMP's threads spin for less time
 Call = Callable[[], object]
 
 calls: dict[str, Call] = {}  # the calls of this process that alternate
@@ -53,10 +53,16 @@ def pools(ranks: int, threads: int | None = None) -> Iterator[tuple[RankPool, Ra
 
 
 def turn(name: str, repeats: int) -> float:
-    """Return the seconds of a call. Every rank of the candidate must call it."""
+    """Return the seconds of a call, from a barrier to this rank's end. Every rank of the candidate must call it."""
     from benchmarks import cpu_ranks  # a pool loads the file of `turn` apart from the module that benchmarks import
 
-    return seconds_per_call(cpu_ranks.calls[name], repeats)
+    call = cpu_ranks.calls[name]
+    time.sleep(_SETTLING)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - started) / repeats
 
 
 class OtherPrograms:

@@ -11,7 +11,7 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,6 @@ from tpfuse.tools.search import one_line
 
 _CYCLES = 2e9  # approximate cycles per second of current GPUs' multiprocessors; for holding the stream
 _LONGEST_HOLD, _LONGEST_HOLD_OF_RANKS = 5e-3, 20e-3  # seconds
-_SETTLING = 0.02  # seconds before a turn of CPU ranks; OpenMP's threads spin for less time
 
 
 def _nothing() -> None:
@@ -246,16 +245,6 @@ def peak_bytes(candidate: Candidate, device: torch.device) -> int | None:
     candidate.run(candidate.prepare())
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def seconds_per_call(call: Callable[[], object], repeats: int) -> float:
-    """Return the seconds of a call, from a barrier to this rank's end. All CPU ranks must call it."""
-    sleep(_SETTLING)
-    dist.barrier()
-    started = perf_counter()
-    for _ in range(repeats):
-        call()
-    return (perf_counter() - started) / repeats
 
 
 @dataclass(frozen=True)
