@@ -2,11 +2,11 @@
 
 A folder holds the results:
 
-    rows.jsonl     a line for each row, synced to the disk before the next row is begun: "step" and "row" name the row,
-                   "seconds" is its duration, and "error" is the end of the traceback where it raised; the other keys
-                   are the step's own. A line with "finished" is the last one of the step.
-    running.json   the row that is in progress. The row is blamed where the process dies or hangs.
-    log.txt        the output of the processes
+    rows.jsonl  a line for each row, synced to the disk before the next row is begun: "step" and "row" name the row,
+                "seconds" is its duration, and "error" is the end of the traceback where it raised; the other keys
+                are the step's own. A line with "begun" names the row that is in progress from then on, and one with
+                "finished" is the last one of the step.
+    log.txt     the output of the processes
 
 A row that raises does not end its step. Where a row hangs, or ends its process, the parent process writes the row, and
 a new process continues after it. A row is begun only while there is time left for its step. A row that the end of the
@@ -20,14 +20,12 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
-
-from tpfuse.comm.host import replace_file
 
 Row = dict[str, Any]
 
@@ -46,13 +44,13 @@ class Rows:
     """The rows of one step, which the step's process writes.
 
     until: the time by time.monotonic after which no other row is begun; the first row is always begun, so that every
-    process makes progress.
+    process makes progress. since: the number of lines in the folder that do not count as done.
     """
 
-    def __init__(self, folder: Path, step: str, until: float, *, again: bool = False) -> None:
-        """Read the rows that are done. again: the results of an earlier run do not count."""
+    def __init__(self, folder: Path, step: str, until: float, since: int = 0) -> None:
+        """Read the rows that are done."""
         self.folder, self.step, self.until, self._begun = folder, step, until, False
-        self.done = set() if again else {row["row"] for row in read(folder) if row["step"] == step and "row" in row}
+        self.done = {row["row"] for row in lines(folder)[since:] if row["step"] == step and "row" in row}
 
     def each(self, name: str, work: Callable[[], Row], *, fatal: bool = False) -> None:
         """Make the row `name` unless it exists: the result of `work`, or its error. Raise Later, as `work` may.
@@ -79,12 +77,11 @@ class Rows:
         if self._begun and monotonic() > self.until:
             raise Later
         self._begun = True
-        replace_file(self.folder / "running.json", json.dumps({"step": self.step, "row": name}))
+        append(self.folder, {"step": self.step, "begun": name})
 
     def alive(self) -> None:
         """Record that the row in progress does not hang."""
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(self.folder / "running.json")
+        os.utime(self.folder / "rows.jsonl")
 
     def write(self, name: str, outcome: Row) -> None:
         """Keep a row."""
@@ -118,18 +115,23 @@ def append(folder: Path, row: Row) -> None:
         os.fsync(file.fileno())
 
 
-def read(folder: Path) -> list[Row]:
-    """Return all rows. An incomplete last line, which is being written or was cut off, is left out."""
+def lines(folder: Path) -> list[Row]:
+    """Return all lines. An incomplete last one, which is being written or was cut off, is left out."""
     path = folder / "rows.jsonl"
     data = path.read_bytes() if path.exists() else b""
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
+def read(folder: Path) -> list[Row]:
+    """Return all rows, and the last lines of finished steps."""
+    return [line for line in lines(folder) if "begun" not in line]
+
+
 def _mend(folder: Path) -> None:
     """Remove a last line that was cut off. It must be called while no process writes."""
     path = folder / "rows.jsonl"
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    path.touch()
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def finished(folder: Path) -> set[str]:
@@ -149,16 +151,19 @@ def ending(error: BaseException) -> str:
 
 
 class _Shown:
-    """A reader that passes on the rows that were added since its last look."""
+    """A reader that passes on the rows that were added since its last look. count: the number of lines."""
 
     def __init__(self, folder: Path, say: Callable[[Row], None]) -> None:
-        self._folder, self._say, self.count = folder, say, len(read(folder))
+        self._folder, self._say, self.count = folder, say, len(lines(folder))
 
-    def look(self) -> None:
-        rows = read(self._folder)
-        for row in rows[self.count :]:
-            self._say(row)
-        self.count = len(rows)
+    def look(self) -> list[Row]:
+        """Return all lines."""
+        found = lines(self._folder)
+        for line in found[self.count :]:
+            if "begun" not in line:
+                self._say(line)
+        self.count = len(found)
+        return found
 
 
 def run_steps(
@@ -171,66 +176,62 @@ def run_steps(
     folder.mkdir(parents=True, exist_ok=True)
     _mend(folder)
     known, shown = finished(folder), _Shown(folder, say)
-    waiting = [step for step in steps if step.again or step.name not in known]
-    moved = True
+    waiting, moved = [step for step in steps if step.again or step.name not in known], True
     while waiting and moved:
-        moved, left = False, []
-        for step in waiting:
-            outcome = "cut off"
-            if deadline - monotonic() >= step.least:
-                outcome = _turn(step, folder, deadline, shown)
-            moved |= outcome != "cut off"
-            if outcome != "finished":
-                left.append(step)
-        waiting = left
+        outcomes = [(step, _turn(step, folder, deadline, shown)) for step in waiting]
+        waiting = [step for step, outcome in outcomes if outcome != "finished"]
+        moved = any(outcome != "cut off" for _, outcome in outcomes)
     return [step.name for step in waiting]
 
 
 def _turn(step: Step, folder: Path, deadline: float, shown: _Shown) -> str:
     """Run the processes of a step, one after another; return "finished", "later" or "cut off"."""
-    started = monotonic()
+    if deadline - monotonic() < step.least:
+        return "cut off"
+    started, since, log = monotonic(), shown.count if step.again else 0, folder / "log.txt"
     until = min(deadline, started + step.most)
-    again = step.again
     while True:
-        before, log = shown.count, _size(folder / "log.txt")
-        (folder / "running.json").unlink(missing_ok=True)
-        status, reason = _process(replace(step, again=again), folder, until, deadline, shown)
-        again = False  # the rows of this turn count
+        log.touch()
+        before, printed = shown.count, log.stat().st_size
+        status, reason = _process(step, folder, since, until, deadline, shown)
         if reason == "cut off":
             return reason
         if status not in (0, _LATER, _RESTART):
-            _blame(step, folder, reason or _named(status), log)
-        shown.look()
+            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            running = [ALL, *(line.get("begun", ALL) for line in shown.look()[before:])][-1]
+            said = log.read_bytes()[printed:].decode(errors="replace").strip().splitlines()[1:]
+            error = "\n".join([*said[-_TRACEBACK:], reason or f"the process ended with {how}"])
+            append(folder, {"step": step.name, "row": running, "error": error})
+        added = shown.look()[before:]
         if status == _LATER:
             return "later"
-        if status == 0 or shown.count == before or read(folder)[-1].get("row") == ALL:
+        if status == 0 or not added or added[-1].get("row") == ALL:
             append(folder, {"step": step.name, "finished": True, "seconds": round(monotonic() - started, 1)})
             shown.look()
             return "finished"
 
 
-def _process(step: Step, folder: Path, until: float, deadline: float, shown: _Shown) -> tuple[int, str]:
+def _process(step: Step, folder: Path, since: int, until: float, deadline: float, shown: _Shown) -> tuple[int, str]:
     """Return the exit status of the step's process, and why the parent ended it.
 
     The reason is "" where the process ended by itself, "cut off" at the deadline, and otherwise it names the hang.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=_child, args=(step, folder, until))
+    process = context.Process(target=_child, args=(step, Rows(folder, step.name, until, since)))
     process.start()
     assert process.pid is not None
-    reason, seen, last = "", _signs(folder), monotonic()
-    while process.is_alive():
+    reason, signs, last = "", folder / "rows.jsonl", monotonic()
+    seen = signs.stat().st_mtime_ns
+    while process.is_alive() and not reason:
         process.join(_LOOK)
-        shown.look()
-        if _signs(folder) != seen:
-            seen, last = _signs(folder), monotonic()
+        if (written := signs.stat().st_mtime_ns) != seen:
+            seen, last = written, monotonic()
+            shown.look()
         if monotonic() > deadline:
             reason = "cut off"
         elif monotonic() - last > step.patience:
             reason = f"ended: not done after {step.patience:.0f} s"
-        if reason:
-            break
     _end(process.pid)
     process.join()
     _mend(folder)
@@ -238,15 +239,14 @@ def _process(step: Step, folder: Path, until: float, deadline: float, shown: _Sh
     return process.exitcode, reason
 
 
-def _child(step: Step, folder: Path, until: float) -> None:
+def _child(step: Step, rows: Rows) -> None:
     """Run the step in this process, in a session of its own, so that the processes it starts can be ended with it."""
     os.setsid()
     os.environ.update(step.environment)
-    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(rows.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     print(f"--- {step.name}", flush=True)
-    rows = Rows(folder, step.name, until, again=step.again)
     try:
         step.call(rows)
     except Later:
@@ -254,38 +254,6 @@ def _child(step: Step, folder: Path, until: float) -> None:
     except Exception as error:
         traceback.print_exc()
         rows.write(ALL, {"error": ending(error)})
-
-
-def _blame(step: Step, folder: Path, reason: str, log: int) -> None:
-    """Keep the row in progress, or `ALL`, with the reason and the last lines that the process printed."""
-    name = ALL
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        running = json.loads((folder / "running.json").read_text())
-        finished = {row.get("row") for row in read(folder) if row["step"] == step.name}
-        if running["step"] == step.name and running["row"] not in finished:
-            name = running["row"]
-    printed: list[str] = []
-    with contextlib.suppress(FileNotFoundError), (folder / "log.txt").open("rb") as file:
-        file.seek(log)
-        printed = file.read().decode(errors="replace").strip().splitlines()[1:]
-    append(folder, {"step": step.name, "row": name, "error": "\n".join([*printed[-_TRACEBACK:], reason])})
-
-
-def _named(status: int) -> str:
-    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    return f"the process ended with {how}"
-
-
-def _signs(folder: Path) -> tuple[int, int]:
-    """Return two numbers that change while a step makes progress."""
-    running = folder / "running.json"
-    with contextlib.suppress(FileNotFoundError):
-        return _size(folder / "rows.jsonl"), running.stat().st_mtime_ns
-    return _size(folder / "rows.jsonl"), 0
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _end(pid: int) -> None:

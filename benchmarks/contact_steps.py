@@ -11,20 +11,21 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
-from typing import Any
+from time import monotonic
+from typing import Any, TypeVar
 
 import torch
 import triton
 
 from benchmarks.apart import ALL, Later, Row, Rows, Step, failed, read
 from benchmarks.harness import OURS, Bench, BenchCase, measure, new_bench, provenance
-from benchmarks.timing import Candidate, Ceilings, Timing, alternate
+from benchmarks.timing import Candidate, Ceilings, Timing, alternate, seconds_of
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.models.gpt import GPT
@@ -40,7 +41,10 @@ from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
 from tpfuse.tools.search import Tuner
 from tpfuse.tools.search_space import SPACES
+from tpfuse.tools.search_space import Step as Space
 from tpfuse.tools.training import train_each
+
+Item = TypeVar("Item")
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("bfloat16", "float32")
@@ -100,10 +104,9 @@ class Plan:
         """Return the device on which kernels run."""
         return torch.device("cpu") if self.rehearse else torch.device("cuda", 0)
 
-    def begin(self) -> None:
-        """Use one thread in a rehearsal, whose tensors are tiny. Each step that computes calls this first."""
-        if self.rehearse:
-            torch.set_num_threads(1)
+    def few(self, items: Iterable[Item]) -> list[Item]:
+        """Return all items, or in a rehearsal the first one."""
+        return list(items)[: 1 if self.rehearse else None]
 
     @property
     def compared(self) -> list[str]:
@@ -114,7 +117,10 @@ class Plan:
 def steps(plan: Plan) -> dict[str, list[Step]]:
     """Return all steps by group, in order."""
     interpret = "1" if plan.rehearse else "0"
-    tests = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
+    environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
+
+    def one_row(name: str, row: str, work: Callable[[Plan, Rows], Row], **options: Any) -> Step:
+        return Step(name, partial(make_row, row, partial(work, plan)), **options)
 
     def timed(group: str, factor: int, names: Collection[str] = tuple(TIMED)) -> list[Step]:
         return [
@@ -124,8 +130,8 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
         ]
 
     return {
-        "device": [Step("device", partial(one_row, "device", partial(tell_device, plan)), again=True)],
-        "compile": [Step("compile", partial(fill_cache, plan), patience=120.0, most=300.0, again=True)],
+        "device": [one_row("device", "device", tell_device, again=True)],
+        "compile": [one_row("compile", "compile", fill_cache, most=300.0, again=True)],
         "operators": [
             Step(f"operators: {name}", partial(compare_operator, plan, name, DTYPES), most=90.0)
             for name in plan.compared
@@ -135,25 +141,25 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
             for name, changed in suspects().items()
         ],
         "timings": [
-            Step("ceilings", partial(one_row, "ceilings", partial(find_ceilings, plan))),
+            one_row("ceilings", "ceilings", find_ceilings),
             *timed("timings", 1, FIRST_TIMED),
         ],
         "one process": [
             Step(f"one process: {world} ranks", partial(run_ranks, plan, world), 300.0, environment=ENVIRONMENT)
-            for world in (WORLDS[:1] if plan.rehearse else WORLDS)
+            for world in plan.few(WORLDS)
         ],
         "processes": [
-            Step(f"processes: {file}", partial(run_tests, file), 200.0, most=180.0, least=30.0, environment=tests)
-            for file in (TESTS[:1] if plan.rehearse else TESTS)
+            Step(f"processes: {file}", partial(run_tests, file), 200.0, most=180.0, least=30.0, environment=environment)
+            for file in plan.few(TESTS)
         ],
-        "verify": [Step("verify", partial(one_row, "training", partial(train, plan)), 400.0, least=30.0)],
+        "verify": [one_row("verify", "training", train, patience=400.0, least=30.0)],
         "sanitizers": [
             Step("sanitizers", partial(sanitize, plan), 200.0, least=60.0),
-            Step("ConSan", partial(one_row, "ConSan", partial(sanitize_pipelines, plan)), 300.0, least=60.0),
+            one_row("ConSan", "ConSan", sanitize_pipelines, patience=300.0, least=60.0),
         ],
         "other timings": timed("timings", 1, [name for name in TIMED if name not in FIRST_TIMED]),
         "nodes": [Step("nodes", partial(time_node, plan), 600.0, least=60.0)],
-        "graph": [Step("graph", partial(one_row, "a step of a GPT", partial(time_graph, plan)), 120.0)],
+        "graph": [one_row("graph", "a step of a GPT", time_graph)],
         "torch.compile": timed("torch.compile", 2, COMPILED),
         "tune": [
             Step(f"tune: {name}", partial(tune_operator, plan, name), 900.0, least=60.0)
@@ -169,50 +175,53 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
     }
 
 
-def one_row(name: str, work: Callable[[], Row], rows: Rows) -> None:
+def make_row(name: str, work: Callable[[Rows], Row], rows: Rows) -> None:
     """Make the one row of a step."""
-    rows.each(name, work)
+    rows.each(name, partial(work, rows))
 
 
-def tell_device(plan: Plan) -> Row:
+def tell_device(plan: Plan, rows: Rows) -> Row:
     """Return the device, versions, commit and command, and the properties of the machine."""
     findings = [asdict(finding) for finding in doctor.examine(doctor.Machine())]
     return provenance() | {"seed": plan.seed, "findings": findings}
 
 
-def fill_cache(plan: Plan, rows: Rows) -> None:
+def fill_cache(plan: Plan, rows: Rows) -> Row:
     """Compile on all cores, so that Triton then finds most kernels in its cache."""
-    rows.each("compile", partial(_fill_cache, plan, rows))
-
-
-def _fill_cache(plan: Plan, rows: Rows) -> Row:
-    wanted = plan.compared[:1] if plan.rehearse else plan.compared
     family = "sm_90" if plan.rehearse else launch.family(plan.device)
-    dtypes = DTYPES[:1] if plan.rehearse else DTYPES
-    command = [sys.executable, "-m", "tpfuse.tools.compilation", *wanted, "--warm"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command += ["--families", family, "--dtypes", *dtypes]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    done = 0
-    for _ in process.stdout:
-        done += 1
+    options = "--warm", "--families", family, "--dtypes", *plan.few(DTYPES)
+    command = sys.executable, "-m", "tpfuse.tools.compilation", *plan.few(plan.compared), *options
+    lines, failed = run_program(rows, command, environment, rows.until)
+    return {"kernels": len(lines), "family": family, "dtypes": plan.few(DTYPES)} | failed
+
+
+def run_program(
+    rows: Rows, command: Sequence[str], environment: Mapping[str, str] = os.environ, until: float = float("inf")
+) -> tuple[list[str], Row]:
+    """Run a program, whose lines show that the row in progress does not hang, and return them.
+
+    The row that is returned too has the end of the log as its error where the program fails, and a note where it was
+    ended at `until`.
+    """
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
         rows.alive()
-        if monotonic() > rows.until:
+        if monotonic() > until:
             process.kill()
-            return {"kernels": done, "note": "the others are compiled when they are first launched"}
-    errors = process.stderr.read().strip()
-    failed = {"error": errors[-2000:]} if process.wait() else {}
-    return {"kernels": done, "family": family, "dtypes": dtypes} | failed
+            return lines, {"note": "ended, since there was no time left"}
+    log = rows.folder / "log.txt"
+    return lines, {"error": log.read_text(errors="replace")[-2000:].strip()} if process.wait() else {}
 
 
 def compare_operator(plan: Plan, operator: str, dtypes: Sequence[str], rows: Rows) -> None:
     """Compare an operator with its reference, as `tpfuse verify` does."""
-    plan.begin()
     works = list(verify.comparisons(operator, plan.device).items())
     for dtype in dtypes:
-        for name, work in works[:1] if plan.rehearse else works:
+        for name, work in plan.few(works):
             rows.each(f"{name}, {dtype}", partial(_compare, work, dtype))
 
 
@@ -227,23 +236,19 @@ def _compare(work: Callable[[str], verify.Comparison], dtype: str) -> Row:
 def suspects() -> dict[str, dict[str, str]]:
     """Return what a failing case is tried again with, and the variables of the process that does so."""
     newer = newer_ptxas()
-    return {
-        "newer ptxas": {"TRITON_PTXAS_PATH": newer.path} if newer else {},
-        "one stage": {},
-    }
+    return {"newer ptxas": {"TRITON_PTXAS_PATH": newer.path} if newer else {}, "one stage": {}}
 
 
 def blame(plan: Plan, suspect: str, rows: Rows) -> None:
     """Try the first failing case of each operator again without a suspect, to tell whose fault it is."""
-    plan.begin()
-    if suspect == "newer ptxas" and newer_ptxas() is None:
-        rows.each("none", lambda: {"note": "no newer ptxas is installed: pip install 'nvidia-cuda-nvcc>=13.3'"})
-        return
     compared = [row for row in read(plan.out) if row["step"].startswith("operators: ") and row.get("row", ALL) != ALL]
     failing = {row["step"].partition(": ")[2]: row["row"] for row in reversed(compared) if failed(row)}
-    if not failing:
-        rows.each("none", lambda: {"note": "no case of the operators has failed"})
-    for operator, name in failing.items():
+    note = "" if failing else "no case of the operators has failed"
+    if suspect == "newer ptxas" and newer_ptxas() is None:
+        note = "no newer ptxas is installed: pip install 'nvidia-cuda-nvcc>=13.3'"
+    if note:
+        rows.each("none", lambda: {"note": note})
+    for operator, name in failing.items() if not note else ():
         rows.each(f"{operator}, {name}", partial(_blame, plan, suspect, operator, name))
 
 
@@ -260,28 +265,26 @@ def _blame(plan: Plan, suspect: str, operator: str, name: str) -> Row:
 
 def sanitize(plan: Plan, rows: Rows) -> None:
     """Run the first case of each operator under each tool of NVIDIA's compute-sanitizer; once in a rehearsal."""
-    for tool in SANITIZERS[:1] if plan.rehearse else SANITIZERS:
-        rows.each(tool, partial(_sanitize, plan, tool, rows))
-
-
-def _sanitize(plan: Plan, tool: str, rows: Rows) -> Row:
     found = compute_sanitizer()
-    if found is None and not plan.rehearse:
-        return {"note": "there is no compute-sanitizer: pip install nvidia-cuda-sanitizer-api"}
-    prefix = [] if plan.rehearse else [str(found), "--tool", tool, "--error-exitcode", "9"]
-    command = [*prefix, sys.executable, "-m", "benchmarks.contact_steps", *plan.compared]
-    done: list[str] = []
-    reports: list[str] = []
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(_COMPARED):
-            rows.alive()
-            done.append(line.removeprefix(_COMPARED).strip())
-        else:
-            reports.append(line.rstrip())
-    row: Row = {"passed": process.wait() == 0, "operators": done}
-    return row if row["passed"] else row | {"error": "\n".join(reports[-40:])}
+
+    def run(tool: str) -> Row:
+        if found is None and not plan.rehearse:
+            return {"note": "there is no compute-sanitizer: pip install nvidia-cuda-sanitizer-api"}
+        prefix = [] if plan.rehearse else [str(found), "--tool", tool, "--error-exitcode", "9"]
+        lines, failed = run_program(rows, [*prefix, *first_cases(plan.compared)])
+        done = [line.removeprefix(_COMPARED) for line in lines if line.startswith(_COMPARED)]
+        if failed:
+            reports = [line for line in lines if not line.startswith(_COMPARED)]
+            failed = {"error": "\n".join([*reports[-40:], failed["error"]])}
+        return {"passed": not failed, "operators": done} | failed
+
+    for tool in plan.few(SANITIZERS):
+        rows.each(tool, partial(run, tool))
+
+
+def first_cases(operators: Sequence[str]) -> list[str]:
+    """Return the command that compares the first case of each of the operators."""
+    return [sys.executable, "-m", "benchmarks.contact_steps", *operators]
 
 
 def compute_sanitizer() -> Path | None:
@@ -292,23 +295,20 @@ def compute_sanitizer() -> Path | None:
     return next(filter(Path.is_file, places), None)
 
 
-def sanitize_pipelines(plan: Plan) -> Row:
+def sanitize_pipelines(plan: Plan, rows: Rows) -> Row:
     """Run the first cases of the products and of attention under Triton's own sanitizer of asynchronous copies.
 
     ConSan checks that nothing reads or writes shared memory that a copy or a product in flight still uses.
     """
     if not triton.__version__.startswith("3.6."):
         return {"note": f"ConSan compiles these kernels with Triton 3.6 alone, and this is {triton.__version__}"}
-    environment = os.environ | {"TRITON_INSTRUMENTATION_MODE": "consan"}
-    command = [sys.executable, "-m", "benchmarks.contact_steps", *(x for x in plan.compared if x in FIRST_TIMED)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return {"passed": not done.returncode} | ({"error": done.stderr[-2000:]} if done.returncode else {})
+    command = first_cases([name for name in plan.compared if name in FIRST_TIMED])
+    return run_program(rows, command, os.environ | {"TRITON_INSTRUMENTATION_MODE": "consan"})[1]
 
 
 def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
     """Run all ranks in this process, each on a stream of its own, late at random, over the largest epoch."""
-    plan.begin()
-    for name in list(PROGRAMS)[:1] if plan.rehearse else PROGRAMS:
+    for name in plan.few(PROGRAMS):
         rows.each(name, partial(_run_ranks, plan, name, world), fatal=True)
 
 
@@ -358,26 +358,60 @@ def explored(name: str, world: int, rounds: int) -> list[list[int]]:
     return [different[rank] for rank in range(world)]
 
 
+class RowPerTest:
+    """A plugin of pytest that runs the tests without a row, and keeps one for each. late: no time was left for all."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._found, self.late = rows, Row(), False
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self._rows.done]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        try:
+            self._rows.begin(nodeid)
+        except Later:
+            self.late = True
+            raise KeyboardInterrupt from None  # this ends the session
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "setup":
+            self._found = {"outcome": "passed", "passed": True, "seconds": 0.0}
+        self._found["seconds"] += report.duration
+        if report.outcome == "skipped":
+            self._found |= {"outcome": "skipped", "why": str(report.longrepr)[-300:]}
+        elif report.outcome == "failed":
+            self._found |= {"outcome": "failed", "passed": False, "error": _end_of(report)}
+        if report.when == "teardown":
+            self._rows.write(report.nodeid, self._found)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._rows.write(report.nodeid, {"error": _end_of(report)})
+
+
+def _end_of(report: Any) -> str:
+    return "\n".join(report.longreprtext.splitlines()[-12:])
+
+
 def run_tests(file: str, rows: Rows) -> None:
     """Run the tests of ranks on a GPU, each rank in its own process. Raise Later."""
     import pytest  # no other step needs pytest
 
-    from benchmarks.tests_as_rows import Reported
-
     os.chdir(ROOT)
-    reported = Reported(rows)
-    pytest.main([file, "-m", "gpu", "-p", "no:cacheprovider", "--no-header"], plugins=[reported])
-    if reported.later:
+    plugin = RowPerTest(rows)
+    pytest.main([file, "-m", "gpu", "-p", "no:cacheprovider", "--no-header"], plugins=[plugin])
+    if plugin.late:
         raise Later
 
 
-def train(plan: Plan) -> Row:
+def train(plan: Plan, rows: Rows) -> Row:
     """Return the result of `tpfuse verify --operators training`."""
     runs = train_each(sizes=TINY_GPT) if plan.rehearse else train_each()
     return {"passed": all(run.passed for run in runs), "training": [asdict(run) for run in runs]}
 
 
-def find_ceilings(plan: Plan) -> Row:
+def find_ceilings(plan: Plan, rows: Rows) -> Row:
     """Return the highest rates that the device reaches."""
     return {"ceilings": asdict(new_bench(plan.seed, interpreted=plan.rehearse).ceilings)}
 
@@ -418,26 +452,24 @@ def time_node(plan: Plan, rows: Rows) -> None:
     The programs write their rows themselves. A rehearsal leaves out the collectives, whose program would write the
     times of CPU ranks.
     """
-    scale = "tiny" if plan.rehearse else "quick"
-    rows.each("node", partial(_on_all_gpus, plan, "benchmarks.node", "--scale", scale, "--minutes", "5"))
-    if not plan.rehearse:
-        rows.each("collectives", partial(_on_all_gpus, plan, "benchmarks.collectives"))
-
-
-def _on_all_gpus(plan: Plan, *program: str) -> Row:
     count = 2 if plan.rehearse else torch.cuda.device_count()
-    if count < 2:
-        return {"note": "one GPU: there is no NCCL to compare with"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    start = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m"
     keep = ["--keep"] if plan.keep else []
-    done = subprocess.run([*command, "-m", *program, *keep], cwd=ROOT, capture_output=True, text=True)
-    failed = {"error": done.stderr[-2000:]} if done.returncode else {}
-    return {"ranks": count, "table": done.stdout.splitlines()} | failed
+
+    def run(*program: str) -> Row:
+        if count < 2:
+            return {"note": "one GPU: there is no NCCL to compare with"}
+        table, failed = run_program(rows, [*start, *program, *keep])
+        return {"ranks": count, "table": table} | failed
+
+    scale = "tiny" if plan.rehearse else "quick"
+    rows.each("node", partial(run, "benchmarks.node", "--scale", scale, "--minutes", "5"))
+    if not plan.rehearse:
+        rows.each("collectives", partial(run, "benchmarks.collectives"))
 
 
-def time_graph(plan: Plan) -> Row:
+def time_graph(plan: Plan, rows: Rows) -> Row:
     """Return the microseconds of forward and backward of two blocks of a GPT, launched each time, and as one graph."""
-    plan.begin()
     sizes = TINY_GPT if plan.rehearse else GPTConfig(n_layer=2)
     torch.manual_seed(plan.seed)
     model = GPT(sizes, device=plan.device, dtype=torch.float32 if plan.rehearse else torch.bfloat16)
@@ -458,7 +490,7 @@ def time_graph(plan: Plan) -> Row:
     with use(kernels="triton"):
         if plan.rehearse:
             times = alternate(candidates, bench.clock, bench.seconds, least=1, most=1)
-            return {"note": "a CPU has no graphs"} | _times(times)
+            return {"note": "a CPU has no graphs", "us": _medians(times)}
         stream, graph = torch.cuda.Stream(plan.device), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):  # torch records the stream of each gradient's first sum
             step()
@@ -470,65 +502,46 @@ def time_graph(plan: Plan) -> Row:
         far = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(gradients(), wanted, strict=True)]
         candidates.append(Candidate("one graph", lambda _: graph.replay()))
         times = alternate(candidates, bench.clock, bench.seconds)
-    row: Row = {"passed": max(far) < 1e-2, "largest": max(far)} | _times(times)
+    row: Row = {"passed": max(far) < 1e-2, "largest": max(far), "us": _medians(times)}
     return row if row["passed"] else row | {"error": "the graph's gradients differ from those of single launches"}
 
 
-def _times(times: Mapping[str, Timing | str]) -> Row:
-    """Return the median microseconds of each candidate, and the errors of those that raised."""
-    wrong = "; ".join(f"{name}: {x}" for name, x in times.items() if isinstance(x, str))
-    medians = {name: median(x.seconds) * 1e6 for name, x in times.items() if isinstance(x, Timing)}
-    return {"us": medians} | ({"error": wrong} if wrong else {})
+def _medians(times: Mapping[str, Timing | str]) -> dict[str, float]:
+    """Return the median microseconds of each candidate."""
+    return {name: median(seconds) * 1e6 for name, seconds in seconds_of(times).items()}
 
 
 def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
     """Tune the tile sizes: make a row for each row of the operator's table, and write the table. Raise Later."""
+    said: list[str] = []
 
     def say(line: str) -> None:
         said.append(line)
         rows.alive()
 
-    said: list[str] = []
-    tuner, spaces = _tuner(plan, operator, rows.until, say)
+    if plan.rehearse:
+        everything = lambda tried, fitting: [""] * len(tried)  # noqa: E731
+        measure, until = partial(timeit.timeit, number=1), rows.until
+        tuner = Tuner(plan.device, torch.bfloat16, everything, measure, say, "a rehearsal", until)
+        spaces: dict[str, tuple[Space, ...]] = {operator: ({"num_stages": (1, 2)},)}
+    else:
+        tuner, spaces = tune.tuner_of(plan.device, torch.bfloat16, say, rows.until), SPACES
+
+    def search(tuned: tune.TunedRow) -> Row:
+        said.clear()
+        best = tuned.best(tuner, spaces)
+        if monotonic() > tuner.deadline:
+            raise Later  # not every configuration was tried
+        row: Row = {"passed": best is not None, "said": list(said)}
+        return row | ({"best": asdict(best)} if best is not None else {"error": said[-1]})
+
     for tuned in tune.tuned_rows([operator], tuner, tiny_trials() if plan.rehearse else trials()):
         if tuned.fitting:
-            said.clear()
-            rows.each(tuned.name, partial(_tune, tuned, tuner, spaces, said))
-            _write_table(plan, operator)
-
-
-def _tuner(
-    plan: Plan, operator: str, until: float, say: Callable[[str], None]
-) -> tuple[Tuner, dict[str, tuple[Mapping[str, tuple[Any, ...]], ...]]]:
-    """Return the tuner, and the spaces that it searches, by operator."""
-    if not plan.rehearse:
-        return tune.tuner_of(plan.device, torch.bfloat16, say, until), SPACES
-    everything = lambda tried, fitting: [""] * len(tried)  # noqa: E731
-    tuner = Tuner(plan.device, torch.bfloat16, everything, _seconds, say, "a rehearsal", until)
-    return tuner, {operator: ({"num_stages": (1, 2)},)}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = perf_counter()
-    call()
-    return perf_counter() - started
-
-
-def _tune(
-    tuned: tune.TunedRow, tuner: Tuner, spaces: dict[str, tuple[Mapping[str, tuple[Any, ...]], ...]], said: list[str]
-) -> Row:
-    best = tuned.best(tuner, spaces)
-    if monotonic() > tuner.deadline:
-        raise Later  # not every configuration was tried
-    row: Row = {"passed": best is not None, "said": list(said)}
-    return row | ({"best": asdict(best)} if best is not None else {"error": said[-1]})
-
-
-def _write_table(plan: Plan, operator: str) -> None:
-    found = [row for row in read(plan.out) if row["step"] == f"tune: {operator}" and "best" in row]
-    best = [Configuration(**row["best"]) for row in found]
-    text = tune.with_rows(configurations.TABLE.read_text(encoding="utf-8"), best)
-    (plan.out / f"configurations-{operator}.toml").write_text(text, encoding="utf-8")
+            rows.each(tuned.name, partial(search, tuned))
+            found = [row for row in read(plan.out) if row["step"] == f"tune: {operator}" and "best" in row]
+            table = configurations.TABLE.read_text(encoding="utf-8")
+            text = tune.with_rows(table, [Configuration(**row["best"]) for row in found])
+            (plan.out / f"configurations-{operator}.toml").write_text(text, encoding="utf-8")
 
 
 def main() -> int:

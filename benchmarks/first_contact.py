@@ -58,19 +58,16 @@ def measurements(rows: Sequence[Row]) -> list[Row]:
 def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, Any]:
     """Return the content of first_contact.json."""
     rows = read(folder)
-    devices = [row for row in rows if row.get("row") == "device"]
-    ceilings = kept_ceilings(rows)
+    of_steps: dict[str, list[Row]] = {row["step"]: [] for row in rows}
+    for row in rows:
+        of_steps[row["step"]] += [row] if "row" in row else []
+    ceilings, done = kept_ceilings(rows), finished(folder)
     measured = [] if rehearsed else measurements(rows)  # times of the interpreter have no meaning
-    counts = {}
-    for name in dict.fromkeys(row["step"] for row in rows):
-        rows_of_step = [row for row in rows if row["step"] == name and "row" in row]
-        counts[name] = {"rows": len(rows_of_step), "failed": sum(map(failed, rows_of_step))}
-    done = finished(folder)
     return {
-        "device": devices[-1] if devices else None,
+        "device": (of_steps.get("device") or [None])[-1],
         "rehearsed": rehearsed,
         "figures": [figure.outcome(measured, ceilings.copy if ceilings else float("nan")) for figure in FIGURES],
-        "steps": counts,
+        "steps": {name: {"rows": len(x), "failed": sum(map(failed, x))} for name, x in of_steps.items()},
         "failed": [row for row in rows if failed(row)],
         "left": [name for name in names if name not in done],
     }
@@ -93,19 +90,12 @@ def write_results(document: dict[str, Any], measured: Sequence[Row], keep: bool)
             folder = results(keep=False)
     replace_file(folder / f"{name}.json", f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
     lines = [
-        f"# tpfuse's operators beside their peers on {head['machine']}",
-        "",
-        f"`{head['command']}` measured these times on {head['date']} at commit {head['commit']}, with torch",
-        f"{head['torch']}, CUDA {head.get('cuda')}, driver {head.get('driver')} and Triton {head['triton']}, in",
-        "bfloat16. Times are on the device, and all candidates of a case alternated.",
-        "",
-        "```",
+        f"# tpfuse's operators beside their peers on {head['machine']}, {head['date']}",
+        ", ".join(f"{key} {head.get(key)}" for key in ("commit", "torch", "cuda", "driver", "triton")),
         figures_table(document["figures"]),
-        "",
         table(measured),
-        "```",
     ]
-    replace_file(results(keep=False) / f"{name}.md", "\n".join(lines) + "\n")
+    replace_file(results(keep=False) / f"{name}.md", "\n\n".join(lines) + "\n")
     return folder
 
 
@@ -123,13 +113,7 @@ def _arguments() -> argparse.Namespace:
     operators = list(dict.fromkeys([*cases.names(), *TIMED]))
     groups = list(steps(Plan(Path(), True, 0, ())))
     parser = Parser(None, "python -m benchmarks.first_contact")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="store rows in this folder, and continue from those that it has",
-    )
+    parser.option("--out", Path, "folder to store rows in, and to continue from the rows that it has")
     parser.option("--minutes", 25.0, "end this call after this number of minutes; another call continues")
     parser.add_argument(
         "--steps", nargs="+", choices=groups, metavar="STEP", help=f"run only device and these of {', '.join(groups)}"
@@ -149,7 +133,7 @@ def main() -> int:
     arguments = _arguments()
     error: str | None
     if arguments.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # for the processes of the steps
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # for the processes of the steps
         error = interpreter_problem() and f"benchmarks.first_contact: error: {interpreter_problem()}"
     else:
         error = unable("benchmarks.first_contact")

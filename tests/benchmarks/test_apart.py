@@ -1,6 +1,5 @@
 """Steps run in processes of their own: rows that hang, die, raise or are cut off, and rows of a later run."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import apart
-from benchmarks.apart import ALL, Later, Row, Rows, Step, finished, read, run_steps
+from benchmarks.apart import ALL, Later, Row, Rows, Step, finished, lines, read, run_steps
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 
@@ -125,11 +124,17 @@ def test_steps_take_turns_repeat_or_do_not_fit(tmp_path: Path) -> None:
     long = Step("long", partial(rows_of, {"a": slow, "b": slow}), most=0.1, least=0.0)
     repeated = Step("repeated", partial(rows_of, {"x": nothing}), least=0.0, again=True)
     large = Step("large", partial(rows_of, {"l": nothing}), least=1000.0)
-    steps = [repeated, large, long, step("short", c=nothing)]
+    patience = patient(2.0)
+    pause = partial(time.sleep, 0.7 * patience)
+    steady = step("steady", patience=patience, p=pause, q=pause)  # together they take longer than its patience
+    steps = [repeated, large, long, steady, step("short", c=nothing)]
     assert run_steps(steps, tmp_path, soon()) == ["large"]
-    assert made(tmp_path) == ["x", "a", "c", "b"], "a long step has its next turn after every other step has had one"
-    assert finished(tmp_path) == {"repeated", "long", "short"}
-    assert run_steps(steps, tmp_path, soon()) == ["large"] and made(tmp_path)[4:] == ["x"]
+    order = ["x", "a", "p", "q", "c", "b"]
+    assert made(tmp_path) == order, "a long step has its next turn after every other step has had one"
+    assert finished(tmp_path) == {"repeated", "long", "steady", "short"} and not any(
+        "error" in x for x in read(tmp_path)
+    )
+    assert run_steps(steps, tmp_path, soon()) == ["large"] and made(tmp_path)[len(order) :] == ["x"]
 
 
 def test_a_row_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
@@ -137,7 +142,7 @@ def test_a_row_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
     rows.each("a", lambda: {"value": 1})
 
     def look() -> Row:
-        assert json.loads((tmp_path / "running.json").read_text()) == {"step": "step", "row": "b"}
+        assert lines(tmp_path)[-1] == {"step": "step", "begun": "b"}
         return {"seen": [row["row"] for row in read(tmp_path)]}
 
     rows.each("b", look)
@@ -153,9 +158,8 @@ def test_a_row_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
     late.each("c", dict)
     with pytest.raises(Later):
         late.each("d", dict)
-    assert (
-        Rows(tmp_path, "step", soon()).done == {"a", "b", "c", "x"} and not Rows(tmp_path, "step", 0.0, again=True).done
-    )
+    assert Rows(tmp_path, "step", soon()).done == {"a", "b", "c", "x"}
+    assert Rows(tmp_path, "step", 0.0, since=len(lines(tmp_path)) - 1).done == {"c"}
 
 
 def test_a_process_that_lost_cuda_makes_no_further_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

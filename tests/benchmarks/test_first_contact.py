@@ -23,6 +23,7 @@ from benchmarks.contact_steps import (
     Plan,
     compare_operator,
     kept_ceilings,
+    run_program,
     run_ranks,
     steps,
     time_operator,
@@ -70,9 +71,9 @@ def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) 
         assert any(figure.case in row["case"] for row in rows), figure.name
 
 
-def inline(step: Step, folder: Path, until: float, deadline: float, shown: Any) -> tuple[int, str]:
+def inline(step: Step, folder: Path, since: int, until: float, deadline: float, shown: Any) -> tuple[int, str]:
     """Run the step in this process; `test_apart` tests the process of a step."""
-    step.call(Rows(folder, step.name, until, again=step.again))
+    step.call(Rows(folder, step.name, until, since))
     return 0, ""
 
 
@@ -163,6 +164,18 @@ def test_a_wrong_program_of_ranks_has_a_row(tmp_path: Path, monkeypatch: pytest.
     assert row["row"] == "all_gather_gemm" and "numbers are wrong" in row["error"]
 
 
+def test_a_row_has_the_lines_of_a_program_and_why_it_ended(tmp_path: Path) -> None:
+    rows, python = Rows(tmp_path, "step", FAR), [sys.executable, "-c"]
+    rows.begin("a row")
+    (tmp_path / "log.txt").write_text("what it wrote to stderr\n")
+    os.utime(tmp_path / "rows.jsonl", (0, 0))
+    assert run_program(rows, [*python, "print(1); print(2)"]) == (["1", "2"], {})
+    assert (tmp_path / "rows.jsonl").stat().st_mtime > 0, "each line shows that the row does not hang"
+    assert run_program(rows, [*python, "print(1); exit(3)"]) == (["1"], {"error": "what it wrote to stderr"})
+    lines, row = run_program(rows, [*python, "import time; print(1, flush=True); time.sleep(1000)"], until=0.0)
+    assert lines == ["1"] and row["note"].startswith("ended")
+
+
 class RankNumber:
     """A program whose result is the rank, wrong on rank 1 in the rounds `wrong`."""
 
@@ -211,7 +224,7 @@ def test_each_test_of_several_processes_has_a_row(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(apart, "_PRELOADED", ranks.PRELOADED)  # the pools of ranks share this server of processes
     file = tmp_path / "test_toys.py"
     file.write_text(TESTS)
-    step = Step("processes: toys", partial(contact_steps.run_tests, str(file)), patience=patient(5.0))
+    step = Step("processes: toys", partial(contact_steps.run_tests, str(file)), patience=patient(5.0), most=0.0)
     assert apart.run_steps([step], tmp_path, time.monotonic() + 300) == []
     rows = {row["row"].rpartition("::")[2]: row for row in read(tmp_path) if "row" in row}
     assert list(rows) == ["test_right", "test_wrong", "test_two", "test_hangs", "test_dies", "test_last"]

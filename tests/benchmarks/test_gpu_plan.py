@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import contact_steps, harness
-from benchmarks.apart import Row, append, read
+from benchmarks.apart import Row, Rows, append, read
 from benchmarks.contact_steps import Plan
 from benchmarks.first_contact import measurements, summary, write_results
 from benchmarks.harness import OURS, RESULTS
@@ -81,13 +80,13 @@ def test_a_run_on_a_gpu_writes_its_rows_and_figures(tmp_path: Path, monkeypatch:
 def test_programs_between_gpus_run_on_all_of_them(keep: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(rows: Rows, command: list[str]) -> tuple[list[str], Row]:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 0, "a table\n", "")
+        return ["a table"], {}
 
-    monkeypatch.setattr(contact_steps.subprocess, "run", run)
+    monkeypatch.setattr(contact_steps, "run_program", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    contact_steps.time_node(Plan(tmp_path, False, 0, (), keep), contact_steps.Rows(tmp_path, "nodes", float("inf")))
+    contact_steps.time_node(Plan(tmp_path, False, 0, (), keep), Rows(tmp_path, "nodes", float("inf")))
     assert [command[command.index("--nproc-per-node") + 1] for command in commands] == ["8", "8"]
     programs = [command[command.index("-m", 2) + 1] for command in commands]
     assert programs == ["benchmarks.node", "benchmarks.collectives"]
