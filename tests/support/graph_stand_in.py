@@ -48,9 +48,9 @@ class GraphStandIn:
 
     def capture(self, compute: Callable[[], Tensor]) -> Tensor:
         self.captures += 1
-        with (  # of what CPU ranks check on every call, GPUs check nothing, or only new numbers of rows
+        with (  # of what CPU ranks check on every call, GPUs check nothing, or only new shapes
             mock.patch.object(checks, "is_traced", return_value=True),
-            mock.patch.object(collectives, "agree_on_rows"),
+            mock.patch.object(collectives, "agree"),
             _Recorder() as recorder,
         ):
             try:

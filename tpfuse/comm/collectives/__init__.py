@@ -11,6 +11,7 @@ result with a handle; the result may be read after `wait()` has returned. Every 
 group in the same order, from one thread at a time. They raise PeerTimeout if a rank does not come.
 """
 
+import zlib
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.collectives import collective
-from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives
+from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives, gather_objects
 from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
+from tpfuse.comm.errors import Disagreement, named
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, groups_of
 from tpfuse.kernels.endpoint import SUMMED
@@ -32,7 +34,7 @@ Collectives = DirectCollectives | FusedCollectives | TorchCollectives
 _IMPLEMENTATIONS: Implementations[Collectives] = Implementations(
     TorchCollectives, direct=DirectCollectives, fused=FusedCollectives
 )
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # for `agree_on_rows`
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # for `agree`
 
 
 def collectives_of(x: Tensor, group: dist.ProcessGroup, *, kernels: bool = True) -> Collectives:
@@ -166,31 +168,29 @@ def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     return out, collective.start_shift(x, out, group)
 
 
-def agree_on_rows(
-    rows: int,
-    device: torch.device,
-    *groups: dist.ProcessGroup,
-    op: str,
-    unit: str = "rows",
-    by: Collectives | None = None,
-) -> None:
-    """Raise ValueError, on every rank, if ranks have different numbers of rows for `op`.
+def agree(operation: str, device: torch.device, *groups: dist.ProcessGroup, by: Collectives | None = None) -> None:
+    """Raise Disagreement, on every rank, if ranks are about to run different operations.
 
-    A collective of different numbers would not end or would give wrong results. On CPUs the ranks compare on every
-    call; on GPUs, where the host would wait for the result, only if the number is new. groups: a group with this rank,
-    or several along the dimensions of a mesh, in which case all ranks of the mesh compare.
+    A collective of different shapes or dtypes would not end or would give wrong results. On CPUs the ranks compare on
+    every call; on GPUs, where the host would wait for the result, only if the operation is new. operation: its name,
+    dtype, shape and options, the same on every rank; device: where it runs. groups: a group with this rank, or several
+    along the dimensions of a mesh, in which case all ranks of the mesh compare.
     """
     agreed = _agreed.setdefault(groups[0], set())
-    known = unit, rows, *(group.group_name for group in groups[1:])
-    if device.type != "cpu" and known in agreed:
+    known = operation, *(group.group_name for group in groups[1:])
+    if known in agreed:
         return
-    gathered = torch.tensor([rows], device=device)
+    digests = torch.tensor([zlib.crc32(operation.encode())], device=device)
     for group in groups:
-        gathered = all_gather(gathered, group, by=by)
-    counts = gathered.tolist()
-    if any(other != rows for other in counts):
-        raise ValueError(f"{op}: the ranks have {counts} {unit}: all must have the same number")
-    agreed.add(known)
+        digests = all_gather(digests, group, by=by)
+    if len(set(digests.tolist())) > 1:
+        sides = [(dist.get_rank(), operation)]
+        for group in groups:
+            sides = [side for each in gather_objects(sides, group, op=operation) for side in each]
+        rank, other = next(side for side in sides if side[1] != operation)
+        raise Disagreement(f"{named(rank)} runs {other}, {named(dist.get_rank())} runs {operation}")
+    if device.type != "cpu":
+        agreed.add(known)
 
 
 def anywhere(flag: bool, device_mesh: DeviceMesh | None) -> bool:

@@ -59,9 +59,9 @@ class HeadExchange:
     # The group, and the groups with whose ranks its ranks attend afterwards.
     together: tuple[dist.ProcessGroup, ...]
 
-    def agree(self, q: Tensor) -> None:
-        """Raise ValueError, on every rank, if ranks have different numbers of tokens."""
-        collectives.agree_on_rows(q.shape[2], q.device, *self.together, op="ring_attention", unit="tokens")
+    def agree(self, call: str, device: torch.device) -> None:
+        """Raise Disagreement, on every rank, unless all ranks have the same description of the call."""
+        collectives.agree(call, device, *self.together)
 
     def own(self, heads: int) -> slice:
         """Return which of `heads` heads this rank gets."""
