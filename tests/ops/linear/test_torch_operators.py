@@ -65,6 +65,10 @@ def _right(name: str) -> list[str]:
                 product.check_without_gradients(group)
                 if method != "all_reduce":  # its gradients need no communication
                     product.check_each_gradient_alone(group)
+        features = 2 + group.rank()  # as where the world does not divide them
+        exit_of_block = linear.reduce_scatter if name == "torch fused" else linear.all_reduce
+        total = exit_of_block(torch.ones(4, features), torch.ones(4, features), None, None)
+        assert torch.equal(total, torch.full_like(total, 5.0))
         if name == "torch fused":
             x, weights = normal(1, 4, 5), [normal(2, 8, 5), normal(3, 4, 5)]
             leaf = x.clone().requires_grad_()

@@ -142,13 +142,14 @@ class TorchLinear(CollectiveLinear):
         out: Tensor = _operators().fused_matmul_reduce_scatter(x, weight, "sum", 0, self._group.group_name)
         return out
 
-    def _guard(self, op: str, x: Tensor) -> Any:
-        return self._memory.guard(f"{op} by {self._name}, {x.dtype} {list(x.shape)}", kernel=True)
+    def _guard(self, op: str, x: Tensor, width: int) -> Any:
+        """Return the guard of an operation that communicates tensors of x's rows and dtype, and of this width."""
+        return self._memory.guard(f"{op} by {self._name}, {x.dtype} {[*x.shape[:-1], width]}", kernel=True)
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        with self._guard("all_gather_linear", x):
+        with self._guard("all_gather_linear", x, x.shape[-1]):
             _, outs = self._gather(flat(x), [weight.t() for weight in weights], keep=False)
         shape = len(x) * self._group.size(), *x.shape[1:-1]
         pairs = zip(outs, biases, strict=True)
@@ -162,11 +163,11 @@ class TorchLinear(CollectiveLinear):
         if not needs_x:
             return None, grad_weights
         left, weight = joined([flat(left) for left in lefts], weights)
-        with self._guard("all_gather_linear backward", x):
+        with self._guard("all_gather_linear backward", x, x.shape[-1]):
             return self._scatter(left, weight).view(x.shape), grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        with self._guard("linear_reduce_scatter", x):
+        with self._guard("linear_reduce_scatter", x, len(weight)):
             out = self._scatter(flat(x), weight.t())
         return plus(out.view(len(x) // self._group.size(), *x.shape[1:-1], len(weight)), bias, residual)
 
@@ -176,7 +177,7 @@ class TorchLinear(CollectiveLinear):
         needs_x, needs_weight, needs_bias = needs
         if not needs_x:
             return super().reduce_scatter_backward(grad, x, weight, needs)
-        with self._guard("linear_reduce_scatter backward", grad):
+        with self._guard("linear_reduce_scatter backward", grad, grad.shape[-1]):
             gathered, (grad_x,) = self._gather(flat(grad), [weight], keep=needs_weight or needs_bias)
         grad_weight = weight_gradient(gathered, x) if gathered is not None and needs_weight else None
         grad_bias = gathered.sum(0) if gathered is not None and needs_bias else None
@@ -185,7 +186,7 @@ class TorchLinear(CollectiveLinear):
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """See `ParallelLinear`. The product is written to the group's workspace, where torch's operator sums it."""
         rows, n = flat(x), len(weight)
-        with self._guard("linear_all_reduce", x):
+        with self._guard("linear_all_reduce", x, n):
             workspace = _workspace(self._group.group_name, slot_size(len(rows) * n * x.element_size()))
             partial = workspace.get_buffer(self._group.rank(), (len(rows), n), x.dtype)
             torch.mm(rows, weight.t(), out=partial)
