@@ -1,6 +1,7 @@
 """Ranks that call an operation with different shapes, dtypes or options: errors show both sides, ranks can go on."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,12 +45,21 @@ def _embedding(odd: bool, group: Group) -> Tensor:
     return layer(torch.tensor([1, 2, 3] if odd else [1, 2]))
 
 
-def _attention(change: Callable[[Tensor], Tensor], **options: object) -> Program:
+def _attention(
+    heads: tuple[int, int] = (2, 2), dtype: torch.dtype = torch.float32, one: dict[str, Any] | None = None, **other: Any
+) -> Program:
+    """Return a program. heads: those of q and of k on the odd rank; one, other: the options."""
+
     def run(odd: bool, group: Group) -> object:
-        q = torch.ones(1, 2, 4, 16)
-        return ring_attention(*[change(q) if odd else q] * 3, group=group, **(options if odd else {}))
+        counts = heads if odd else (2, 2)
+        q, k = (torch.ones(1, count, 4, 16, dtype=dtype if odd else torch.float32) for count in counts)
+        return ring_attention(q, k, k, group=group, **{"schedule": "ring"} | (other if odd else one or {}))
 
     return run
+
+
+_DOCUMENTS = [torch.tensor([0, end, 8], dtype=torch.int32) for end in (3, 5)]
+_DROPOUT = {"dropout_p": 0.5, "head_rows": torch.arange(2).view(1, 2), "key": torch.tensor(1)}
 
 
 def _frozen(odd: bool, group: Group) -> None:
@@ -81,9 +91,17 @@ PROGRAMS: dict[str, Program] = {
     "linear_all_reduce dtype": _product(linear_all_reduce, (2, 4, 4), (2, 4, 4), half=True),
     "linear_all_reduce outputs": _product(linear_all_reduce, (2, 4, 2), (2, 4, 4)),
     "linear_all_reduce rows": _product(linear_all_reduce, (2, 4, 4), (4, 4, 4)),
-    "ring_attention dtype": _attention(Tensor.double),
-    "ring_attention heads": _attention(lambda q: q.repeat(1, 2, 1, 1)),
-    "ring_attention window": _attention(Tensor.clone, window=1),
+    "ring_attention dtype": _attention(dtype=torch.float64),
+    "ring_attention heads of q": _attention((4, 2)),
+    "ring_attention heads of k": _attention((2, 1)),
+    "ring_attention window": _attention(window=1),
+    "ring_attention scale": _attention(scale=1.0),
+    "ring_attention balance": _attention(balance="striped"),
+    "ring_attention schedule": _attention(schedule="all_gather"),
+    "ring_attention exchange": _attention(schedule="ulysses"),
+    "ring_attention documents": _attention(cu_seqlens=_DOCUMENTS[0]),
+    "ring_attention ends of documents": _attention(one={"cu_seqlens": _DOCUMENTS[0]}, cu_seqlens=_DOCUMENTS[1]),
+    "ring_attention key": _attention(one=_DROPOUT, **_DROPOUT | {"key": torch.tensor(2)}),
     "no gradient": _frozen,
     "another operation": _elsewhere,
 }

@@ -11,7 +11,8 @@ class ParallelLinear(Protocol):
     """The products of one group's ranks. They are not differentiable; all ranks call the same ones in the same order.
 
     World ranks have shards of n rows (dimension 0) of whole tensors of world * n rows. Weights are [N, K], biases [N],
-    of x's dtype. Methods raise ValueError if ranks have unequal numbers of rows, PeerTimeout if a rank does not come.
+    of x's dtype. Methods raise Disagreement if ranks communicate other shapes or dtypes, PeerTimeout if a rank does not
+    come.
     """
 
     def all_gather(

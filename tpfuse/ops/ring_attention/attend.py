@@ -39,9 +39,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, *, with_lse: bool) 
     if exchange is None:
         out, lse = plan.ring.forward(q, k, v, call)
         return out, lse, (q, k, v, out, lse)
-    exchange.agree(call.described("ring_attention", k), k.device)
+    exchange.agree(call.described("ring_attention", q, k), k.device)
     k, v = exchange.repeated(k), exchange.repeated(v)
-    op = call.described("for ring_attention", k)
+    op = call.described("for ring_attention", q, k)
     q, k, v = exchange.to_heads(op, q, k, v)
     out, lse = plan.ring.forward(q, k, v, call)
     kept = q, k, v, out, lse
@@ -56,11 +56,11 @@ def backward(grad_out: Tensor, kept: Kept, plan: RingPlan, *, exchanged: bool = 
     if exchange is None:
         return plan.ring.backward(grad_out, *kept, call)
     if exchanged:
-        op = call.described("for ring_attention backward", k)
+        op = call.described("for ring_attention backward", q, k)
         (grad_out,) = exchange.to_heads(op, grad_out)
     else:
         k, v = exchange.repeated(k), exchange.repeated(v)
-        op = call.described("for ring_attention backward", k)
+        op = call.described("for ring_attention backward", q, k)
         grad_out, q, k, v, out = exchange.to_heads(op, grad_out, q, k, v, out)
         lse = exchange.to_heads(op, lse.unsqueeze(-1))[0].squeeze(-1)
     dq, dk, dv = exchange.to_tokens(op, *plan.ring.backward(grad_out, q, k, v, out, lse, call))

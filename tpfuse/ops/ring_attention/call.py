@@ -1,6 +1,7 @@
 """The options of one call of ring attention, and the tokens that see each other under them."""
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,10 +39,19 @@ class RingCall:
         direction = -1 if self.ring else 1
         return [(self.rank + direction * step) % self.runs.world for step in range(1, self.runs.world)]
 
-    def described(self, op: str, k: Tensor) -> str:
-        """Return the description of the operation `op` on a block of keys, which must be the same on every rank."""
-        options = f"causal {self.causal} window {self.window} dropout {self.dropout_p}"
-        return f"{op} {k.dtype} {list(k.shape)} {options}"
+    def described(self, op: str, q: Tensor, k: Tensor) -> str:
+        """Return the description of the operation `op` on q and k, which must be the same on every rank.
+
+        The ends of documents and the key of dropout are part of it on CPUs; on GPUs the host would wait for them.
+        """
+        runs, on_cpu = self.runs, k.device.type == "cpu"
+        text = f"{op} {k.dtype} {q.shape[1]} heads {list(k.shape)} causal {self.causal} window {self.window}"
+        text += f" scale {self.scale} ring {self.ring} runs {runs.world} x {runs.count}, {runs.step} of {runs.length}"
+        if self.cu_seqlens is not None:
+            text += f" documents {zlib.crc32(repr(self._documents).encode()) if on_cpu else len(self.cu_seqlens) - 1}"
+        if self.key is not None and self.dropout_p:
+            text += f" dropout {self.dropout_p} key {self.key.tolist() if on_cpu else ''}"
+        return text
 
     @functools.cached_property
     def own_counters(self) -> Tensor | None:

@@ -36,7 +36,7 @@ class DirectRing:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         op, own = "ring_attention", self.memory.rank
         parts = []
-        with self.memory.guard(call.described(op, k)):
+        with self.memory.guard(call.described(op, q, k)):
             for channel, heads, q_heads in self._rounds(q, k, 2 * k.element_size()):
                 slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])
@@ -54,7 +54,7 @@ class DirectRing:
     ) -> tuple[Tensor, Tensor, Tensor]:
         op, own, wide = "ring_attention backward", self.memory.rank, computed(k.dtype)
         dqs, gradients = [], _empty(k, k.dtype)
-        with self.memory.guard(call.described(op, k)):
+        with self.memory.guard(call.described(op, q, k)):
             for channel, heads, q_heads in self._rounds(q, k, 2 * self.memory.world * wide.itemsize):
                 slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])

@@ -32,7 +32,7 @@ class FusedRing:
         self.memory, self._round_bytes = memory, round_bytes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        op, parts = call.described("ring_attention", k), []
+        op, parts = call.described("ring_attention", q, k), []
         visible_keys, _ = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._rounds(q, k, call, backward=False):
             with self.memory.guard(op, kernel=True):
@@ -50,7 +50,7 @@ class FusedRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        op, parts = call.described("ring_attention backward", k), []
+        op, parts = call.described("ring_attention backward", q, k), []
         visible_keys, visible_queries = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._rounds(q, k, call, backward=True):
             round_call = call.heads(q_heads)

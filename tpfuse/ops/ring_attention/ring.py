@@ -11,8 +11,8 @@ from tpfuse.ops.ring_attention.triton_blocks import block_backward, block_forwar
 class Ring(Protocol):
     """Attention of one group's ranks. Methods are not differentiable; all ranks call the same ones in the same order.
 
-    q [B, H, n, D], k and v [B, Hk, n, D]: this rank's tokens, of one dtype. Methods raise ValueError if ranks have
-    unequal numbers of tokens, and PeerTimeout if a rank does not come.
+    q [B, H, n, D], k and v [B, Hk, n, D]: this rank's tokens, of one dtype. Methods raise Disagreement if ranks
+    have other shapes, dtypes or options, and PeerTimeout if a rank does not come.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:

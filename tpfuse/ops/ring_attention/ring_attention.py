@@ -84,8 +84,8 @@ def ring_attention(
     that sees no key, out is 0 and lse -inf. lse has no gradient.
 
     Under torch.autocast, attention is computed in autocast's dtype. Raise ValueError before ranks communicate if
-    arguments do not fit together, or do not fit the schedule, and say which ones do; ValueError when ranks meet if
-    their n differ; PeerTimeout if a rank does not come.
+    arguments do not fit together, or do not fit the schedule, and say which ones do; Disagreement, a ValueError, when
+    ranks meet if their shapes, dtypes or options differ; PeerTimeout if a rank does not come.
     """
     q, k, v = autocast(q, k, v)
     documents = {"cu_seqlens": cu_seqlens}
