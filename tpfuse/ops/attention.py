@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
-from tpfuse.ops.autograd import autocast, once_differentiable
+from tpfuse.ops.autograd import autocast, once_differentiable, refuse_tangents
 from tpfuse.ops.checks import check_attention, check_cumulative
 from tpfuse.ops.dense_attention import AttentionCall, dense_attention, flash_obstacle
 from tpfuse.switches import chosen_kernels, use_triton
@@ -123,6 +123,7 @@ def attention(
     if chosen_attention(q, k, v, plain) == "torch":
         out, lse = dense_attention(q, k, v, call, return_lse=return_lse)
     else:
+        refuse_tangents("attention", q, k, v)
         out, lse = _forward(q, k, v, *call.tensors, **call.scalars)
     return (out, lse) if return_lse else out
 

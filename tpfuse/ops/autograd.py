@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.autograd.graph import Node
 from torch.library import custom_op
 from torch.nn import Parameter
@@ -26,6 +26,18 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 def apply(function: type[Function], *args: object) -> Tensor:
     """Return `function.apply(*args)` of a Function that returns one tensor."""
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+
+
+def refuse_tangents(operator: str, *inputs: object) -> None:
+    """Raise RuntimeError if an input has a tangent, of which the operator's result would have none.
+
+    torch refuses tangents where a Function is applied, but not where a function is called, or an operator of
+    torch.library.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs):  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"{operator} has no derivative in forward mode: use reverse mode, or torch's own function")
 
 
 class RegisteredFunction:
@@ -59,6 +71,7 @@ class RegisteredFunction:
         self._registered.register_autograd(backward, setup_context=setup_context)
 
     def __call__(self, *inputs: Any) -> Any:
+        refuse_tangents(self._name.removesuffix("_forward"), *inputs)
         if torch.compiler.is_compiling() or _observed(inputs):
             return self._registered(*inputs)
         if not torch.is_grad_enabled() or not _needs_gradients(inputs):

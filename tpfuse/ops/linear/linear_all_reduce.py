@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
-from tpfuse.ops.autograd import apply, autocast, once_differentiable, wanted_gradients
+from tpfuse.ops.autograd import apply, autocast, once_differentiable, refuse_tangents, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.ops.gemm import flat, gemm, weight_gradient
 from tpfuse.ops.linear.dispatch import products
@@ -67,4 +67,5 @@ def linear_all_reduce(
     chosen = products(x_, group)
     if torch.is_grad_enabled():
         return apply(_LinearAllReduce, x_, weight_, bias_, residual, chosen)
+    refuse_tangents(operator, x_, weight_, bias_, residual)
     return chosen.all_reduce(x_, weight_, bias_, residual)

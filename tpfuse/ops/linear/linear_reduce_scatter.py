@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
-from tpfuse.ops.autograd import apply, autocast, once_differentiable, wanted_gradients
+from tpfuse.ops.autograd import apply, autocast, once_differentiable, refuse_tangents, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.dispatch import products
@@ -75,4 +75,5 @@ def linear_reduce_scatter(
     chosen = products(x_, group)
     if torch.is_grad_enabled():
         return apply(_LinearReduceScatter, x_, weight_, bias_, residual, chosen)
+    refuse_tangents(operator, x_, weight_, bias_, residual)
     return chosen.reduce_scatter(x_, weight_, bias_, residual)
