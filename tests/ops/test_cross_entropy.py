@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.kernels import reference
+from tpfuse.ops import checks
 from tpfuse.ops.cross_entropy import cross_entropy
+from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
@@ -99,6 +102,20 @@ def test_a_masked_vocabulary_and_a_nan(kind: str) -> None:
     torch.testing.assert_close(gradient[:5, :6], whole.grad[:5])
     assert losses[5].isnan() and gradient[5].isnan().all()
     assert torch.count_nonzero(gradient[:5, 6:]) == 0
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+@on_ranks(2)
+def test_a_target_outside_the_vocabulary_is_nan_where_values_are_not_checked(kind: str) -> None:
+    rank, group = dist.get_rank(), group_of(tensor_mesh())
+    logits, target = normal(rank, 5, 4).requires_grad_(), torch.tensor([7, 8, -2, -100, 10**6])
+    wrong = torch.tensor([False, True, True, False, True])
+    with use(kernels=kind), mock.patch.object(checks, "is_traced", return_value=True):
+        losses = cross_entropy(logits, target, 8, group)
+        losses.sum().backward()
+        total, each = linear_cross_entropy(torch.ones(5, 3), torch.ones(4, 3), target, 8, group)
+    assert torch.equal(losses.isnan(), wrong) and torch.equal(each.isnan(), wrong) and total.isnan()
+    assert torch.equal(logits.grad.isnan(), wrong.unsqueeze(1).expand(5, 4))
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])

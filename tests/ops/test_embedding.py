@@ -1,6 +1,7 @@
 """The embedding of a table that is sharded by rows: integers, equal to those of torch."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
 from tpfuse.comm.mesh import group_of, shard_range
+from tpfuse.ops import checks
 from tpfuse.ops.embedding import embedding
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks
@@ -45,3 +47,7 @@ def test_ids_out_of_range_are_refused() -> None:
     for ids in ([0, 10], [-1, 0]):
         with pytest.raises(ValueError, match=f"ids between {min(ids)} and {max(ids)} do not fit a table of 10 rows"):
             embedding(torch.tensor(ids), torch.zeros(stop - start, 3), 10, group_of(tensor_mesh()))
+    with mock.patch.object(checks, "is_traced", return_value=True):  # as on GPUs, whose values are not checked
+        out = embedding(torch.tensor([-1, 0, 9, 10, 10**6]), torch.ones(stop - start, 3), 10, group_of(tensor_mesh()))
+    assert torch.equal(out.isnan().all(1), torch.tensor([True, False, False, True, True]))
+    assert torch.equal(out[1:3], torch.ones(2, 3))

@@ -48,7 +48,8 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
     logits: [M, this rank's slice of the vocabulary], float32, float64 or a half type, which is computed in float32;
     target: [M] int64 global token numbers, -1 or -100 for no loss. Raise ValueError if the logits are not this rank's
     slice, for a target of another shape or dtype and, on CPUs, for a target outside the vocabulary. On CUDA that check
-    would stop the stream: there the loss is NaN, or a device assertion fails with the torch path.
+    would stop the stream, and under torch.compile break the graph: there the loss is NaN, or torch's own error if torch
+    computes it for one rank.
     """
     check_group("cross_entropy", group)
     check_local("cross_entropy", logits=logits, target=target)
@@ -98,7 +99,7 @@ def losses(
     start, _ = shard_range(vocabulary, rank, world)
     statistics = cross_entropy_forward(logits, target, start) if triton else _statistics(logits, target, start)
     gathered = collectives.all_gather(statistics, group).view(world, 3, len(target))
-    return cross_entropy_combine(gathered, target, vocabulary) if triton else _combined(gathered, target)
+    return cross_entropy_combine(gathered, target, vocabulary) if triton else _combined(gathered, target, vocabulary)
 
 
 def gradient_(
@@ -140,12 +141,14 @@ def _statistics(logits: Tensor, target: Tensor, start: int) -> Tensor:
     return statistics
 
 
-def _combined(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _combined(statistics: Tensor, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Compute `cross_entropy_combine` by torch."""
     maximum = statistics[:, 0].amax(0)
     total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(0)
+    ignored = is_ignored(target)
+    total = torch.where(ignored | ((target >= 0) & (target < vocabulary)), total, torch.nan)
     loss = total.log() - (statistics[:, 2].sum(0) - maximum)
-    return torch.where(is_ignored(target), 0, loss), torch.stack([maximum, total])
+    return torch.where(ignored, 0, loss), torch.stack([maximum, total])
 
 
 @registered("tpfuse::cross_entropy_forward")

@@ -24,7 +24,8 @@ def embedding(
 
     ids: [...] int64, equal on all ranks; weight: [rows of this rank, C]. The result is [..., C], equal on all ranks, or
     with `scatter` this rank's shard of it along dimension 0. padding_idx: a row of the table, counted from 0, that gets
-    no gradient. Raise ValueError on CPUs for an id outside the table; on CUDA that check would stop the stream.
+    no gradient. Raise ValueError on CPUs for an id outside the table. On CUDA that check would stop the stream, and
+    under torch.compile break the graph: there its row is NaN, or torch's own error if group is None.
     """
     check_group("embedding", group)
     check_local("embedding", ids=ids, weight=weight)
@@ -34,11 +35,13 @@ def embedding(
     if group is None:
         return F.embedding(ids, weight, padding_idx)
     start, stop = shard_range(num_embeddings, *rank_and_size(group))
+    outside = (ids < 0) | (ids >= num_embeddings)  # of which no rank has the row
     owned = (ids >= start) & (ids < stop)
     if stop > start:
         padding = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
         rows = F.embedding(torch.where(owned, ids - start, 0), weight, padding)
-        partial = torch.where(owned.unsqueeze(-1), rows, 0)
+        other = weight.new_zeros(ids.shape).masked_fill(outside, float("nan"))
+        partial = torch.where(owned.unsqueeze(-1), rows, other.unsqueeze(-1))
     else:  # more ranks than rows: this rank has no row of the table, but the sum below needs every rank
         partial = weight.sum() + weight.new_zeros(*ids.shape, weight.shape[-1])
     return reduce_scatter(partial, group) if scatter else all_reduce(partial, group)
