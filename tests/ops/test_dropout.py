@@ -130,3 +130,19 @@ def test_p_zero_keeps_everything() -> None:
 def test_p_out_of_range_is_refused(p: float) -> None:
     with pytest.raises(ValueError, match="expected 0 <= p < 1"):
         dropout(torch.zeros(2, 2), p, torch.arange(2), KEY)
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("rows", "key", "message"),
+    [
+        (torch.arange(3), KEY, r"rows has shape \(3,\): expected \(2, 3\)"),
+        (torch.arange(6), KEY, r"rows has shape \(6,\): expected \(2, 3\)"),
+        (torch.arange(6, dtype=torch.int32).view(2, 3), KEY, "rows is torch.int32: expected int64"),
+        (torch.arange(6).view(2, 3), KEY.view(1), r"key has shape \(1,\): expected \(\)"),
+        (torch.arange(6).view(2, 3), KEY.float(), "key is torch.float32: expected int64"),
+    ],
+)
+def test_rows_and_keys_that_do_not_fit_are_refused(kind: str, rows: Tensor, key: Tensor, message: str) -> None:
+    with use(kernels=kind), pytest.raises(ValueError, match=f"^dropout: {message}$"):
+        dropout(torch.zeros(2, 3, 4), 0.5, rows, key)

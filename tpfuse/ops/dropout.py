@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from tpfuse.comm.layout import is_traced
+from tpfuse.kernels.checks import check_tensor
 from tpfuse.kernels.dropout import dropout_forward, threshold
 from tpfuse.ops.autograd import registered
 from tpfuse.switches import use_triton
@@ -93,12 +94,15 @@ def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     """Return x with each element zeroed with probability p, and the others multiplied by 1 / (1 - p).
 
     x: [..., C], any float dtype; rows: [...] int64, the number each row of x has in the unsharded tensor of
-    the whole batch; key: [] int64, one of `dropout_keys`. Raise ValueError for p outside [0, 1).
+    the whole batch; key: [] int64, one of `dropout_keys`. Raise ValueError for p outside [0, 1), and for other shapes,
+    dtypes or devices of rows and key.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout p = {p}: expected 0 <= p < 1")
     if p == 0.0:
         return x
+    check_tensor("dropout", "rows", rows, tuple(x.shape[:-1]), (torch.int64,), ("x", x))
+    check_tensor("dropout", "key", key, (), (torch.int64,), ("x", x))
     if use_triton(x):
         out: Tensor = _dropout(x.flatten(0, -2), p, rows.flatten(), key)
         return out.view(x.shape)
