@@ -120,7 +120,8 @@ class ParallelProduct:
         inputs, grad = self.draw(case, group.size())
         leaves = self.leaves(case, group)
         out = self.run(case, leaves, group)
-        results = {"out": out.detach()}
+        results = {"out": out.detach().clone()}
+        out.neg_().neg_()  # no view, which torch does not let change in place
         if backward:
             out.backward(strided(grad[self.part("out", case, group.rank())].to(case.device)))  # type: ignore[no-untyped-call]
             for name, leaf in leaves.items():

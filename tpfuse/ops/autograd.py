@@ -28,6 +28,14 @@ def apply(function: type[Function], *args: object) -> Tensor:
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
 
 
+def no_view(x: Tensor) -> Tensor:
+    """Return x, whose memory nothing else refers to, as a tensor that is no view of another one.
+
+    The result of a Function may be changed in place only then.
+    """
+    return cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape)) if x._is_view() else x
+
+
 def refuse_tangents(operator: str, *inputs: object) -> None:
     """Raise RuntimeError if an input has a tangent, of which the operator's result would have none.
 

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.activation import GATED
-from tpfuse.ops.autograd import autocast, once_differentiable, refuse_tangents, wanted_gradients
+from tpfuse.ops.autograd import autocast, no_view, once_differentiable, refuse_tangents, wanted_gradients
 from tpfuse.ops.checks import check_linear
 from tpfuse.ops.gemm import gemm, preactivation_gradient
 from tpfuse.ops.linear.dispatch import products
@@ -44,7 +44,7 @@ class _AllGatherLinear(Function):
         keep = activation is not None and any(ctx.needs_input_grad)
         pairs = chosen.all_gather(x, weights, biases, activation, keep)
         ctx.save_for_backward(x, *weights, *(preactivation for _, preactivation in pairs))
-        return tuple(out for out, _ in pairs)
+        return tuple(no_view(out) for out, _ in pairs)
 
     @staticmethod
     @once_differentiable

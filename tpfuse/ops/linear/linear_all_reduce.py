@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
-from tpfuse.ops.autograd import apply, autocast, once_differentiable, refuse_tangents, wanted_gradients
+from tpfuse.ops.autograd import apply, autocast, no_view, once_differentiable, refuse_tangents, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.ops.gemm import flat, gemm, weight_gradient
 from tpfuse.ops.linear.dispatch import products
@@ -33,7 +33,7 @@ class _LinearAllReduce(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: ParallelLinear
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return chosen.all_reduce(x, weight, bias, residual)
+        return no_view(chosen.all_reduce(x, weight, bias, residual))
 
     @staticmethod
     @once_differentiable

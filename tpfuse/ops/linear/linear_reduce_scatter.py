@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
-from tpfuse.ops.autograd import apply, autocast, once_differentiable, refuse_tangents, wanted_gradients
+from tpfuse.ops.autograd import apply, autocast, no_view, once_differentiable, refuse_tangents, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.dispatch import products
@@ -36,7 +36,7 @@ class _LinearReduceScatter(Function):
     ) -> Tensor:
         ctx.products = chosen
         ctx.save_for_backward(x, weight)
-        return chosen.reduce_scatter(x, weight, bias, residual)
+        return no_view(chosen.reduce_scatter(x, weight, bias, residual))
 
     @staticmethod
     @once_differentiable
