@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import exhaustive
+from tpfuse.comm.collectives import fused as fused_collectives
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.explore import RaceError, SimulatedMemory, explore
@@ -137,6 +138,35 @@ def _more_than_a_slot(most: int) -> int:
         expected = xs.sum(0) @ weight.t() + bias + residual
         assert torch.equal(products.all_reduce(xs[rank], weight, bias, residual), expected)
     return len(launched)
+
+
+def _too_large() -> list[str]:
+    """Return the errors of calls whose gathers, also those of backward, take more than the largest slot."""
+    products, messages = FusedLinear(_memory()), []
+    x, weight = torch.ones(8, 4), torch.ones(9, 4, requires_grad=True)
+    calls = [
+        lambda: products.all_gather(x, [weight], [None], None, False),
+        lambda: products.reduce_scatter(x, weight, None, None),
+        lambda: products.all_reduce(x, weight, None, None),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_collectives, "MOST_BYTES", 127)
+        for call in calls:
+            with pytest.raises(ValueError) as caught:
+                call()
+            messages.append(str(caught.value))
+        products.reduce_scatter(x, weight.detach(), None, None)  # whose backward pass is not needed
+    return messages
+
+
+def test_a_gather_that_slots_cannot_hold_is_refused_in_forward() -> None:
+    expected = [
+        "all_gather_linear torch.float32 [8, 4]: x takes 128 bytes",
+        "linear_reduce_scatter torch.float32 [8, 9]: the gradient of this rank's rows takes 144 bytes",
+        "linear_all_reduce torch.float32 [8, 9]: the sum of a rank's rows takes 144 bytes",
+    ]
+    for messages in pool(2).run(_too_large):
+        assert all(map(str.startswith, messages, expected)), messages
 
 
 def test_products_that_slots_cannot_hold_take_several_rounds() -> None:

@@ -1,5 +1,6 @@
 """Bad arguments are refused in one line, by every rank for itself, before ranks communicate."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
+from tpfuse.comm.shared_memory import LocalMemory
+from tpfuse.ops.ring_attention.fused import FusedRing
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
@@ -134,3 +137,10 @@ def _uneven(name: Implementation, schedule: str, odd: int) -> str:
 def test_unequal_numbers_of_tokens_are_refused(name: Implementation, schedule: str) -> None:
     for messages in pool(4).run(_uneven, name, schedule, 1):
         assert "ring_attention" in messages and "\n" not in messages and "6" in messages and "4" in messages
+
+
+def test_a_backward_pass_that_slots_cannot_hold_is_refused_in_forward() -> None:
+    ring, call = FusedRing(LocalMemory(torch.device("cpu"))), SimpleNamespace(described=lambda *_: "")
+    q = torch.zeros(1, dtype=torch.bfloat16).expand(1, 8, 2**18, 128).requires_grad_()
+    with pytest.raises(ValueError, match=r"\[1, 1, 262144, 128\]: the backward pass of one head of k takes \d+ bytes"):
+        ring.forward(q, q[:, :1], q[:, :1], call)

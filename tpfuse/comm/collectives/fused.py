@@ -24,6 +24,7 @@ from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 # The bytes of half a slot, by device. On a GPU 128 MiB take four launches, each of which reads 32 MiB: 0.1 ms at the
 # rate of NVLink, compared with some 10 µs for a launch and its signals. Not measured yet.
 _SLOT_BYTES = {"cuda": 2**25, "cpu": 2**20}
+MOST_BYTES = 2**30  # the largest slot: kernels count its elements in 32 bits
 ONE_SHOT_BYTES = 2**16  # up to this size an all-reduce takes one shot; not measured yet
 _INTERPRETED_PROGRAMS = 2
 
@@ -31,6 +32,15 @@ _INTERPRETED_PROGRAMS = 2
 def most_programs(memory: SymmetricMemory) -> int:
     """Return the most programs of a launch of kernels that only move and sum, if no ranks share a device."""
     return multiprocessors(memory.device) if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
+
+
+def check_slot(what: str, nbytes: int) -> None:
+    """Raise ValueError if `what` has more bytes than the largest slot."""
+    if nbytes > MOST_BYTES:
+        raise ValueError(
+            f"{what} takes {nbytes} bytes of a slot: fused kernels expect at most {MOST_BYTES}:"
+            " tpfuse.use(implementation='collective') has no such limit"
+        )
 
 
 def open_channel(

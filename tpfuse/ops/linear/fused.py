@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.channel import slot_size
-from tpfuse.comm.collectives.fused import open_channel
+from tpfuse.comm.collectives.fused import MOST_BYTES, check_slot, open_channel
 from tpfuse.comm.cuda_calls import urgent_stream
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.all_gather import all_gather_forward
@@ -35,7 +35,6 @@ from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.engine_scatter import EngineScatter
 from tpfuse.ops.linear.parallel_linear import joined
 
-MOST_BYTES = 2**30  # the largest slot: kernels count its elements in 32 bits
 ENGINE_BYTES = 2**20  # on GPUs copy engines copy shards of this size or more: not measured yet
 
 
@@ -115,6 +114,7 @@ class FusedLinear:
     ) -> list[tuple[Tensor, Tensor | None]]:
         """See `ParallelLinear`. The first product gathers; the others multiply the rows that it has gathered."""
         op = f"all_gather_linear {x.dtype} {list(x.shape)}"
+        check_slot(f"{op}: x", x.nbytes)
         several = len(weights) > 1
         with self.memory.guard(op, kernel=True), self._gathering(flat(x), keep=several, multiplied=True) as gather:
             pairs = [self._gather_and_multiply(gather, weights[0], biases[0], activation, keep)]
@@ -150,6 +150,9 @@ class FusedLinear:
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         op = f"linear_reduce_scatter {x.dtype} {[*x.shape[:-1], len(weight)]}"
         added = None if residual is None else flat(residual)
+        if any(each is not None and each.requires_grad for each in (x, weight, bias)):
+            shard = len(flat(x)) // self.memory.world * len(weight) * x.element_size()
+            check_slot(f"{op}: the gradient of this rank's rows", shard)
         with self.memory.guard(op, kernel=True):
             out = self._multiply_and_scatter(flat(x), weight, bias=bias, residual=added)
         return out.view(len(x) // self.memory.world, *x.shape[1:-1], len(weight))
@@ -177,6 +180,7 @@ class FusedLinear:
         own_rows = slice(min(rank * most, len(rows)), min((rank + 1) * most, len(rows)))
         added = None if residual is None else flat(residual)[own_rows]
         op = f"linear_all_reduce {x.dtype} {[*x.shape[:-1], len(weight)]}"
+        check_slot(f"{op}: the sum of a rank's rows", most * len(weight) * x.element_size())
         with self.memory.guard(op, kernel=True):
             sums = _with_rows(self._multiply_and_scatter(rows, weight, bias=bias, residual=added), most)
             gathered = sums.new_empty(world * most, sums.shape[1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.channel import slot_size
-from tpfuse.comm.collectives.fused import open_channel
+from tpfuse.comm.collectives.fused import check_slot, open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.block_exchange import BlockExchange, part_starts
 from tpfuse.kernels.launch import multiprocessors
@@ -33,6 +33,8 @@ class FusedRing:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         op, parts = call.described("ring_attention", q, k), []
+        if any(each.requires_grad for each in (q, k, v)):
+            self._head_bytes(q, k, backward=True)  # an error that backward would raise after all of forward
         visible_keys, _ = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._rounds(q, k, call, backward=False):
             with self.memory.guard(op, kernel=True):
@@ -72,12 +74,21 @@ class FusedRing:
     ) -> Iterator[tuple[slice, slice, BlockExchange]]:
         """Yield the heads of k and of q that each launch takes, and the exchange that moves the blocks."""
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
-        words = [2 * k[:, :1].nbytes // 4] + ([queries_words(q[:, :group])] if backward else [])
-        head_bytes = 4 * self.memory.world * part_starts(words)[-1]
+        head_bytes = self._head_bytes(q, k, backward=backward)
         most = min(max(self._round_bytes // max(head_bytes, 1), 1), max(heads, 1))
         exchange = self._exchange(most * head_bytes, call.ring)
         for start in range(0, max(heads, 1), most):
             yield slice(start, start + most), slice(start * group, (start + most) * group), exchange
+
+    def _head_bytes(self, q: Tensor, k: Tensor, *, backward: bool) -> int:
+        """Return the bytes of a slot for one head of k. Raise ValueError if the largest slot does not have them."""
+        words = [2 * k[:, :1].nbytes // 4]
+        if backward:
+            words.append(queries_words(q[:, : q.shape[1] // max(k.shape[1], 1)]))
+        nbytes = 4 * self.memory.world * part_starts(words)[-1]
+        what = "the backward pass of one head of k" if backward else "one head of k"
+        check_slot(f"ring_attention {k.dtype} {list(k.shape)}: {what}", nbytes)
+        return nbytes
 
     def _exchange(self, nbytes: int, ring: bool) -> BlockExchange:
         name = "ring attention" if ring else "all_gather attention"
