@@ -181,6 +181,7 @@ def test_layers_made_from_linear_layers_compute_the_same() -> None:
     packed = _linear(9, 3 * SIZE, dtype, True)
     column = ColumnParallelLinear.from_linear(packed, parts=3, gather_output=True, device_mesh=mesh)
     assert torch.equal(column(x), packed(x)), "each part is sharded by itself"
+    assert column(x[:0]).shape == packed(x[:0]).shape
     weights = integers(4, 3 * SIZE, dtype=dtype)
     for layer in (column, packed):
         (layer(x) * weights).sum().backward()

@@ -12,9 +12,11 @@ from tpfuse.comm import collectives
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.ops import collectives as differentiable
 from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.ops.embedding import embedding
+from tpfuse.ops.gemm import gemm
 from tpfuse.ops.layer_norm import layer_norm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
@@ -24,6 +26,11 @@ from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.testing.ranks import on_ranks
 
 Call = Callable[[], object]
+
+
+def _autocast(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> object:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return linear_all_reduce(x, weight, None, group)
 
 
 def _table() -> list[tuple[Call, str]]:
@@ -47,6 +54,13 @@ def _table() -> list[tuple[Call, str]]:
         (lambda: ring_attention(dtensor_heads, heads, heads, group=group), f"ring_attention: q {is_dtensor}"),
         (lambda: attention(heads, dtensor_heads, heads), f"attention: k {is_dtensor}"),
         (lambda: layer_norm(dtensor, w[0], None, 1e-5), f"layer_norm: x {is_dtensor}"),
+        (
+            lambda: layer_norm(x, w[0], None, 1e-5, sum_gradients_over=mesh),
+            f"layer_norm: group is a DeviceMesh: {no_group}",
+        ),  # type: ignore[arg-type]
+        (lambda: gemm(x, w[:4], residual=dtensor), f"gemm: residual {is_dtensor}"),
+        (lambda: _autocast(x.double(), w, group), "linear_all_reduce: weight is torch.float32, x is torch.float64"),
+        (lambda: _autocast(x, w.double(), group), "linear_all_reduce: weight is torch.float64, x is torch.float32"),
         (lambda: embedding(ids, x, 4, mesh), f"embedding: group is a DeviceMesh: {no_group}"),  # type: ignore[arg-type]
         (lambda: cross_entropy(dtensor, ids, 8, group), f"cross_entropy: logits {is_dtensor}"),
         (lambda: linear_cross_entropy(x, w, ids, 12, mesh), "linear_cross_entropy: group is a DeviceMesh"),  # type: ignore[arg-type]
@@ -55,6 +69,8 @@ def _table() -> list[tuple[Call, str]]:
         name = product.__name__
         given.append((lambda f=product: f(x, w, None, mesh), f"{name}: group is a DeviceMesh: {no_group}"))  # type: ignore
         given.append((lambda f=product: f(dtensor, w, None, group), f"{name}: x {is_dtensor}"))  # type: ignore[misc]
+    for function in (differentiable.all_gather, differentiable.replicate, differentiable.split_last):
+        given.append((lambda f=function: f(x, mesh), f"{function.__name__}: group is a DeviceMesh: {no_group}"))  # type: ignore
     for collective in (collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all):
         name = collective.__name__
         given.append((lambda f=collective: f(scalar, group), f"{name}: x has shape (): expected at least one"))  # type: ignore

@@ -288,6 +288,15 @@ def test_empty_inputs(name: Kernels, shape: tuple[int, int, int]) -> None:
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_empty_documents_alone_have_gradients_of_zero(name: Kernels) -> None:
+    leaves = [torch.full((1, 2, 5, 16), torch.inf, requires_grad=True) for _ in range(3)]
+    with use(kernels=name):
+        out = attention(*leaves, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.zeros(3, dtype=torch.int32)))
+        out.sum().backward()
+    assert not out.any() and all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
+
+
 def _lengths(*ends: int) -> Options:
     return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor(ends, dtype=torch.int32))
 

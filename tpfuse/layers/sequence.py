@@ -54,4 +54,5 @@ def gather_features(out: Tensor, size: int, parts: int, group: dist.ProcessGroup
         widest = -(-size // group.size())
         return gather_last(F.pad(out, (0, widest - out.shape[-1])), group)[..., :size]
     out = gather_last(out, group)  # [.., rank, part, feature] -> [.., part, rank, feature]
-    return out.reshape(*out.shape[:-1], group.size(), parts, -1).transpose(-3, -2).flatten(-3)
+    width = out.shape[-1] // (group.size() * parts)
+    return out.reshape(*out.shape[:-1], group.size(), parts, width).transpose(-3, -2).flatten(-3)

@@ -5,6 +5,7 @@ Values of tensors are checked only where reading them costs nothing: on CPUs, an
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import check_local, is_traced
@@ -17,7 +18,8 @@ from tpfuse.ops.autograd import is_autocast
 def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
     """Raise ValueError unless x is [..., K], weight [N, K] and bias [N], of one float dtype, on one device.
 
-    N must be even for a gated activation. Under torch.autocast dtypes may differ.
+    N must be even for a gated activation. Under torch.autocast dtypes may differ, but for
+    float64, which autocast leaves alone.
     """
     check_activation(activation)
     check_local(operator, x=x, weight=weight, bias=bias)
@@ -36,7 +38,7 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None:
             check_device(operator, "x", x, name, other)
-        if other is not None and not mixed and other.dtype != dtype:
+        if other is not None and other.dtype != dtype and (not mixed or torch.float64 in (other.dtype, dtype)):
             raise ValueError(f"{operator}: {name} is {other.dtype}, x is {dtype}: expected one dtype")
 
 
@@ -44,6 +46,7 @@ def check_residual(operator: str, x: Tensor, residual: Tensor | None, shape: tup
     """Raise ValueError unless the residual has the result's shape and is on x's device; its dtype may differ."""
     if residual is None:
         return
+    check_local(operator, residual=residual)
     if residual.shape != shape:
         raise ValueError(f"{operator}: residual has shape {tuple(residual.shape)}: expected {shape}")
     check_device(operator, "x", x, "residual", residual)

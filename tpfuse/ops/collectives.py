@@ -28,16 +28,17 @@ from torch.library import custom_op
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import is_traced
-from tpfuse.comm.mesh import named_group
+from tpfuse.comm.mesh import check_group, named_group
 from tpfuse.ops.autograd import apply, once_differentiable
 
 Group = dist.ProcessGroup | None
 
 
 class _Kind(NamedTuple):
-    """A kind of collective. run(x, group) is the collective, shape(x, world) the shape of its result.
+    """A kind of collective, that of the operator with its name.
 
-    backward: the name of the kind that computes the gradient.
+    run(x, group) is the collective, shape(x, world) the shape of its result. backward: the name of the kind that
+    computes the gradient.
     """
 
     run: Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -64,11 +65,11 @@ _KINDS = {
     "reduce_scatter": _Kind(
         collectives.reduce_scatter, lambda x, world: (x.shape[0] // world, *x.shape[1:]), "all_gather"
     ),
-    "all_reduce": _Kind(collectives.all_reduce, _same, "identity"),
-    "identity": _Kind(lambda x, group: x.view_as(x), _same, "all_reduce"),
+    "all_reduce": _Kind(collectives.all_reduce, _same, "replicate"),
+    "replicate": _Kind(lambda x, group: x.view_as(x), _same, "all_reduce"),
     "all_to_all": _Kind(collectives.all_to_all, _same, "all_to_all"),
-    "gather_last": _Kind(_gathered_last, lambda x, world: (*x.shape[:-1], world * x.shape[-1]), "own_slice"),
-    "own_slice": _Kind(_own_slice, lambda x, world: (*x.shape[:-1], x.shape[-1] // world), "gather_last"),
+    "gather_last": _Kind(_gathered_last, lambda x, world: (*x.shape[:-1], world * x.shape[-1]), "split_last"),
+    "split_last": _Kind(_own_slice, lambda x, world: (*x.shape[:-1], x.shape[-1] // world), "gather_last"),
 }
 
 
@@ -98,12 +99,13 @@ class _Collective(Function):
 
 
 def _run(x: Tensor, kind: str, name: str, world: int) -> Tensor:
-    if kind == "identity":
+    if kind == "replicate":
         return x.view_as(x)
     return _collective(x, kind, name, world) if is_traced(x) else _KINDS[kind].run(x, named_group(name))
 
 
 def _apply(x: Tensor, kind: str, group: Group) -> Tensor:
+    check_group(kind, group)
     return x if group is None else apply(_Collective, x, kind, group.group_name, group.size())
 
 
@@ -135,7 +137,7 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
 
 def replicate(x: Tensor, group: Group) -> Tensor:
     """Return x, which is equal on all ranks. Each uses it for a part of the loss, so its gradients are summed."""
-    return _apply(x, "identity", group)
+    return _apply(x, "replicate", group)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
@@ -152,4 +154,4 @@ def split_last(x: Tensor, group: Group) -> Tensor:
         return x
     if x.shape[-1] % group.size():
         raise ValueError(f"split_last: {x.shape[-1]} features cannot be split among {group.size()} ranks")
-    return _apply(x, "own_slice", group)
+    return _apply(x, "split_last", group)

@@ -130,7 +130,9 @@ def _by_document(
         outs.append(out)
         lses.append(lse)
     rest = q[:, :, ends[-1] :]
-    outs.append(torch.zeros_like(rest))
+    nothing = torch.zeros_like(rest)
+    # If all documents are empty, the result is 0 and still belongs to the graph of q, k and v.
+    outs.append(nothing if outs else nothing + sum(x[:, :, :0].sum() for x in (q, k, v)))
     if not return_lse:
         return torch.cat(outs, 2), q.new_empty(0)
     lses.append((lses[0] if lses else rest).new_full(rest.shape[:3], float("-inf")))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpfuse.comm.layout import check_local
+from tpfuse.comm.mesh import check_group
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
@@ -48,6 +49,7 @@ def norm(
     centered: bool,
 ) -> Tensor:
     """Return the norm of x. centered: layer_norm if true, otherwise rms_norm."""
+    check_group(operator, sum_gradients_over)
     _check(operator, x, weight, bias)
     weight = None if weight is None else replicate(weight, sum_gradients_over)
     bias = None if bias is None else replicate(bias, sum_gradients_over)

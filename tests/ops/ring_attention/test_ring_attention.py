@@ -353,6 +353,16 @@ def _second_group() -> dist.ProcessGroup:
     return dist.new_group()
 
 
+def _no_sequences() -> None:
+    for name in ("direct", "collective"):
+        for schedule in ("ring", "all_gather", "ulysses"):
+            q = torch.ones(0, 2, 4, 16, requires_grad=True)
+            with use(implementation=name):
+                out = ring_attention(q, q, q, group=dist.group.WORLD, schedule=schedule)
+                out.sum().backward()
+            assert out.shape == q.shape and q.grad is not None
+
+
 def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length: int) -> None:
     """Run two groups of the same ranks; between one's forward and backward, the other group and products run."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -564,6 +574,7 @@ FIRST: list[Row] = [
     (_packed, 4, ("direct",)),
     (_some_gradients, 3, ("direct",)),
     (_in_two_groups, 3, ("direct", 2, F64, 20)),
+    (_no_sequences, 2, ()),
     (_fused, 2, (F32, True, (0,))),
     (_promised, 2, ()),
     (_holds_one_block, 4, ()),

@@ -60,7 +60,7 @@ class CollectiveRing:
             gathered, handle = collectives.start_all_gather(block, self._group, by=self._by)
             yield call.rank, k, v
             handle.wait()
-            blocks = gathered.view(-1, *block.shape)
+            blocks = gathered.view(self._group.size(), *block.shape)
             for source in reversed(call.sources):  # the order of the ring, in which sums travel
                 yield source, blocks[source, 0], blocks[source, 1]
             return
