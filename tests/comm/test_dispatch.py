@@ -1,5 +1,7 @@
 """The implementation that is chosen, and its reason, also for GPUs, which these tests do not need."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -107,6 +109,15 @@ def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch
     other = Group()
     assert dispatch.choose_implementation(cpu, F32, other) is not first  # type: ignore[arg-type]
     assert asked[-1] == (other, "cpu")
+
+
+def test_a_group_lives_no_longer_for_what_collective_made() -> None:
+    objects, group = dispatch.Implementations(lambda group: [group]), Group()
+    objects.of(Choice("collective", "chosen"), group)  # type: ignore[arg-type]
+    alive = weakref.ref(group)
+    del group
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize(("world", "backend"), [(1, "local"), (2, "shm")])

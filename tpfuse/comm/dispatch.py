@@ -92,23 +92,27 @@ def choice_for(device_type: str, dtype: torch.dtype, wanted: Implementation, ker
 
 
 class Implementations(Generic[_T]):
-    """The objects of one family of operations: one for each group and choice, made when it is first needed."""
+    """The objects of one family of operations: one for each memory of a group and choice, made when first needed.
+
+    Those of `collective` are made for each call: they hold nothing but the group, which would live as long as they do.
+    """
 
     def __init__(
         self, collective: Callable[[dist.ProcessGroup], _T], **symmetric: Callable[[SymmetricMemory], _T]
     ) -> None:
         """Take what makes an object of a group, and by the name of an implementation what makes one of a memory."""
         self._collective, self._symmetric = collective, symmetric
-        self._objects: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, SymmetricMemory | None], _T]]
+        self._objects: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, SymmetricMemory], _T]]
         self._objects = WeakKeyDictionary()
 
     def of(self, choice: Choice, group: dist.ProcessGroup) -> _T:
         """Return the group's object. The first call for a choice is collective."""
-        of_group = self._objects.setdefault(group, {})
         name, memory = choice.implementation, choice.memory
+        if memory is None:
+            return self._collective(group)
+        of_group = self._objects.setdefault(group, {})
         if (name, memory) not in of_group:
-            made = self._collective(group) if memory is None else self._symmetric[name](memory)
-            of_group[name, memory] = made
+            of_group[name, memory] = self._symmetric[name](memory)
         return of_group[name, memory]
 
 
