@@ -11,6 +11,8 @@ from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm.shared_memory import LocalMemory
+from tpfuse.ops.linear.direct import DirectLinear
+from tpfuse.ops.ring_attention.direct import DirectRing
 from tpfuse.ops.ring_attention.fused import FusedRing
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.switches import use
@@ -137,6 +139,16 @@ def _uneven(name: Implementation, schedule: str, odd: int) -> str:
 def test_unequal_numbers_of_tokens_are_refused(name: Implementation, schedule: str) -> None:
     for messages in pool(4).run(_uneven, name, schedule, 1):
         assert "ring_attention" in messages and "\n" not in messages and "6" in messages and "4" in messages
+
+
+def test_large_heads_of_similar_sizes_share_a_channel() -> None:
+    memory = LocalMemory(torch.device("cpu"))
+    ring, linear = DirectRing(memory, 2**16), DirectLinear(memory, 2**16)
+    for batch in (9, 10):
+        k = torch.empty(batch, 1, 64, 16)
+        next(ring._rounds(k, k, 8))
+        next(linear._rounds(1, k.nbytes * 2))
+    assert len(memory._channels) == 2
 
 
 def test_a_backward_pass_that_slots_cannot_hold_is_refused_in_forward() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tpfuse.comm.channel import Channel
+from tpfuse.comm.channel import Channel, slot_size
 from tpfuse.comm.collectives.direct import ONE_SHOT_BYTES, SLOT_BYTES
 from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
@@ -164,7 +164,7 @@ class DirectLinear:
 
     def _rounds(self, rows: int, row_bytes: int) -> Iterator[tuple[Channel, slice]]:
         """Yield the channel of each round and which of every rank's rows it takes; for no rows there is one round."""
-        nbytes = max(self._round_bytes, row_bytes)
+        nbytes = self._round_bytes if row_bytes <= self._round_bytes else slot_size(row_bytes)
         channel = self.memory.channel(Channel, "direct linear", nbytes)
         size = nbytes // max(row_bytes, 1)
         for start in range(0, max(rows, 1), size):

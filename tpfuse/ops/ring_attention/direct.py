@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tpfuse.comm.channel import Channel
+from tpfuse.comm.channel import Channel, slot_size
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
@@ -85,7 +85,7 @@ class DirectRing:
         """
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
         head_bytes = k[:, :1].numel() * element_bytes
-        nbytes = max(self._round_bytes, head_bytes)
+        nbytes = self._round_bytes if head_bytes <= self._round_bytes else slot_size(head_bytes)
         channel = self.memory.channel(Channel, "direct ring", nbytes)
         most = min(nbytes // max(head_bytes, 1), max(heads, 1))
         for start in range(0, max(heads, 1), most):
