@@ -142,7 +142,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return out
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | None = None) -> Tensor:
+def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return a tensor whose row r is row `rank` of rank r's x. x: [world, ...], of one shape on all ranks.
 
     Raise ValueError unless x has one row for each rank.
@@ -154,7 +154,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None, *, by: Collectives | 
         raise ValueError(f"all_to_all: {x.shape[0]} rows: expected one for each of {group.size()} ranks")
     x = x.detach().contiguous()
     out = torch.empty_like(x)
-    (by or collectives_of(x, group)).all_to_all(x, out).wait()
+    collectives_of(x, group).all_to_all(x, out).wait()
     return out
 
 
