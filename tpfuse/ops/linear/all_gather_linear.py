@@ -88,8 +88,8 @@ def all_gather_linear(
     applied (which must not be a gated one). In backward x's gradient is this rank's shard of the sum over ranks; the
     gradients of weights and biases are this rank's own.
 
-    Raise ValueError for shapes, dtypes, devices or names of activations that do not fit, and if ranks have unequal
-    numbers of rows.
+    Raise ValueError for shapes, dtypes, devices or names of activations that do not fit, and if shape or
+    dtype of x differ between ranks.
     """
     single = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)

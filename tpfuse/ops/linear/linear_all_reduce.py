@@ -53,7 +53,7 @@ def linear_all_reduce(
 
     x: [..., K], this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N] and residual:
     [..., N], equal on all ranks. The residual is added in the last pass if it has x's dtype. Raise ValueError for
-    shapes, dtypes or devices that do not fit, and if ranks have unequal numbers of rows.
+    shapes, dtypes or devices that do not fit, and if those of the result differ between ranks.
     """
     operator = "linear_all_reduce"
     check_group(operator, group)

@@ -56,8 +56,8 @@ def linear_reduce_scatter(
 
     x: [world * n, ..., K] with this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N], equal
     on all ranks; residual: [n, ..., N], this rank's shard, added in the last pass if it has x's dtype. Raise
-    ValueError for shapes, dtypes or devices that do not fit, if the world does not divide the rows, and if ranks have
-    unequal numbers of rows.
+    ValueError for shapes, dtypes or devices that do not fit, if the world does not divide the rows, and if shape or
+    dtype of the result differ between ranks.
     """
     operator = "linear_reduce_scatter"
     check_group(operator, group)
