@@ -48,7 +48,7 @@ class RingCall:
         text = f"{op} {k.dtype} {q.shape[1]} heads {list(k.shape)} causal {self.causal} window {self.window}"
         text += f" scale {self.scale} ring {self.ring} runs {runs.world} x {runs.count}, {runs.step} of {runs.length}"
         if self.cu_seqlens is not None:
-            text += f" documents {zlib.crc32(repr(self._documents).encode()) if on_cpu else len(self.cu_seqlens) - 1}"
+            text += f" documents {zlib.crc32(repr(self._documents).encode()) if on_cpu else ''}"
         if self.key is not None and self.dropout_p:
             text += f" dropout {self.dropout_p} key {self.key.tolist() if on_cpu else ''}"
         return text
