@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter, time
 from typing import Any, Protocol, cast
 
@@ -19,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import GraphExecGroup
 
 from tpfuse.choices import Accumulate
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.dispatch import Choice, choose_implementation
+from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
@@ -213,12 +216,12 @@ class Runner:
                     continue
                 taken = self._take(action)
                 y = self._compute(action.stage, None if taken is None else taken[0], batches[action.micro_batch])
+                if action.stage == self.order.stages - 1:
+                    outputs[action.micro_batch] = tree_map(partial(_outside, taken), y)
+                else:
+                    self._give(action, y, taken)
                 if taken is not None and taken[1] is not None:
                     self._messages.release(*taken[1])
-                if action.stage == self.order.stages - 1:
-                    outputs[action.micro_batch] = y
-                else:
-                    self._give(action, y)
             self._finish()
         finally:
             self._handed.clear()
@@ -247,7 +250,7 @@ class Runner:
             flight.gradient = taken[0]
             flight.taken += [] if taken[1] is None else [taken[1]]
         if action.kind is Kind.INPUT:
-            self._backward_input(action, flight)
+            self._backward_input(action, flight, taken)
         elif action.kind is Kind.WEIGHT and flight.x is not None:
             self._backward_weight(action, flight)
         else:
@@ -255,7 +258,7 @@ class Runner:
             torch.autograd.backward(flight.output, gradients)
             if flight.x is not None:
                 assert flight.x.grad is not None
-                self._give(action, flight.x.grad)
+                self._give(action, flight.x.grad, taken)
         if action.ends:
             for message in self._flights.pop(at).taken:
                 self._messages.release(*message)
@@ -266,7 +269,7 @@ class Runner:
         y = self._compute(action.stage, x, batch)
         last = action.stage == self.order.stages - 1
         if not last:
-            self._give(action, y)
+            self._give(action, y, taken)
         splits = self.order.schedule in ("zero_bubble", "zbv")
         if splits and y._is_view():
             y = y.clone()  # torch detaches the output in place after the first part, and a view cannot be detached
@@ -276,7 +279,7 @@ class Runner:
         self.most_in_flight = max(self.most_in_flight, len(self._flights))
         return [y.detach().clone()] if last else []
 
-    def _backward_input(self, action: Action, flight: _Flight) -> None:
+    def _backward_input(self, action: Action, flight: _Flight, taken: _Taken | None) -> None:
         """Compute the gradient of the stage's input and send it. The first stage has none: all is left for later."""
         if flight.x is None:
             return
@@ -288,7 +291,7 @@ class Runner:
         edge = get_gradient_edge(flight.output)
         (gradient,), flight.groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
         assert gradient is not None
-        self._give(action, gradient)
+        self._give(action, gradient, taken)
         flight.x.grad, flight.output = None, edge
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
@@ -321,8 +324,8 @@ class Runner:
         message = self._messages.receive(route, *self._shape)
         return message.tensor, (route, message)
 
-    def _give(self, action: Action, x: Tensor) -> None:
-        """Send the result of an action to the stage that needs it."""
+    def _give(self, action: Action, x: Tensor, taken: _Taken | None) -> None:
+        """Send the result of an action to the stage that needs it. taken: what the action has taken."""
         if self.group is not None and self._key not in self._shapes:
             self._agree_on_shape(x)
         if self.group is not None and (x.shape, x.dtype) != self._shape:
@@ -335,7 +338,7 @@ class Runner:
         target = action.stage + 1 if forward else action.stage - 1
         route = (self._forward_routes if forward else self._backward_routes).get(target)
         if route is None:
-            self._handed[action.stage, target, action.micro_batch] = x.detach()
+            self._handed[action.stage, target, action.micro_batch] = _outside(taken, x.detach())
         else:
             self._messages.send(route, x.detach().contiguous())
 
@@ -372,6 +375,14 @@ class Runner:
     def _finish(self) -> None:
         if self.group is not None:
             self._messages.finish()
+
+
+def _outside(taken: _Taken | None, x: Any) -> Any:
+    """Return x, or a copy if it is a tensor in the memory of a message: the next message overwrites it there."""
+    if taken is None or taken[1] is None or not isinstance(x, Tensor):
+        return x
+    memories = [local_tensor(tensor).untyped_storage().data_ptr() for tensor in (x, taken[0])]
+    return x.clone() if memories[0] == memories[1] else x
 
 
 def leaf_of(parameter: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+"""Tensors that are one memory keep their values: a stage may return its input, and weights may have one gradient."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.meshes import mesh_of
+from tpfuse.parallel.pipeline.pipeline import Pipeline
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.ranks import on_ranks
+
+WIDTH, ROWS, MICRO_BATCHES = 4, 3, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: list[type[nn.Module]]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.blocks, self.head = Layer(), nn.Sequential(*(block() for block in blocks)), Layer()
+        self.double()
+
+    def loss(self, x: Tensor, _: Tensor) -> Tensor:
+        return self.head(x).square().sum()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.blocks(self.embed(x)), x)
+
+
+def pipeline_of(model: Model, pp: int = 2, **options: Any) -> Pipeline:
+    options = {"head": (model.loss, [model.head]), "layers": [1] * len(model.blocks)} | options
+    mesh = mesh_of(1, 1, pp=pp)["pp"] if pp > 1 else None
+    return Pipeline(
+        model, embed=model.embed, blocks=model.blocks, device_mesh=mesh, micro_batches=MICRO_BATCHES, **options
+    )
+
+
+def batches() -> list[tuple[Tensor]]:
+    return [(normal(number, ROWS, WIDTH).double(),) for number in range(MICRO_BATCHES)]
+
+
+def check(blocks: list[type[nn.Module]], **options: Any) -> None:
+    """Compare the losses and gradients of a pipeline's step with those of the whole model, to the bit or nearly so."""
+    model = Model(blocks)
+    whole, pipeline = copy.deepcopy(model), pipeline_of(model, **options)
+    losses = [whole(*batch) for batch in batches()]
+    torch.stack(losses).sum().backward()
+    found = [pipeline.forward(batches()), pipeline.step(batches())]
+    assert all(each == ([loss.detach() for loss in losses] if pipeline.has_last else []) for each in found)
+    for name, parameter in model.named_parameters():
+        expected = whole.get_parameter(name).grad
+        assert parameter.grad is not None and expected is not None, name
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@on_ranks(2)
+def test_outputs_of_a_last_stage_that_returns_its_input_stay() -> None:
+    model = Model([Layer, nn.Identity])
+    whole = copy.deepcopy(model)
+    pipeline = pipeline_of(model, head=(lambda x, _: {"x": x, "rows": (x[0], x[1:])}, [model.head]))
+    for found, batch in zip(pipeline.forward(batches()), batches(), strict=pipeline.has_last):
+        x = whole.blocks(whole.embed(*batch))
+        assert all(map(torch.equal, (found["x"], *found["rows"]), (x, x[0], x[1:])))  # type: ignore[call-overload]
+
+
+@on_ranks(2)
+def test_a_stage_that_returns_its_input_to_another_stage_of_its_rank() -> None:
+    """Under zbv stages 1 and 2 have one rank, and a message for one of them is released before the other has ended."""
+    check([Layer, Layer, nn.Identity, Layer], schedule="zbv")
