@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,18 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))
+
+
+class Sums(nn.Module):
+    """The gradients of `weight` and `change` are one tensor, and those of `here` and `there` are that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.change = (nn.Parameter(torch.rand(WIDTH, WIDTH)) for _ in range(2))
+        self.here, self.there = (nn.Parameter(torch.rand(ROWS, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight + self.change) + self.here + self.there
 
 
 class Model(nn.Module):
@@ -77,3 +90,8 @@ def test_outputs_of_a_last_stage_that_returns_its_input_stay() -> None:
 def test_a_stage_that_returns_its_input_to_another_stage_of_its_rank() -> None:
     """Under zbv stages 1 and 2 have one rank, and a message for one of them is released before the other has ended."""
     check([Layer, Layer, nn.Identity, Layer], schedule="zbv")
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
+def test_terms_of_a_sum_have_gradients_of_their_own(schedule: str) -> None:
+    check([Sums, Sums], pp=1, schedule=schedule, stages_per_rank=2)

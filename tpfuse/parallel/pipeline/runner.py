@@ -94,9 +94,15 @@ def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) ->
                 hooks.callback(node.register_prehook(lambda _, outputs=outputs: outputs).remove)
             edges, starts = zip(*known, strict=True)
             found = torch.autograd.grad(edges, [GradientEdge(node, 0) for node in accumulators], starts)
+        taken = set(map(_memory_of, starts))
         for node, gradient in zip(accumulators, found, strict=True):
             weight = weight_of[node]
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            if weight.grad is not None:
+                weight.grad.add_(gradient)
+                continue
+            # A sum gives all its terms one gradient, but later micro-batches are added to each weight's own.
+            weight.grad = gradient.clone() if _memory_of(gradient) in taken else gradient
+            taken.add(_memory_of(gradient))
 
 
 class Runner:
@@ -381,8 +387,11 @@ def _outside(taken: _Taken | None, x: Any) -> Any:
     """Return x, or a copy if it is a tensor in the memory of a message: the next message overwrites it there."""
     if taken is None or taken[1] is None or not isinstance(x, Tensor):
         return x
-    memories = [local_tensor(tensor).untyped_storage().data_ptr() for tensor in (x, taken[0])]
-    return x.clone() if memories[0] == memories[1] else x
+    return x.clone() if _memory_of(x) == _memory_of(taken[0]) else x
+
+
+def _memory_of(x: Tensor) -> int:
+    return local_tensor(x).untyped_storage().data_ptr()
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
