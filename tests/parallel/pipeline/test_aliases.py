@@ -36,6 +36,23 @@ class Sums(nn.Module):
         return nn.functional.linear(x, self.weight + self.change) + self.here + self.there
 
 
+class Twice(nn.Module):
+    """`weight` is used with `first` and with `second`. `total` has one number as gradient of all its elements.
+
+    The gradient of `table` is sparse: it has no memory of the usual kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.total = (nn.Parameter(torch.rand(WIDTH)) for _ in range(3))
+        self.weight, self.table = nn.Parameter(torch.rand(WIDTH, WIDTH)), nn.Embedding(ROWS, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(x, self.weight, self.first))
+        x = nn.functional.linear(x, self.weight, self.second) + self.table(torch.arange(ROWS))
+        return x + self.total.sum()
+
+
 class Model(nn.Module):
     def __init__(self, blocks: list[type[nn.Module]]) -> None:
         super().__init__()
@@ -92,6 +109,7 @@ def test_a_stage_that_returns_its_input_to_another_stage_of_its_rank() -> None:
     check([Layer, Layer, nn.Identity, Layer], schedule="zbv")
 
 
+@pytest.mark.parametrize("block", [Sums, Twice])
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
-def test_terms_of_a_sum_have_gradients_of_their_own(schedule: str) -> None:
-    check([Sums, Sums], pp=1, schedule=schedule, stages_per_rank=2)
+def test_gradients_that_weights_share_are_counted_once(block: type[nn.Module], schedule: str) -> None:
+    check([block, block], pp=1, schedule=schedule, stages_per_rank=2)

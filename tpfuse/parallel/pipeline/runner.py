@@ -77,19 +77,25 @@ def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) ->
     if one of the same group is computed from it.
     """
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights}
+    nodes = [node for group in groups for node in group["intermediates"]]
+    if len(set(nodes)) < len(nodes):
+        # torch keeps two groups apart that a weight used by both of them joins, and that weight is in both.
+        gradients, joined = ([each for group in groups for each in group[key]] for key in ("grads", "params"))
+        groups = [{"intermediates": nodes, "grads": gradients, "params": set(joined)}]
     for group in groups:
         # the nodes that the weights share with the input, and the gradients of their outputs
-        nodes, gradients, accumulators = list(group.pop("intermediates")), group.pop("grads"), list(group["params"])
+        outputs_of = dict(zip(group.pop("intermediates"), group.pop("grads"), strict=True))
+        accumulators = list(group["params"])
         known = [
             (GradientEdge(node, index), gradient)
-            for node, outputs in zip(nodes, gradients, strict=True)
+            for node, outputs in outputs_of.items()
             for index, gradient in enumerate(outputs)
             if gradient is not None
         ]
         if not known:
             continue
         with ExitStack() as hooks:
-            for node, outputs in zip(nodes, gradients, strict=True) if len(nodes) > 1 else ():
+            for node, outputs in outputs_of.items() if len(outputs_of) > 1 else ():
                 # The gradients are complete: what arrives from other nodes of the group is part of them.
                 hooks.callback(node.register_prehook(lambda _, outputs=outputs: outputs).remove)
             edges, starts = zip(*known, strict=True)
@@ -100,8 +106,9 @@ def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) ->
             if weight.grad is not None:
                 weight.grad.add_(gradient)
                 continue
-            # A sum gives all its terms one gradient, but later micro-batches are added to each weight's own.
-            weight.grad = gradient.clone() if _memory_of(gradient) in taken else gradient
+            # The terms of a sum have one gradient, and so have its elements, but later micro-batches are added to each.
+            shared = _memory_of(gradient) in taken or (gradient.layout is torch.strided and 0 in gradient.stride())
+            weight.grad = gradient.clone() if shared else gradient
             taken.add(_memory_of(gradient))
 
 
@@ -391,7 +398,8 @@ def _outside(taken: _Taken | None, x: Any) -> Any:
 
 
 def _memory_of(x: Tensor) -> int:
-    return local_tensor(x).untyped_storage().data_ptr()
+    """Return the address of the memory of a tensor; a sparse one has several, and shares none."""
+    return local_tensor(x).untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
