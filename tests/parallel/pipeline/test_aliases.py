@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive
 from tpfuse.parallel.pipeline.pipeline import Pipeline
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
@@ -51,6 +52,17 @@ class Twice(nn.Module):
         x = torch.tanh(nn.functional.linear(x, self.weight, self.first))
         x = nn.functional.linear(x, self.weight, self.second) + self.table(torch.arange(ROWS))
         return x + self.total.sum()
+
+
+class Reshaped(Layer):
+    """The gradient of `flat` is a view of the output's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.rand(ROWS * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.flat.view(ROWS, WIDTH)
 
 
 class Model(nn.Module):
@@ -113,3 +125,9 @@ def test_a_stage_that_returns_its_input_to_another_stage_of_its_rank() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
 def test_gradients_that_weights_share_are_counted_once(block: type[nn.Module], schedule: str) -> None:
     check([block, block], pp=1, schedule=schedule, stages_per_rank=2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("zero_bubble")])
+@on_ranks(2)
+def test_a_gradient_in_the_memory_of_a_message_stays(schedule: str) -> None:
+    check([Reshaped, Reshaped], schedule=schedule)

@@ -267,8 +267,10 @@ class Runner:
         elif action.kind is Kind.WEIGHT and flight.x is not None:
             self._backward_weight(action, flight)
         else:
-            gradients = None if flight.gradient is None else (flight.gradient,)
-            torch.autograd.backward(flight.output, gradients)
+            gradient = flight.gradient
+            if gradient is not None and action.stage in self._backward_routes:
+                gradient = gradient.clone()  # autograd may make a view of it the `.grad` of a weight, without a copy
+            torch.autograd.backward(flight.output, gradient)
             if flight.x is not None:
                 assert flight.x.grad is not None
                 self._give(action, flight.x.grad, taken)
