@@ -25,6 +25,18 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+class Linear(Layer):
+    """Its result may be overwritten, since no gradient needs it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class InPlace(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2.0).relu_()).sub_(0.5)
+
+
 class Sums(nn.Module):
     """The gradients of `weight` and `change` are one tensor, and those of `here` and `there` are that of the output."""
 
@@ -131,3 +143,10 @@ def test_gradients_that_weights_share_are_counted_once(block: type[nn.Module], s
 @on_ranks(2)
 def test_a_gradient_in_the_memory_of_a_message_stays(schedule: str) -> None:
     check([Reshaped, Reshaped], schedule=schedule)
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 2), ("zero_bubble", 1), *exhaustive(("zbv", 2), ("gpipe", 2))])
+@on_ranks("pp")
+def test_a_stage_may_begin_and_end_with_an_operation_in_place(schedule: str, pp: int) -> None:
+    stages = 1 if schedule in ("1f1b", "gpipe") else 2
+    check([Linear, *[InPlace] * (pp * stages - 1)], pp=pp, schedule=schedule, stages_per_rank=stages)

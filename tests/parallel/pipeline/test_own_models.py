@@ -205,6 +205,62 @@ def test_frozen_stages_are_passed_through() -> None:
                 check_close(parameter.grad, expected, name)
 
 
+class Detached(Block):
+    """What it returns does not depend on its input. constant: nor on its parameters."""
+
+    constant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.constant):
+            return super().forward(x.detach())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@on_ranks(2)
+def test_outputs_that_do_not_depend_on_the_input(schedule: str) -> None:
+    """Check blocks that pass no gradient on, a loss without the last block's output, and integers between stages."""
+    mesh = mesh_of(1, 1, pp=2)["pp"]
+
+    def check(model: Model, whole: Model, forward: Any, **options: Any) -> None:
+        pipeline_of(model, mesh, schedule=schedule, layers=[3, 4], **options).step(batches_of(0))
+        for batch in batches_of(0):
+            forward(*batch).backward()
+        for name, parameter in model.named_parameters():
+            expected = whole.get_parameter(name).grad
+            if parameter.grad is None or expected is None:  # stages before one that passes no gradient on get zeros
+                assert expected is None and (parameter.grad is None or not parameter.grad.any()), name
+            else:
+                check_close(parameter.grad, expected, name)
+
+    for place, constant in itertools.product((1, 4), (False, True)):
+        models = model_of(), model_of()
+        for model in models:
+            model.blocks[place].__class__ = Detached
+            model.blocks[place].constant = constant
+        check(*models, models[1])
+    model, whole = model_of(), model_of()
+    check(
+        model,
+        whole,
+        lambda ids, targets: whole.loss(torch.ones(*ids.shape, WIDTH).double(), ids, targets),
+        head=(lambda x, *batch: model.loss(torch.ones_like(x), *batch), [model.norm, model.head]),
+    )
+    model, whole = model_of(), model_of()
+    for each in (model, whole):
+        each.blocks = nn.ModuleList(nn.Identity() for _ in range(BLOCKS))
+    check(
+        model,
+        whole,
+        whole,
+        embed=lambda ids, targets: ids,
+        blocks=model.blocks,
+        head=(
+            lambda x, *batch: model.loss(model.embed(x, x), *batch),
+            [model.wte, model.positions, model.norm, model.head],
+        ),
+    )
+
+
 def test_stages_have_equal_costs_and_tables_that_are_looked_up_cost_nothing() -> None:
     class Ends(nn.Module):
         def __init__(self) -> None:
@@ -308,7 +364,18 @@ def test_what_a_stage_returns_is_checked() -> None:
             with pytest.raises(ValueError, match=rf"block 1 returns {text} for \[2, 5, 6\] float64: expected the same"):
                 run(batches_of(0, 1))
     model = model_of(blocks=3)
-    pipeline = pipeline_of(model, None, micro_batches=1, head=(tokens, [model.norm, model.head]))
-    with pytest.raises(ValueError, match=r"`head` returns \[2, 5\] float64: expected a scalar loss"):
-        pipeline.step(batches_of(0, 1))
-    assert pipeline.forward(batches_of(0, 1))[0].shape == (2, 5)
+    ends = {"embed": [model.wte, model.positions], "head": [model.norm, model.head]}
+    for end, function, text in [
+        ("head", tokens, r"`head` returns \[2, 5\] float64: expected a scalar loss"),
+        ("head", lambda x, *batch: (x.sum(), x), "`head` returns a tuple: expected a scalar loss"),
+        ("head", lambda x, *batch: x.detach().sum(), "`head` returns a constant loss: expected one that depends on"),
+        ("embed", lambda *batch: (model.embed(*batch), None), "`embed` returns a tuple: expected a tensor, the input"),
+        ("embed", lambda *batch: None, "`embed` returns a NoneType: expected a tensor"),
+    ]:
+        pipeline = pipeline_of(model, None, micro_batches=1, **{end: (function, ends[end])})
+        with pytest.raises(ValueError, match=text):
+            pipeline.step(batches_of(0, 1))
+        if function is tokens:
+            assert pipeline.forward(batches_of(0, 1))[0].shape == (2, 5)
+    with pytest.raises(ValueError, match=r"step\(\) where gradients are disabled"), torch.no_grad():
+        pipeline_of(model, None, micro_batches=1).step(batches_of(0, 1))

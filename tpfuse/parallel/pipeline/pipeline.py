@@ -17,6 +17,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import broadcast_, set_timeout
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size
+from tpfuse.ops.autograd import apply
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
@@ -112,10 +113,14 @@ class Pipeline:
         and dtypes. Gradients are added to `.grad`; those of tied parameters are summed over both ends. engine:
         that of `tpfuse.zero.shard`, which then takes all gradients; `step` may be called once before an update.
         Raise ValueError for another number of micro-batches than the pipeline has, for micro-batches of other types or
-        shapes, and on the rank concerned for a block that changes the shape and for a loss that is not a scalar. Raise
-        PeerTimeout if a rank is missing.
+        shapes, where gradients are disabled, and on the rank concerned for what a block or function returns that cannot
+        be trained: another shape, no tensor, a constant loss. Raise PeerTimeout if a rank is missing.
         """
         self._check(batches)
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "step() where gradients are disabled, as under torch.no_grad(): forward() is for evaluation"
+            )
         if engine is not None:
             engine.start(last=True, backwards=len(batches), again=True)
             return self._runner.train(batches, engine)
@@ -201,19 +206,36 @@ class Pipeline:
     def _forward(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
         if x is None:
             x = self._embed(*batch)
+            if not isinstance(x, Tensor):
+                raise ValueError(f"`embed` returns {_described(x)}: expected a tensor, the input of the first block")
+        elif x.requires_grad:
+            x = apply(_NoLeaf, x)
         for number in stage.layers:
             y = self._blocks[number](x)
             if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
-                given = _described(y) if isinstance(y, Tensor) else f"a {type(y).__name__}"
-                raise ValueError(f"block {number} returns {given} for {_described(x)}: expected the same")
+                raise ValueError(f"block {number} returns {_described(y)} for {_described(x)}: expected the same")
             x = y
-        if stage.last:
-            x = self._head(x, *batch)
-            if torch.is_grad_enabled() and x.ndim:
+        if not stage.last:
+            return x
+        x = self._head(x, *batch)
+        if torch.is_grad_enabled():
+            if not isinstance(x, Tensor) or x.ndim:
                 raise ValueError(f"`head` returns {_described(x)}: expected a scalar loss, of shape []")
-        elif torch.is_grad_enabled() and not x.requires_grad:  # all parameters of the first stage are frozen
-            x = x.detach().requires_grad_()
+            if not x.requires_grad:
+                raise ValueError("`head` returns a constant loss: expected one that depends on trained parameters")
         return x
+
+
+class _NoLeaf(torch.autograd.Function):
+    """The identity. The result has its input's memory, but is no leaf, so that a block may write to it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _used_by(name: str, end: Any) -> tuple[Function, list[Part]]:
@@ -237,5 +259,7 @@ def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGr
     return ends
 
 
-def _described(x: Tensor) -> str:
+def _described(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"

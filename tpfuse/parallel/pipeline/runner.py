@@ -62,7 +62,7 @@ class _Flight:
     """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass."""
 
     x: Tensor | None  # the input, a leaf; None on the first stage
-    output: Tensor | GradientEdge  # where the backward pass begins
+    output: Tensor | GradientEdge | None  # where the backward pass begins; None if the output needs no gradient
     taken: list[tuple[int, Message]]  # the messages that are released at the end
     gradient: Tensor | None = None  # the gradient of the output; None on the last stage
     groups: Any = None  # what torch keeps between the two parts of a split backward pass
@@ -264,23 +264,24 @@ class Runner:
             flight.taken += [] if taken[1] is None else [taken[1]]
         if action.kind is Kind.INPUT:
             self._backward_input(action, flight, taken)
-        elif action.kind is Kind.WEIGHT and flight.x is not None:
+        elif action.kind is Kind.WEIGHT and flight.groups is not None:
             self._backward_weight(action, flight)
-        else:
+        elif flight.output is not None:
             gradient = flight.gradient
             if gradient is not None and action.stage in self._backward_routes:
                 gradient = gradient.clone()  # autograd may make a view of it the `.grad` of a weight, without a copy
             torch.autograd.backward(flight.output, gradient)
-            if flight.x is not None:
-                assert flight.x.grad is not None
-                self._give(action, flight.x.grad, taken)
+        if action.kind is Kind.BACKWARD and flight.x is not None:
+            self._give(action, _or_zeros(flight.x.grad, flight.x), taken)
         if action.ends:
             for message in self._flights.pop(at).taken:
                 self._messages.release(*message)
         return []
 
     def _forward(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
-        x = None if taken is None else taken[0].detach().requires_grad_()
+        x = None if taken is None else taken[0].detach()
+        if x is not None and (x.is_floating_point() or x.is_complex()):
+            x.requires_grad_()
         y = self._compute(action.stage, x, batch)
         last = action.stage == self.order.stages - 1
         if not last:
@@ -288,7 +289,8 @@ class Runner:
         splits = self.order.schedule in ("zero_bubble", "zbv")
         if splits and y._is_view():
             y = y.clone()  # torch detaches the output in place after the first part, and a view cannot be detached
-        output = y if last or splits else get_gradient_edge(y)  # an edge does not keep the memory of the output
+        # An edge does not keep the memory of the output.
+        output = None if not y.requires_grad else y if last or splits else get_gradient_edge(y)
         messages = [] if taken is None or taken[1] is None else [taken[1]]
         self._flights[action.stage, action.micro_batch] = _Flight(x, output, messages)
         self.most_in_flight = max(self.most_in_flight, len(self._flights))
@@ -300,14 +302,16 @@ class Runner:
             return
         from torch.distributed.pipelining._backward import stage_backward_input  # the order has imported the package
 
-        assert isinstance(flight.output, Tensor)
-        gradients = None if flight.gradient is None else [flight.gradient]
-        weights = self._weights(action.stage)
-        edge = get_gradient_edge(flight.output)
-        (gradient,), flight.groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
-        assert gradient is not None
-        self._give(action, gradient, taken)
-        flight.x.grad, flight.output = None, edge
+        gradient = None
+        if isinstance(flight.output, Tensor) and flight.x.requires_grad:
+            gradients = None if flight.gradient is None else [flight.gradient]
+            weights, edge = self._weights(action.stage), get_gradient_edge(flight.output)
+            (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
+            flight.x.grad, flight.output = None, edge
+            flight.groups = (
+                None if gradient is None else groups
+            )  # torch groups weights by what they share with the input
+        self._give(action, _or_zeros(gradient, flight.x), taken)
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
         """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""
@@ -337,7 +341,8 @@ class Runner:
         if route is None:
             return self._handed.pop((source, stage, number)), None
         message = self._messages.receive(route, *self._shape)
-        return message.tensor, (route, message)
+        # A stage may write to its input: `data` has a version counter of its own, while all slots share one.
+        return message.tensor.data, (route, message)
 
     def _give(self, action: Action, x: Tensor, taken: _Taken | None) -> None:
         """Send the result of an action to the stage that needs it. taken: what the action has taken."""
@@ -390,6 +395,11 @@ class Runner:
     def _finish(self) -> None:
         if self.group is not None:
             self._messages.finish()
+
+
+def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
+    """Return the gradient of x; without one, the stage's output does not depend on x."""
+    return torch.zeros_like(x) if gradient is None else gradient
 
 
 def _outside(taken: _Taken | None, x: Any) -> Any:
