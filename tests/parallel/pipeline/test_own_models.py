@@ -377,5 +377,8 @@ def test_what_a_stage_returns_is_checked() -> None:
             pipeline.step(batches_of(0, 1))
         if function is tokens:
             assert pipeline.forward(batches_of(0, 1))[0].shape == (2, 5)
+    model.__dict__["forward"] = forward = lambda: "mine"
+    pipeline_of(model, None, micro_batches=1).step(batches_of(0, 1))
+    assert model.forward is forward, "a function that replaces the class's own stays"
     with pytest.raises(ValueError, match=r"step\(\) where gradients are disabled"), torch.no_grad():
         pipeline_of(model, None, micro_batches=1).step(batches_of(0, 1))

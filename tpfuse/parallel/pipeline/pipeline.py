@@ -197,11 +197,13 @@ class Pipeline:
 
     def _compute(self, index: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Run a stage as the forward pass of the model, whose hooks run around it; `fully_shard` needs them."""
+        own = {"forward": self.model.__dict__["forward"]} if "forward" in self.model.__dict__ else {}
         self.model.__dict__["forward"] = self._forward
         try:
             return self.model(self._stage_of[index], x, batch)  # type: ignore[no-any-return]
         finally:
             del self.model.__dict__["forward"]
+            self.model.__dict__.update(own)
 
     def _forward(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
         if x is None:
