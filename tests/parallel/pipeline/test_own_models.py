@@ -330,6 +330,21 @@ def test_pipelines_of_two_ranks_refuse() -> None:
                 run(wrong)  # type: ignore[operator]
 
 
+@on_ranks(4)
+def test_ranks_of_a_pipeline_that_pass_different_micro_batches_are_refused() -> None:
+    """Check values and shapes at the first step; replicas of the pipeline pass micro-batches of their own."""
+    mesh = mesh_of(2, 1, pp=2)
+    pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    pipeline = pipeline_of(model_of(), mesh["pp"])
+    text = r"^rank [01].* and rank [23].* pass different micro-batches: expected the same on all ranks of a pipeline"
+    for run in (pipeline.step, pipeline.forward):
+        with pytest.raises(ValueError, match=text):
+            run(batches_of(pp))
+    with pytest.raises(ValueError, match=text):
+        pipeline.step([(ids[pp:], targets[pp:]) for ids, targets in batches_of(0)])
+    pipeline.step(batches_of(dp))
+
+
 @on_ranks(2)
 def test_the_shape_of_messages_stays_as_the_ranks_have_agreed() -> None:
     mesh, model, rows = mesh_of(1, 1, pp=2), model_of(), [SEQUENCES]

@@ -8,6 +8,7 @@ A received tensor stays in its slot until the stage's backward pass for the micr
 there, without a copy.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -20,14 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import GraphExecGroup
 
 from tpfuse.choices import Accumulate
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.dispatch import Choice, choose_implementation
-from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.errors import named
+from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
@@ -141,6 +143,7 @@ class Runner:
         self._messages: Messages
         self._choice: Choice | None = None  # by which the messages of the last step were opened
         self._key: tuple[object, ...] = ()  # of the micro-batches that are computed now
+        self._digest = ""  # of the first of them, if messages of such micro-batches have no known shape yet
         self._shape: tuple[torch.Size, torch.dtype]
         self._shapes: dict[tuple[object, ...], tuple[torch.Size, torch.dtype]] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
@@ -370,16 +373,28 @@ class Runner:
         if self.group is None:
             return
         self._key = tuple(_described(batch))
+        self._digest = "" if self._key in self._shapes else _digest(batch)  # before the first stage may write to it
         if self._key in self._shapes:
             self._choose_messages()
         elif 0 not in self.stages:
             self._agree_on_shape(None)
 
     def _agree_on_shape(self, y: Tensor | None) -> None:
-        """Learn the shape and dtype of the messages from the first output of the first stage, `y` on its rank."""
+        """Learn the shape and dtype of the messages from the first output of the first stage, `y` on its rank.
+
+        Raise ValueError on every rank if ranks have begun with different micro-batches.
+        """
         assert self.group is not None
         found = None if y is None else (tuple(y.shape), y.dtype)
-        shape, dtype = gather_objects(found, self.group, op="shape of the pipeline's messages")[self.order.rank_of[0]]
+        answers = gather_objects((found, self._digest), self.group, op="shape of the pipeline's messages")
+        other = next((rank for rank, (_, digest) in enumerate(answers) if digest != answers[0][1]), None)
+        if other is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            raise ValueError(
+                f"{named(ranks[0])} and {named(ranks[other])} pass different micro-batches: expected the same on all"
+                " ranks of a pipeline, from a sampler that knows only the data-parallel ranks"
+            )
+        shape, dtype = answers[self.order.rank_of[0]][0]
         self._shapes[self._key] = torch.Size(shape), dtype
         self._choose_messages()
 
@@ -395,6 +410,15 @@ class Runner:
     def _finish(self) -> None:
         if self.group is not None:
             self._messages.finish()
+
+
+def _digest(batch: Any) -> str:
+    """Return a text that tells micro-batches with other values, shapes or dtypes apart."""
+    digest = hashlib.blake2b(repr(list(_described(batch))).encode(), digest_size=8)
+    for x in map(local_tensor, filter(lambda leaf: isinstance(leaf, Tensor), tree_leaves(batch))):
+        if has_values(x) and x.layout is torch.strided:
+            digest.update(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
