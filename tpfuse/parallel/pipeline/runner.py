@@ -311,9 +311,8 @@ class Runner:
             weights, edge = self._weights(action.stage), get_gradient_edge(flight.output)
             (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
             flight.x.grad, flight.output = None, edge
-            flight.groups = (
-                None if gradient is None else groups
-            )  # torch groups weights by what they share with the input
+            if gradient is not None:  # torch groups weights by what they share with the input
+                flight.groups = groups
         self._give(action, _or_zeros(gradient, flight.x), taken)
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
@@ -417,7 +416,7 @@ def _digest(batch: Any) -> str:
     digest = hashlib.blake2b(repr(list(_described(batch))).encode(), digest_size=8)
     for x in map(local_tensor, filter(lambda leaf: isinstance(leaf, Tensor), tree_leaves(batch))):
         if has_values(x) and x.layout is torch.strided:
-            digest.update(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+            digest.update(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
