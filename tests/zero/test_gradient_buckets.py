@@ -5,10 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse import explain
 from tpfuse.comm.dispatch import symmetric_memory
+from tpfuse.comm.layout import local_slices
 from tpfuse.kernels.launch import multiprocessors, recording
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
@@ -101,6 +104,30 @@ def test_buckets_are_reduced_in_one_order_even_if_gradients_arrive_in_another(mo
     assert sent == [], "the buckets of later layers are not complete"
     buckets.finish()
     assert sent == [f"send {index}" for index in range(len(buckets.buckets))]
+
+
+@on_ranks(2)
+def test_gradients_that_torchs_styles_leave_as_partial_sums_are_summed() -> None:
+    """The norm has such gradients. At stage 2 a second pass follows, whose gradients are added to the first one's."""
+    whole = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)).double()
+    x = integers(1, 2, 6, 4, dtype=torch.float64)
+    whole(x).square().sum().backward()
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
+    for stage in (0, 2):
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)).double()
+        model.load_state_dict(whole.state_dict())
+        parallelize_module(model, tensor_mesh(), plan)  # type: ignore[arg-type]
+        buckets = shard(model, mesh_of(1, 2), stage=stage)
+        passes = 2 if stage else 1
+        buckets.start(last=True)
+        for _ in range(passes):
+            model(x.chunk(2, 1)[dist.get_rank()]).square().sum().backward()
+        buckets.finish()
+        for name, found in _gradients(buckets).items():
+            part = whole.get_parameter(name).grad[
+                tuple(slice(*each) for each in local_slices(model.get_parameter(name)))
+            ]  # type: ignore[index]
+            torch.testing.assert_close(found, passes * part, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2)

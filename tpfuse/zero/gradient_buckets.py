@@ -400,8 +400,10 @@ class _Taking:
         # A pipeline calls every hook after each pass, even for parameters that got no gradient.
         if leaf.grad is None or isinstance(local_tensor(leaf.grad), TakenGradient):
             return
-        gradient, leaf.grad = local_tensor(leaf.grad), None
-        self.buckets._take(self.bucket, self.index, gradient)
+        gradient, leaf.grad = leaf.grad, None
+        if isinstance(leaf, DTensor) and isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
+            gradient = gradient.redistribute(placements=leaf.placements)  # as of torch's SequenceParallel: partial sums
+        self.buckets._take(self.bucket, self.index, local_tensor(gradient))
 
     def add(self, gradient: Tensor) -> None:
         """Take the gradient of a further backward pass, which autograd adds to the `TakenGradient` of the last one."""
