@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpfuse.comm import collectives
 from tpfuse.ops import checks
+from tpfuse.zero.parameter_takeover import TakenGradient
 
 _HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "is_nonzero", "equal")  # CUDA waits for these, or copies
 
@@ -31,7 +32,8 @@ class _Recorder(TorchDispatchMode):
         if func.__name__.partition(".")[0] in _HOST:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        if not any(isinstance(x, TakenGradient) for x in tree_leaves(args)):  # it has no memory: no device sees it
+            self.calls.append((func, args, kwargs or {}, out))
         return out
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from tests.support.meshes import mesh_of
 from tpfuse.choices import Accumulate
@@ -30,13 +29,12 @@ def loss_of(model: nn.Module, micro_batch: int) -> Tensor:
     return loss
 
 
-def held_by(units: list[FSDPModule]) -> int:
+def held_by(engine: FullySharded) -> int:
     """Return the bytes of gradients that `fully_shard` holds, in shards and whole."""
-    held = 0
-    for parameter in _parameters_of(*units):
-        whole = parameter.unsharded_accumulated_grad, getattr(_gathered(parameter), "grad", None)
-        held += sum(local_tensor(x).nbytes for x in (parameter.sharded_param.grad, *whole) if x is not None)
-    return held
+    held = [member.place.sums for member in engine.members]
+    for parameter in _parameters_of(*engine._units):
+        held += [parameter.unsharded_accumulated_grad, getattr(_gathered(parameter), "grad", None)]
+    return sum(local_tensor(x).nbytes for x in held if x is not None)
 
 
 def held_in(engine: GradientBuckets) -> int:
@@ -66,7 +64,7 @@ def most(stage: int, accumulate: Accumulate = "sharded", discards: bool = False)
     for index in range(MICRO_BATCHES):
         engine.start(last=index == MICRO_BATCHES - 1)
         loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        found.append(held_by(engine._units) if isinstance(engine, FullySharded) else held_in(engine))
+        found.append(held_by(engine) if isinstance(engine, FullySharded) else held_in(engine))
     engine.finish()
     if isinstance(engine, FullySharded):
         return max(found[:-1]) / whole, [member.gradient for member in engine.members]

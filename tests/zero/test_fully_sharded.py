@@ -43,7 +43,7 @@ def gradients(name: str, layout: Layout, accumulate: Accumulate) -> None:
     for rows in batches[:-1]:
         engine.start(last=False)
         case.loss(rows, 2).backward()
-        assert all((member.sharded.grad is None) == (accumulate == "whole") for member in engine.members)
+        assert all((member.place.sums is None) == (accumulate == "whole") for member in engine.members)
     engine.start(last=True)
     case.loss(batches[-1], 2).backward()
     engine.finish()

@@ -1,5 +1,6 @@
 """Engines take over parameters that other objects hold too, and notice later changes of the model."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.optimizer import ZeroOptimizer
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 
@@ -168,6 +170,73 @@ def test_code_that_computes_with_a_taken_gradient_raises_an_error() -> None:
     assert torch.equal(model.weight, before)
 
 
+GRADIENT_CHANGES: list[Callable[[nn.Module], object]] = [
+    lambda model: setattr(model[0].weight, "grad", torch.ones_like(model[0].weight)),  # type: ignore[index]
+    lambda model: setattr(model[1].bias, "grad", None),  # type: ignore[index]
+    lambda model: model.zero_grad(),
+    lambda model: model.zero_grad(set_to_none=False),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_change_of_a_gradient_before_the_update_is_an_error(stage: int) -> None:
+    """Also between two passes, after a local one, and after the norm was taken. Discarding the step forgets it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), normal(0, 2, 4)
+    optimizer = ZeroOptimizer(model, mesh_of(2, 1), stage=stage, units=[model[0]])
+    message = r"^[01]\.(weight|bias)\.grad was set, cleared or zeroed by other code, but the update takes the sums"
+
+    def run(local: bool = False) -> None:
+        with optimizer.no_sync() if local else contextlib.nullcontext():
+            model(x).square().sum().backward()
+
+    for change in GRADIENT_CHANGES:
+        for when in ("before a pass", "after the pass", "after the norm"):
+            with pytest.raises(ValueError, match=message):
+                run(local=stage < 2 and when == "before a pass")
+                if when == "after the norm":
+                    optimizer.clip_grad_norm_(1.0)
+                change(model)
+                if when == "before a pass":
+                    run()
+                optimizer.step()
+            optimizer.zero_grad()
+    for change in (lambda: model.zero_grad(), lambda: model.zero_grad(set_to_none=False), optimizer.zero_grad):
+        run(local=True)
+        run(local=True)
+        run()
+        optimizer.step()
+        change()
+        optimizer.zero_grad()
+
+
+def test_hooks_see_the_gradient_of_each_pass() -> None:
+    """They may also change it, in place or not, whichever passes are local."""
+    for stage in (0, 2):
+        model, plain, x, seen = nn.Linear(3, 3), nn.Linear(3, 3), normal(0, 2, 3), []
+        plain.load_state_dict(model.state_dict())
+
+        def see(parameter: Tensor, seen: list[Tensor] = seen) -> None:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.clone())
+            parameter.grad.mul_(3.0)
+            parameter.grad = parameter.grad * 2.0
+
+        model.weight.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
+        optimizer = ZeroOptimizer(model, stage=stage)
+        for index in range(4):
+            (gradient,) = torch.autograd.grad(plain(index * x).square().sum(), plain.weight)
+            with optimizer.no_sync() if index < 3 else contextlib.nullcontext():
+                model(index * x).square().sum().backward()
+            assert torch.equal(seen[index], gradient)
+        plain.bias.grad = sum(2 * plain(index * x).detach().sum(0) for index in range(4))  # type: ignore[assignment]
+        plain.weight.grad = 6.0 * sum(seen)  # type: ignore[assignment]
+        torch.testing.assert_close(
+            optimizer.clip_grad_norm_(1.0).float(), nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        )
+
+
 def test_a_backward_pass_of_parameters_updated_since_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     buckets = shard(model, stage=0)
@@ -191,6 +260,9 @@ def test_stage_3_notices_changes_of_its_parameters() -> None:
         old.step()
     for _ in range(2):
         _step(engine, model, x)
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            with pytest.raises(ValueError, match=r"^0\.weight\.grad is in ZeRO's shards, summed over the ranks: with"):
+                clip(model.parameters(), 1.0)
         optimizer.step(1e-2)
         with torch.no_grad():
             model(x)  # leaves its units gathered

@@ -49,7 +49,7 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.muon_matrices import HiddenMatrix
-from tpfuse.zero.parameter_takeover import count_write, location, take_context_sums, taken_gradient, writes
+from tpfuse.zero.parameter_takeover import GradientPlace, count_write, location, take_context_sums, writes
 from tpfuse.zero.reducer.collective import reserve
 from tpfuse.zero.reducer.shard_update import StateStore
 from tpfuse.zero.unit_order import UnitOrder
@@ -62,6 +62,26 @@ _REPLACED = (
     "{name} was replaced by its shards when stage 3 took the model: make optimizers and lists of"
     " model.parameters() after that"
 )
+_TAKEN = (
+    "{name}.grad is in ZeRO's shards, summed over the ranks: with ZeroOptimizer call its zero_grad() after each step,"
+    " clip by its clip_grad_norm_(), and train in bfloat16, which needs no torch.amp.GradScaler; without it,"
+    " engine.members[…].gradient has this rank's sums after finish()"
+)
+
+
+class _Sums(GradientPlace):
+    """The place of the gradient of a shard, which is in `sums` instead."""
+
+    sums: Tensor | None = None
+
+    def give(self) -> None:
+        """Set `.grad` to the sums, to which `fully_shard` adds."""
+        self.parameter.grad = self.sums
+
+    def take(self) -> None:
+        """Move what is in `.grad` to the sums."""
+        self.sums = self.parameter.grad
+        self.leave(taken=self.sums is not None)
 
 
 @dataclass(frozen=True)
@@ -73,13 +93,14 @@ class ShardedParameter:
     decay: bool
     in_norm: bool  # true on exactly one of the ranks with the same shard
     is_owner: bool  # whether this rank saves it: exactly one of them does
+    place: _Sums
 
     @property
     def gradient(self) -> Tensor:
         """Return the summed gradient of this rank's shard, in its shape; zeros if the parameter took no part."""
-        if self.sharded.grad is None:
+        if self.place.sums is None:
             return torch.zeros_like(local_tensor(self.sharded))
-        return local_tensor(self.sharded.grad)
+        return local_tensor(self.place.sums)
 
 
 class FullySharded(MicroBatches):
@@ -92,7 +113,8 @@ class FullySharded(MicroBatches):
     itself, on GPUs in `finish()`. A parameter of a unit that took no part on some rank, or on any rank, has gradient
     zero there (before torch 2.13 it must take part on all ranks or on none). A parameter without elements stays as it
     is. A micro-batch whose gradients are not reduced leaves them unsharded. Between CPU ranks, forward and backward
-    passes raise PeerTimeout.
+    passes raise PeerTimeout. The gradients of the shards are in `members`; code that computes with a shard's `.grad`
+    raises ValueError.
 
     As in a plain model, a backward pass raises RuntimeError if a parameter was written after its forward pass
     (load_state_dict, an update). The model's own parameters and its last unit stay gathered after a forward pass, so
@@ -162,6 +184,7 @@ class FullySharded(MicroBatches):
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
         self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
         self.members: list[ShardedParameter] = []
+        self._places: dict[str, _Sums] = {}
         for index, name in enumerate(replaced):
             parameter = model.get_parameter(name)
             copy_count, copy_index = (copies, copy) if name in tensor_sharded else (copies * tp, copy * tp + tp_rank)
@@ -169,12 +192,13 @@ class FullySharded(MicroBatches):
                 end, ends = rank_and_size(self._ends)
                 index, copy_count, copy_index = tied.index(name), copy_count * ends, copy_index * ends + end
             decay = decays(name, parameter)
+            place = self._places[name] = _Sums(parameter, _TAKEN.format(name=name))
             self.members.append(
-                ShardedParameter(name, parameter, decay, copy_index == 0, index % copy_count == copy_index)
+                ShardedParameter(name, parameter, decay, copy_index == 0, index % copy_count == copy_index, place)
             )
         self._tied = [member for name in tied for member in self.members if member.name == name]
         for name, parameter in replaced.items():  # an optimizer may still hold the replaced parameter
-            parameter.grad = taken_gradient(parameter, _REPLACED.format(name=name))
+            GradientPlace(parameter, _REPLACED.format(name=name)).leave(taken=True)
         self._record_parameters()
 
     def _check_parameters(self) -> None:
@@ -208,6 +232,16 @@ class FullySharded(MicroBatches):
                 group.wait_for_unshard()
         if self._store is not None:
             self._store.release()
+
+    def _post_backward(self, group: Any) -> None:
+        """Reduce the gradients of a group of `fully_shard` into the shards; replaces its method."""
+        names = [name for name in (parameter._param_fqn for parameter in group.fsdp_params) if name in self._places]
+        for name in names:
+            self._places[name].check(name)
+            self._places[name].give()
+        type(group).post_backward(group)
+        for name in names:
+            self._places[name].take()
 
     def move_shards(self, store: StateStore) -> None:
         """Move this rank's shards of all parameters, with their padding, into a store, from which they are gathered."""
@@ -268,6 +302,7 @@ class FullySharded(MicroBatches):
                 unit.register_forward_pre_hook(hook)
             for group in _parameter_groups(wrapped):
                 group.unshard = partial(self._unshard, group)
+                group.post_backward = partial(self._post_backward, group)
             self._units.append(wrapped)
             self._freed += [wrapped] * frees
         *blocks, root = self._units
@@ -314,8 +349,9 @@ class FullySharded(MicroBatches):
 
     def _shard_sums(self, unit: int) -> Tensor:
         """Return the gradients in the unit's shards as one flat tensor: they are views of what was reduced first."""
-        gradients = [parameter.sharded_param.grad for parameter in _parameters_of(self._units[unit])]
-        first = next(local_tensor(gradient) for gradient in gradients if gradient is not None)
+        names = [parameter._param_fqn for parameter in _parameters_of(self._units[unit])]
+        sums = [self._places[name].sums for name in names if name in self._places]
+        first = next(local_tensor(each) for each in sums if each is not None)
         return torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
 
     def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
@@ -386,9 +422,9 @@ class FullySharded(MicroBatches):
             self._all_reduce_across(self._shard_sums(unit))
         self._unsummed.clear()
         for member in self._tied:
-            if member.sharded.grad is None:
-                member.sharded.grad = torch.zeros_like(member.sharded)
-            gradient = local_tensor(member.sharded.grad)
+            if member.place.sums is None:
+                member.place.sums = torch.zeros_like(member.sharded)
+            gradient = member.gradient
             if gradient.numel():
                 gradient.copy_(collectives.all_reduce(gradient.to(self.device), self._ends))
 
@@ -466,8 +502,10 @@ class FullySharded(MicroBatches):
         """See `MicroBatches`. Raise Disagreement on all ranks if only some have run a backward pass."""
         unused = self.unused
         if self.state is StepState.REDUCING:
-            ran = not unused or any(member.sharded.grad is not None for member in self.members)
+            ran = not unused or any(member.place.sums is not None for member in self.members)
             self._order.end("zero_grad() after a backward pass" if ran else "zero_grad() without a backward pass")
+        for place in self._places.values():  # changes of what is discarded do not matter
+            place.leave(taken=place.sums is not None)
         self._settle()
         if unused:
             self._keep_whole(False)  # no rank has a gradient to reduce
@@ -475,7 +513,7 @@ class FullySharded(MicroBatches):
 
     @property
     def unused(self) -> bool:
-        if any(member.sharded.grad is not None for member in self.members):
+        if any(member.place.sums is not None for member in self.members):
             return self.accumulate == "sharded" and not self._pipelined
         return not self._kept_whole or not self._has_whole_gradients
 
@@ -496,8 +534,9 @@ class FullySharded(MicroBatches):
     def clear_gradients(self) -> None:
         """Free the gradients."""
         self._unsummed.clear()
-        for member in self.members:
-            member.sharded.grad = None
+        for place in self._places.values():
+            place.sums = None
+            place.leave(taken=False)
 
     def squared_norm(self) -> Tensor:
         parts = [member.gradient for member in self.members if member.in_norm]

@@ -43,12 +43,11 @@ from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, p
 from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
-    TakenGradient,
+    GradientPlace,
     in_backward,
     move_,
     take_context_sums,
     take_partial_gradients,
-    taken_gradient,
 )
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.dispatch import make_reducer
@@ -151,7 +150,7 @@ class GradientBuckets(MicroBatches):
             p.device_mesh.get_local_rank() if isinstance(p, DTensor) else 0 for p in trained.values()
         )
         self.trained = trained
-        self._taken_gradients: dict[str, Tensor] = {}
+        self._places: dict[str, GradientPlace] = {}
         for bucket in self.buckets:
             self._move_parameters(bucket)
         for bucket in self.buckets:
@@ -186,10 +185,9 @@ class GradientBuckets(MicroBatches):
             hooks = parameter._post_accumulate_grad_hooks or {}
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Taking)]:
                 del hooks[key]  # left by buckets that had the parameter before
-            taking = _Taking(self, bucket, index)
-            added = taking.add if self.accumulate == "sharded" else None
             message = _WITHOUT_GRADIENT.format(name=segment.name)
-            self._taken_gradients[segment.name] = taken_gradient(parameter, message, added)
+            place = self._places[segment.name] = GradientPlace(parameter, message, accumulates=True)
+            taking = _Taking(self, bucket, index, place)
             parameter.register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
             if isinstance(parameter, DTensor):
                 offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
@@ -203,8 +201,7 @@ class GradientBuckets(MicroBatches):
         if not self.accumulating or (reduces and not bucket.awaits(index)):
             raise ValueError(_WITHOUT_GRADIENT.format(name=name))
         bucket.take(index, gradient, reduces=reduces)
-        expected = not reduces or bucket.awaits(index)  # several backward passes may come before a reduction
-        self.trained[name].grad = None if expected else self._taken_gradients[name]
+        self._places[name].leave(taken=not bucket.awaits(index))  # several backward passes may come before a reduction
         if not reduces:
             return
         if self._passes not in (_Passes.BACKWARD, _Passes.IN_STAGE):
@@ -246,7 +243,7 @@ class GradientBuckets(MicroBatches):
                     bucket.begin(of_pass, first=False)
                     self._turns.append(bucket)
                     for segment in compress(bucket.layout.segments, of_pass):
-                        self.trained[segment.name].grad = None
+                        self._places[segment.name].leave(taken=False)
         yield
         for bucket in self.buckets:
             bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in complete})
@@ -259,8 +256,9 @@ class GradientBuckets(MicroBatches):
             for reducer in self.reducers:
                 reducer.begin()
         self._begin_pass(first=first, backwards=backwards)
-        for parameter in self.trained.values():
-            parameter.grad = None
+        for name, parameter in self.trained.items():
+            if first:
+                self._places[name].leave(taken=False)
             if isinstance(parameter, DTensor):
                 hooks = (parameter._post_accumulate_grad_hooks or {}).values()
                 if parameter._backward_hooks or any(not isinstance(hook, _Taking) for hook in hooks):
@@ -303,8 +301,9 @@ class GradientBuckets(MicroBatches):
         finally:
             for bucket in self.buckets:
                 bucket.end_backward()
-            for name, parameter in self.trained.items():
-                parameter.grad = self._taken_gradients[name]
+            for place in self._places.values():
+                if place.intact:
+                    place.leave(taken=True)
 
     def discard(self) -> None:
         """See `MicroBatches`. NaN replaces the gradients that are missing here: compression keeps its remainders then.
@@ -395,19 +394,20 @@ class _Taking:
     buckets: GradientBuckets
     bucket: Bucket
     index: int
+    place: GradientPlace
 
     def __call__(self, leaf: Tensor) -> None:
-        # A pipeline calls every hook after each pass, even for parameters that got no gradient.
-        if leaf.grad is None or isinstance(local_tensor(leaf.grad), TakenGradient):
+        place = self.place
+        added, place.taken.arrived = place.taken.arrived, None
+        gradient = added if leaf.grad is place.placeholder else leaf.grad
+        if gradient is None:  # a pipeline calls every hook after each pass, even for parameters that got no gradient
             return
-        gradient, leaf.grad = leaf.grad, None
+        leaf.grad = None if added is None else place.placeholder
+        if in_backward() and self.buckets.accumulating:  # a pass adds to the placeholder, if that is still there
+            place.check(self.bucket.layout.segments[self.index].name)
         if isinstance(leaf, DTensor) and isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)  # as of torch's SequenceParallel: partial sums
         self.buckets._take(self.bucket, self.index, local_tensor(gradient))
-
-    def add(self, gradient: Tensor) -> None:
-        """Take the gradient of a further backward pass, which autograd adds to the `TakenGradient` of the last one."""
-        self.buckets._take(self.bucket, self.index, gradient)
 
 
 def _trained(model: nn.Module) -> dict[str, Parameter]:

@@ -1,7 +1,7 @@
 """The base class of the engines of all stages: the micro-batches of a step, and the check that a model is unchanged."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from tpfuse.choices import Accumulate
 from tpfuse.zero.muon_matrices import HiddenMatrix
-from tpfuse.zero.parameter_takeover import location
+from tpfuse.zero.parameter_takeover import GradientPlace, location
 from tpfuse.zero.reducer.inter_node import Compression
 
 
@@ -54,6 +54,7 @@ class MicroBatches(ABC):
     device: torch.device  # on which the model computes
     offload: str | PathLike[str] = "none"  # the place of the update's state (`tpfuse.zero.offload`)
     reasons: list[str]  # what exchanges gradients and parameters, and why
+    _places: Mapping[str, GradientPlace]  # of the trained parameters, by name
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
     def __init__(self, model: nn.Module) -> None:
@@ -223,12 +224,18 @@ class MicroBatches(ABC):
         """Return the names of the parameters with a gradient that is not finite in this rank's shards."""
 
     def take_sums(self) -> None:
-        """Mark the sums of `finish()` as used, before an update. Raise ValueError if there are no new sums."""
+        """Mark the sums of `finish()` as used, before an update.
+
+        Raise ValueError if there are no new sums, or if other code has set, cleared or zeroed the `.grad` of a
+        parameter during the step: the sums do not have that.
+        """
         if self.state is not StepState.SUMMED:
             raise ValueError(
                 f"an update without new gradients, {self._situation}: call finish() after the last backward pass, and"
                 " then step() once"
             )
+        for name, place in self._places.items():
+            place.check(name)
         self.state = StepState.IDLE
 
 

@@ -5,7 +5,6 @@ A list, an optimizer or a hook that holds a parameter still holds it. The gradie
 or for one that is zero.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack
 
 from tpfuse.comm.layout import from_local, is_sharded
@@ -106,8 +106,8 @@ def count_write(parameters: list[Parameter]) -> None:
     torch.autograd.graph.increment_version([_local(parameter) for parameter in parameters])
 
 
-def writes(parameter: Parameter) -> int:
-    """Return autograd's count of writes to the parameter on this rank; a DTensor and its local tensor count apart."""
+def writes(parameter: Tensor) -> int:
+    """Return autograd's count of writes to a tensor on this rank; a DTensor and its local tensor count apart."""
     return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
 
 
@@ -116,30 +116,26 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-_PERMITTED = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default, torch.ops.aten.clone.default)
-
-
 class TakenGradient(Tensor):
     """A placeholder for a gradient of this size, dtype and device, which takes no memory.
 
     It raises ValueError with `message` when code computes with it (an optimizer's step, clip_grad_norm_, the next
-    backward pass). Setting it to zero does nothing. added: takes what a backward pass adds to it, instead of the error.
+    backward pass). Setting it to zero only notes that, in `zeroed`. accumulates: whether a backward pass may add to it.
+    What the pass adds is then `arrived`, for which the placeholder stands until a hook takes it.
     """
 
     message: str
-    added: Callable[[Tensor], None] | None
+    accumulates: bool
+    arrived: Tensor | None
+    zeroed: bool
 
     @staticmethod
     def __new__(
-        cls,
-        message: str,
-        size: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        added: Callable[[Tensor], None] | None = None,
+        cls, message: str, size: torch.Size, dtype: torch.dtype, device: torch.device, accumulates: bool = False
     ) -> "TakenGradient":
         gradient: TakenGradient = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        gradient.message, gradient.added = message, added
+        gradient.message, gradient.accumulates = message, accumulates
+        gradient.arrived, gradient.zeroed = None, False
         return gradient
 
     def __init__(self, *arguments: object) -> None:
@@ -160,29 +156,62 @@ class TakenGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _PERMITTED:
-            return args[0]
+        first, kwargs = args[0], kwargs or {}
+        if func is torch.ops.aten.add_.Tensor and isinstance(first, cls) and first.accumulates and in_backward():
+            first.arrived = args[1]
+            return first
+        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        if all(x.arrived is not None for x in taken):
+            return func(*tree_map_only(cls, _arrived, args), **tree_map_only(cls, _arrived, kwargs))
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return first
+        if func is torch.ops.aten.zero_.default:
+            first.zeroed = True
+            return first
         if func is torch.ops.aten._to_copy.default:  # model.to(): the next start() raises an error that explains it
-            like = torch.empty(0, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
-            return TakenGradient(args[0].message, args[0].shape, like.dtype, like.device)
-        added = args[0].added if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls) else None
-        if added is not None and in_backward():
-            added(args[1])
-            return args[0]
-        flat = [*args, *(kwargs or {}).values()]
-        arguments = [x for each in flat for x in (each if isinstance(each, (list, tuple)) else [each])]
-        raise ValueError(next(x.message for x in arguments if isinstance(x, cls)))
+            like = torch.empty(0, dtype=kwargs.get("dtype") or first.dtype, device=kwargs.get("device"))
+            return TakenGradient(first.message, first.shape, like.dtype, like.device)
+        raise ValueError(taken[0].message)
 
 
-def taken_gradient(parameter: Tensor, message: str, added: Callable[[Tensor], None] | None = None) -> Tensor:
-    """Return a `TakenGradient` that may be assigned to `parameter.grad`, also for a DTensor."""
-    local = _local(parameter)
-    taken = TakenGradient(message, local.shape, local.dtype, local.device, added)
-    if not isinstance(parameter, DTensor):
-        return taken
-    spread: Tensor = DTensor(taken, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    spread.__deepcopy__ = _no_gradient  # type: ignore[method-assign]
-    return spread
+def _arrived(taken: TakenGradient) -> Tensor | None:
+    return taken.arrived
+
+
+class GradientPlace:
+    """A parameter's `.grad`, in which an engine leaves nothing, or a `TakenGradient` with this message.
+
+    accumulates: as for `TakenGradient`.
+    """
+
+    def __init__(self, parameter: Parameter, message: str, *, accumulates: bool = False) -> None:
+        local = _local(parameter)
+        self.parameter = parameter
+        self.taken = TakenGradient(message, local.shape, local.dtype, local.device, accumulates)
+        self.placeholder: Tensor = self.taken  # for a DTensor, one that has it
+        self.left: Tensor | None = None
+        if isinstance(parameter, DTensor):
+            self.placeholder = DTensor(self.taken, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            self.placeholder.__deepcopy__ = _no_gradient  # type: ignore[method-assign]
+
+    def leave(self, *, taken: bool) -> None:
+        """Set `.grad` to the placeholder if the engine has taken a gradient, and to None if one is to arrive."""
+        self.left = self.parameter.grad = self.placeholder if taken else None
+        self.taken.arrived, self.taken.zeroed = None, False
+
+    @property
+    def intact(self) -> bool:
+        """Return whether no other code has set, cleared or zeroed `.grad` since `leave`."""
+        return self.parameter.grad is self.left and not self.taken.zeroed
+
+    def check(self, name: str) -> None:
+        """Raise ValueError unless `intact`. name: of the parameter."""
+        if not self.intact:
+            raise ValueError(
+                f"{name}.grad was set, cleared or zeroed by other code, but the update takes the sums over ranks of"
+                " what backward passes gave: change gradients in hooks (register_hook), clip by"
+                " optimizer.clip_grad_norm_(), and discard those of a step by optimizer.zero_grad()"
+            )
 
 
 def _no_gradient(memo: dict[int, Any]) -> None:
