@@ -6,7 +6,7 @@ sums the gradients of its elements, updates them, and sends the new parameters t
     reducer.begin()                    before the first gradient of a step is written
     reducer.gradient_buffer(i).copy_(gradients)
     reducer.start_reduce(i)            during the backward pass, for buckets 0, 1, 2, … in this order
-    reducer.end_backward()             after the last backward pass: this rank computes with the parameters no more
+    reducer.end_backward()             after the last backward pass
     reducer.reduced_shard(i)           this rank's shard of the sum over ranks, added from rank 0 on
     reducer.update(updates)            new parameters on every rank: AdamW on the shards between two communications
     reducer.publish()                  sends the parameters of the shards to all, after other code has changed them
@@ -109,7 +109,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def end_backward(self) -> None:
-        """End the backward passes: all buckets are sent, and the parameters are not read again before the update."""
+        """End the backward passes: all buckets are sent. The parameters may be read until `update`."""
 
     @abstractmethod
     def reduced_shard(self, index: int) -> Tensor:

@@ -8,7 +8,7 @@ update directly into the rank's own. Four counters on each rank, written by that
 | buckets_written | buckets, of all steps | the gradients of this many buckets are complete                            |
 | buckets_reduced | buckets, of all steps | this rank has read this many; at stage 0 the sums of its part have         |
 |                 |                       | replaced its own gradients there                                           |
-| backwards_done  | backward passes       | this rank computes with its parameters no more: peers may write them       |
+| updates_begun   | steps                 | nobody reads this rank's parameters any more: peers may write them         |
 | steps_done      | steps                 | this rank reads and writes no other rank's memory any more                 |
 
 Stages 0 and 1: the owner's sum replaces the owner's gradients of its shard, which no other rank reads. Before a rank
@@ -46,7 +46,7 @@ class _Counters:
 
     buckets_written: int = 0
     buckets_reduced: int = 0
-    backwards_done: int = 0
+    updates_begun: int = 0
     steps_done: int = 0
 
 
@@ -80,6 +80,7 @@ class DirectReducer(GradientReducer):
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
         self._counter_words = memory.signals(f"{name}: flags", 4)
         self._counters, self._generation = _Counters(), memory.generation
+        self._steps = 0  # the number of steps whose backward passes have ended
         self._buckets_before = 0  # the number of buckets that were sent before this step
         self._reduced_shards: list[Tensor | None] = [None] * len(self.specs)
         self._squared_norms: list[Tensor | None] = [None] * len(self.specs)
@@ -150,14 +151,14 @@ class DirectReducer(GradientReducer):
     def begin(self) -> None:
         with self.memory.guard("begin a step"):
             if self._generation != self.memory.generation:  # a reset has set all counters to 0
-                self._counters, self._generation = _Counters(), self.memory.generation
+                self._counters, self._steps, self._generation = _Counters(), 0, self.memory.generation
             self._buckets_before = self._counters.buckets_written
             self._reduced_shards, self._squared_norms = [None] * len(self.specs), [None] * len(self.specs)
             self._turns, self._last_turns, self._turns_summed = [], {}, 0
             self._added, self._reduced_between_nodes = set(), set()
-            if self._counters.steps_done != self._counters.backwards_done:  # the step before had no update
-                self._set_counter("steps_done", self._counters.backwards_done)
-            self._wait_for_peers("steps_done", self._counters.backwards_done, "begin a step")
+            if self._counters.steps_done != self._steps:  # the step before had no update
+                self._set_counter("steps_done", self._steps)
+            self._wait_for_peers("steps_done", self._steps, "begin a step")
 
     def gradient_buffer(self, index: int) -> Tensor:
         turn, count = len(self._turns), len(self._gradient_buffers)
@@ -192,7 +193,7 @@ class DirectReducer(GradientReducer):
         return turn
 
     def end_backward(self) -> None:
-        self._set_counter("backwards_done", self._counters.backwards_done + 1)
+        self._steps += 1
 
     def reduced_shard(self, index: int) -> Tensor:
         reduced = self._reduced_shards[index]
@@ -289,7 +290,7 @@ class DirectReducer(GradientReducer):
                     gradients[own][node_shard].copy_(gradients[rank][node_shard])
                     self.traffic.exchange(gradients[own][node_shard].nbytes)
             self._reduced_shards[index] = gradients[own]
-        self._set_counter("steps_done", self._counters.backwards_done)
+        self._set_counter("steps_done", self._steps)
 
     def update(self, updates: Sequence[ShardUpdate | None]) -> None:
         if self.stage == 0:
@@ -299,19 +300,19 @@ class DirectReducer(GradientReducer):
                     if update is not None:
                         update.apply(sums[index], self.values(index))
             return
+        self._set_counter("updates_begun", self._steps)  # the caller may read the parameters until it comes here
         for index, update in enumerate(updates):
             if update is not None and self._must_sum_first(index, update):
                 self.reduced_shard(index)
-        step = self._counters.backwards_done
         with self.memory.guard("update"):
-            self._wait_for_peers("backwards_done", step, "update")  # all ranks have then sent all buckets
+            self._wait_for_peers("updates_begun", self._steps, "update")  # all ranks have then sent all buckets
             for index, update in enumerate(updates):
                 if update is None:
                     self._write_to_peers(index)
                 else:
                     self._update_shard(index, update)
-            self._set_counter("steps_done", step)
-            self._wait_for_peers("steps_done", step, "update")
+            self._set_counter("steps_done", self._steps)
+            self._wait_for_peers("steps_done", self._steps, "update")
 
     def _must_sum_first(self, index: int, update: ShardUpdate) -> bool:
         return self._inter_node is not None or self._turns[self._last_turns[index]].again
