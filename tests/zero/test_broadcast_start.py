@@ -71,10 +71,13 @@ def test_frozen_parameters_and_buffers_are_broadcast_too() -> None:
 @on_ranks(2)
 def test_different_models_on_the_ranks_are_refused() -> None:
     rank = dist.get_rank()
+    frozen = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)))
+    frozen[rank].requires_grad_(False)
     models = [
         (nn.Linear(3, 2 + rank), r"weight float32 \[3, 3\] where rank 0 has weight float32 \[2, 3\]"),
         (nn.Linear(3, 3, dtype=(torch.float32, torch.float64)[rank]), r"weight float64 .* has weight float32"),
         (nn.Linear(3, 3, bias=rank == 0), r"nothing where rank 0 has bias float32 \[3\]"),
+        (frozen, r"0.weight float32 \[3, 3\] where rank 0 has 0.weight float32 \[3, 3\] frozen$"),
     ]
     for stage in (1, 3):
         for model, message in models:

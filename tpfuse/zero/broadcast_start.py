@@ -25,8 +25,8 @@ def broadcast_model(
     """Copy the parameters and buffers of the group's first rank to all its ranks; for DTensors, the local shards.
 
     tied: the names of parameters that are then copied from the first rank of `tied_group`. Collective: the ranks of a
-    group are done with `group` before they come to `tied_group`. Raise ValueError on every rank if names, shapes or
-    dtypes differ, for a name that no parameter has, and PeerTimeout if a rank does not take part.
+    group are done with `group` before they come to `tied_group`. Raise ValueError on every rank if names, shapes,
+    dtypes or what is frozen differ, for a name that no parameter has, and PeerTimeout if a rank does not take part.
     """
     parameters = dict(model.named_parameters())
     for name in tied:
@@ -44,8 +44,8 @@ def broadcast_model(
 def _broadcast(found: Mapping[str, Tensor], group: dist.ProcessGroup | None, difference: str) -> None:
     if group is None or group.size() == 1:
         return
+    _compare(found, group, difference)
     tensors = {name: local_tensor(x) for name, x in found.items()}
-    _compare(tensors, group, difference)
     sent = {name: x.contiguous() for name, x in tensors.items() if x.numel()}
     collective.broadcast_([x.view(-1).view(torch.uint8) for x in sent.values()], group)
     for name, x in sent.items():
@@ -53,9 +53,12 @@ def _broadcast(found: Mapping[str, Tensor], group: dist.ProcessGroup | None, dif
             tensors[name].copy_(x)
 
 
-def _compare(tensors: dict[str, Tensor], group: dist.ProcessGroup, difference: str) -> None:
+def _compare(found: Mapping[str, Tensor], group: dist.ProcessGroup, difference: str) -> None:
     """Raise ValueError, which begins with `difference`, if the ranks' tensors differ in more than their values."""
-    descriptions = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in tensors.items()]
+    descriptions = []
+    for name, x in found.items():
+        frozen = " frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
+        descriptions.append(f"{name} {str(x.dtype).removeprefix('torch.')} {list(local_tensor(x).shape)}{frozen}")
     by_rank = collective.gather_objects(descriptions, group, op="comparison of parameters")
     ranks = dist.get_process_group_ranks(group)
     for rank, others in zip(ranks, by_rank, strict=True):
