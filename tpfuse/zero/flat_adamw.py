@@ -13,7 +13,7 @@ from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.muon import Muon, update_momentum
-from tpfuse.zero.parameter_takeover import count_write
+from tpfuse.zero.parameter_takeover import count_write, writes
 from tpfuse.zero.reducer.base import GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate, Staging
 from tpfuse.zero.shard_adamw import ShardAdamW
@@ -60,7 +60,7 @@ class FlatAdamW(ShardAdamW):
 
     def _current_versions(self) -> dict[str, int]:
         """Return how often each parameter was written; writes into the bucket do not count."""
-        return {name: parameter._version for name, parameter in self._engine.trained.items()}
+        return {name: writes(parameter) for name, parameter in self._engine.trained.items()}
 
     def _take_written(self) -> None:
         """Copy parameters that other code has written since the last update into their masters."""
