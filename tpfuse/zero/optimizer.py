@@ -12,6 +12,7 @@ As under DDP, each rank computes the mean loss of its own tokens, and the gradie
 ranks. If ranks or micro-batches have different numbers of labels, compute sums, and give the numbers to `divide_by`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -206,14 +207,18 @@ class ZeroOptimizer(Optimizer):
         """Make the next `step` scale the gradient so that its 2-norm is at most max_norm; return the norm before that.
 
         The norm, float64 [], is that of the whole gradient of all parameters, the same on every rank. Call this after
-        the last backward pass of a step. If the gradient is not finite, the norm is not finite either.
+        the last backward pass of a step. If the gradient is not finite, the norm is not finite either. Raise ValueError
+        if max_norm is negative or NaN.
         """
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad_norm_({max_norm}): expected a norm that is not negative")
         if self._clip is None:
             self.engine.finish()
             self._divisor = self._agree_on_divisor()
         squared = collectives.all_reduce(self.engine.squared_norm(), self.engine.world_group)
         norm = squared.sqrt() / self._divisor
-        self._clip = min(1.0, max_norm / (norm.item() + 1e-6))
+        factor = max_norm / (norm.item() + 1e-6)
+        self._clip = 1.0 if factor > 1.0 or max_norm == math.inf else factor  # NaN stays NaN, as in torch's function
         return norm
 
     @torch.no_grad()
