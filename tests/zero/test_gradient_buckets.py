@@ -13,6 +13,7 @@ from tpfuse import explain
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.layout import local_slices
 from tpfuse.kernels.launch import multiprocessors, recording
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.switches import use
@@ -23,6 +24,7 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import Bf16Compression
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.optimizer import ZeroOptimizer
 from tpfuse.zero.reducer import collective
 from tpfuse.zero.reducer.collective import CollectiveReducer
 
@@ -128,6 +130,31 @@ def test_gradients_that_torchs_styles_leave_as_partial_sums_are_summed() -> None
                 tuple(slice(*each) for each in local_slices(model.get_parameter(name)))
             ]  # type: ignore[index]
             torch.testing.assert_close(found, passes * part, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_model_without_tensor_parallel_layers_counts_once_in_the_norm() -> None:
+    model = nn.Linear(4, 3).double()
+    optimizer = ZeroOptimizer(model, mesh_of(1, 2), stage=1)
+    gradients = torch.autograd.grad(model(torch.ones(2, 4).double()).square().sum(), list(model.parameters()))
+    model(torch.ones(2, 4).double()).square().sum().backward()
+    for max_norm in (-1.0, torch.nan):
+        with pytest.raises(ValueError, match="expected a norm that is not negative"):
+            optimizer.clip_grad_norm_(max_norm)
+    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), expected, rtol=1e-12, atol=0.0)
+
+
+@on_ranks(2)
+def test_a_local_part_of_a_half_type_that_was_written_is_trained() -> None:
+    layer = ColumnParallelLinear(4, 6, device_mesh=tensor_mesh(), dtype=torch.bfloat16)
+    buckets = shard(layer, mesh_of(1, 2), stage=0)
+    optimizer = FlatAdamW(buckets, weight_decay=0.0)
+    with torch.no_grad():
+        layer.weight.to_local().fill_(3.0)  # type: ignore[operator]
+    _run(layer, buckets, [torch.ones(2, 4, dtype=torch.bfloat16)])
+    optimizer.step(0.0)
+    assert (layer.weight.to_local() == 3.0).all()  # type: ignore[operator]
 
 
 @on_ranks(2)

@@ -278,6 +278,10 @@ def test_stage_3_notices_changes_of_its_parameters() -> None:
 def test_gradients_that_buckets_cannot_hold_are_named() -> None:
     with pytest.raises(ValueError, match=r"weight is torch\.complex64: expected parameters of a real floating dtype"):
         shard(nn.Linear(2, 2, bias=False, dtype=torch.complex64), stage=0)
+    untied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    untied[1].weight.data = untied[0].weight.data  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"^0\.weight and 1\.weight are two parameters in one memory: tie them as"):
+        shard(untied, stage=0)
     model = nn.Embedding(4, 3, sparse=True)
     buckets = shard(model, stage=0)
     buckets.start(last=True)

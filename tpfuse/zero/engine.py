@@ -142,7 +142,8 @@ def shard(
     if mesh is not None:
         kept = () if fully else DATA_AXES
         ends = None if shared.ends is None else group_of_ends(mesh, *shared.ends, *kept)
-        groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends)
+        tensor_rank, _ = rank_and_size(flat_group(mesh, "tp"))
+        groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends, tensor_rank)
     if fully:
         if mesh is None:
             device = next((parameter.device.type for parameter in model.parameters()), "cpu")

@@ -45,6 +45,7 @@ from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
     GradientPlace,
     in_backward,
+    location,
     move_,
     take_context_sums,
     take_partial_gradients,
@@ -146,9 +147,7 @@ class GradientBuckets(MicroBatches):
         sharded = self.accumulate == "sharded"
         self._in_passes = [bucket for bucket in self.buckets if not sharded or bucket.shards_gradients]
         self._at_end = [bucket for bucket in self.buckets if sharded and not bucket.shards_gradients]
-        self._model_rank = max(
-            p.device_mesh.get_local_rank() if isinstance(p, DTensor) else 0 for p in trained.values()
-        )
+        self._model_rank = groups.tensor_rank
         self.trained = trained
         self._places: dict[str, GradientPlace] = {}
         for bucket in self.buckets:
@@ -413,7 +412,7 @@ class _Taking:
 def _trained(model: nn.Module) -> dict[str, Parameter]:
     """Return the parameters that require a gradient, in the model's order.
 
-    Raise ValueError if there is none, and for one of a complex dtype.
+    Raise ValueError if there is none, for one of a complex dtype, and for two in one memory.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
@@ -421,6 +420,11 @@ def _trained(model: nn.Module) -> dict[str, Parameter]:
             raise ValueError(f"{name} is {parameter.dtype}: expected parameters of a real floating dtype")
     if not trained:
         raise ValueError("the model has no parameter that requires a gradient")
+    first_at: dict[int, str] = {}
+    for name, parameter in trained.items():
+        first = first_at.setdefault(location(parameter)[1], name)
+        if first != name and local_tensor(parameter).numel():
+            raise ValueError(f"{first} and {name} are two parameters in one memory: tie them as one parameter")
     return trained
 
 

@@ -39,6 +39,7 @@ class RankGroups:
     # Ranks that share the tied parameters of both ends of a pipeline: at stages 0 to 2 the replicas of both ends with
     # this tensor-parallel rank, at stage 3 only those with this data-parallel rank too. None elsewhere.
     ends: dist.ProcessGroup | None = None
+    tensor_rank: int = 0  # this rank's number among the tensor-parallel ranks, of which the first counts replicas
 
 
 class MicroBatches(ABC):
