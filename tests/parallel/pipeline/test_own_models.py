@@ -1,6 +1,7 @@
 """`tpfuse.Pipeline` trains a model of one's own as one process does, and refuses what it cannot cut."""
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.layout import copy_whole_, local_slices, local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
@@ -357,6 +359,29 @@ def test_the_shape_of_messages_stays_as_the_ranks_have_agreed() -> None:
         for run in (pipeline.step, pipeline.forward):
             with pytest.raises(ValueError, match=r"stage 0 sends \[1, 5, 6\] torch.float64: expected \[2, 5, 6\]"):
                 run(batches_of(0))
+
+
+@on_ranks(2)
+def test_messages_that_an_error_has_left_reach_no_later_step() -> None:
+    """The first rank does not notice the error; its messages would stand for those of the next step."""
+    mesh, fails = mesh_of(1, 1, pp=2), [True]
+
+    def head(x: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
+        if fails[0]:
+            raise KeyError("a user's own")
+        return model.loss(x, ids, targets)
+
+    model = model_of()
+    pipeline = pipeline_of(model, mesh["pp"], head=(head, [model.norm, model.head]))
+    last = pipeline.stages[-1].last
+    for error in (KeyError, RuntimeError):
+        with pytest.raises(error, match=r"a user's own|call reset") if last else nullcontext():
+            pipeline.forward(batches_of(0)[:1])
+        fails[0] = False
+    symmetric_memory(mesh["pp"].get_group(), torch.device("cpu")).reset()
+    expected = pipeline_of(model_of(), None).forward(batches_of(1)[:1])
+    found = pipeline.forward(batches_of(1)[:1])
+    assert not last or torch.equal(found[0], expected[0])
 
 
 def test_what_a_stage_returns_is_checked() -> None:

@@ -51,6 +51,25 @@ class Messages(ABC):
         """Set the number of every route's next message to 0."""
         self._next = [0] * len(self._routes)
         self._held: dict[tuple[int, int], Message] = {}  # by route and number: received, and not yet released
+        self._unfinished = False  # whether messages were sent or received since `end`
+
+    def begin(self) -> None:
+        """Begin an exchange of messages, which `end` ends.
+
+        Raise RuntimeError if an error has ended the one before: its messages may be left, in the place of later ones.
+        """
+        self._renew()
+        if self._unfinished:
+            raise RuntimeError(
+                "an error has ended the step before, and some of its messages may be left: call reset() of"
+                " tpfuse.symmetric_memory(group, device) on every rank, or without symmetric memory start the ranks"
+                " anew"
+            )
+
+    def end(self) -> None:
+        """End an exchange: wait as `finish` does."""
+        self.finish()
+        self._unfinished = False
 
     @abstractmethod
     def send(self, route: int, x: Tensor) -> None:
@@ -105,6 +124,7 @@ class Messages(ABC):
                 f"send {route.name}: {x.dtype} {tuple(x.shape)} has {x.nbytes} bytes: the routes were opened for"
                 f" {self._nbytes}"
             )
+        self._unfinished = True
         return route, self._next[index], f"send {route.name}, message {self._next[index]}"
 
     def _message_to_receive(self, index: int, nbytes: int) -> tuple[Route, int, str]:
@@ -120,6 +140,7 @@ class Messages(ABC):
                 f"receive {route.name}, message {number}: message {number - route.slots} is not released yet, and the"
                 f" route has {route.slots} slots: release it before, or open the route with more slots"
             )
+        self._unfinished = True
         return route, number, f"receive {route.name}, message {number}"
 
     def _received(self, index: int, tensor: Tensor) -> Message:

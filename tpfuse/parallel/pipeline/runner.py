@@ -405,10 +405,11 @@ class Runner:
             messages = open_messages(self.group, self.device, dtype, self._routes, nbytes)
             self._opened[nbytes, dtype] = messages, choose_implementation(self.device, dtype, self.group)
         self._messages, self._choice = self._opened[nbytes, dtype]
+        self._messages.begin()
 
     def _finish(self) -> None:
         if self.group is not None:
-            self._messages.finish()
+            self._messages.end()
 
 
 def _digest(batch: Any) -> str:
