@@ -17,7 +17,6 @@ from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import broadcast_, set_timeout
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size
-from tpfuse.ops.autograd import apply
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
@@ -211,7 +210,7 @@ class Pipeline:
             if not isinstance(x, Tensor):
                 raise ValueError(f"`embed` returns {_described(x)}: expected a tensor, the input of the first block")
         elif x.requires_grad:
-            x = apply(_NoLeaf, x)
+            x = _NoLeaf.apply(x)  # type: ignore[no-untyped-call]
         for number in stage.layers:
             y = self._blocks[number](x)
             if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
