@@ -51,10 +51,10 @@ class Messages(ABC):
         """Set the number of every route's next message to 0."""
         self._next = [0] * len(self._routes)
         self._held: dict[tuple[int, int], Message] = {}  # by route and number: received, and not yet released
-        self._unfinished = False  # whether messages were sent or received since `end`
+        self._unfinished = False  # whether messages were sent or received since `finish`
 
     def begin(self) -> None:
-        """Begin an exchange of messages, which `end` ends.
+        """Begin an exchange of messages, which `finish` ends.
 
         Raise RuntimeError if an error has ended the one before: its messages may be left, in the place of later ones.
         """
@@ -65,11 +65,6 @@ class Messages(ABC):
                 " tpfuse.symmetric_memory(group, device) on every rank, or without symmetric memory start the ranks"
                 " anew"
             )
-
-    def end(self) -> None:
-        """End an exchange: wait as `finish` does."""
-        self.finish()
-        self._unfinished = False
 
     @abstractmethod
     def send(self, route: int, x: Tensor) -> None:
@@ -102,8 +97,9 @@ class Messages(ABC):
         del self._held[route, message.number]
         self._free(route, message.number)
 
-    def finish(self) -> None:  # noqa: B027 - most implementations have copied what was sent
+    def finish(self) -> None:
         """Wait until no tensor that this rank has sent is needed any longer. Raise PeerTimeout."""
+        self._unfinished = False  # most implementations have copied what was sent
 
     def _renew(self) -> None:  # noqa: B027 - only symmetric memory can be reset
         """Begin anew after a reset."""

@@ -110,6 +110,7 @@ class CollectiveMessages(Messages):
             while sent:
                 sent[0].wait()
                 sent.popleft()
+        super().finish()
 
     def _free(self, route: int, number: int) -> None:
         pass

@@ -409,7 +409,7 @@ class Runner:
 
     def _finish(self) -> None:
         if self.group is not None:
-            self._messages.end()
+            self._messages.finish()
 
 
 def _digest(batch: Any) -> str:
