@@ -127,7 +127,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         """Return [..., this rank's output features] of x [..., in_features], whole or (sequence_parallel) a shard."""
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
-        weight, bias = (local_of(self, name, self.device_mesh) for name in ("weight", "bias"))
+        weight, bias = (local_of(self, name) for name in ("weight", "bias"))
         group = self.group
         if self.parts > 1:
             weight = weight.flatten(0, 1)

@@ -61,5 +61,5 @@ class LayerNorm(OnMesh, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer norm of input [..., C], in its shape."""
-        weight, bias = (local_of(self, name, self.device_mesh) for name in ("weight", "bias"))
+        weight, bias = (local_of(self, name) for name in ("weight", "bias"))
         return layer_norm(input, weight, bias, self.eps, sum_gradients_over=self.group if self.sum_gradients else None)

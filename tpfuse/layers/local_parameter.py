@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -74,9 +74,13 @@ class _FromLocal(Function):
         return local(grad.redistribute(placements=ctx.spec.placements)), None
 
 
-def local_of(layer: nn.Module, name: str, device_mesh: DeviceMesh | None) -> Any:
-    """Return `local` of a layer's parameter, or None. Raise ValueError if the parameter is not on the layer's mesh."""
+def local_of(layer: Any, name: str) -> Any:
+    """Return `local` of a layer's parameter, or None. Raise ValueError if the parameter is not on the layer's mesh.
+
+    layer: a `tpfuse.layers.on_mesh.OnMesh`.
+    """
     parameter: Tensor | None = getattr(layer, name)
+    device_mesh: DeviceMesh | None = layer.device_mesh
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else device_mesh
     if mesh is not device_mesh and mesh != device_mesh:
         raise ValueError(

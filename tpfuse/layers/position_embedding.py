@@ -64,5 +64,5 @@ class PositionEmbedding(OnMesh, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings [..., embedding_dim] of `input` [...] int64, the positions of this rank's tokens."""
-        weight = local_of(self, "weight", self.device_mesh)
+        weight = local_of(self, "weight")
         return F.embedding(input, replicate(weight, self.group if self.sum_gradients else None))

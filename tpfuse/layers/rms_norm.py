@@ -58,7 +58,7 @@ class RMSNorm(OnMesh, nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the RMS norm of input [..., C], in its shape."""
-        weight = local_of(self, "weight", self.device_mesh)
+        weight = local_of(self, "weight")
         computed = torch.float64 if input.dtype == torch.float64 else torch.float32
         eps = torch.finfo(computed).eps if self.eps is None else self.eps
         return rms_norm(input, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)
