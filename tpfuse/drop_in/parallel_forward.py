@@ -22,9 +22,9 @@ takes this sum over. With a key/value cache (generate()), every rank computes ev
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -114,7 +114,7 @@ class ParallelForward:
 
     stages: DecoderStages | None = None
     agreed_pass = -1  # the backward pass for which `agree_on_gradients` has returned
-    agreed: Mapping[str, bool] = MappingProxyType({})  # which parameters get gradients in it
+    agreed: dict[str, bool] | None = None  # which parameters get gradients in it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `_register_sums` register.

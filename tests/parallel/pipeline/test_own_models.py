@@ -208,7 +208,7 @@ def test_frozen_stages_are_passed_through() -> None:
 
 
 class Detached(Block):
-    """What it returns does not depend on its input. constant: nor on its parameters."""
+    """A block whose output does not depend on its input, and if `constant` is set, on its parameters neither."""
 
     constant = False
 
