@@ -384,6 +384,8 @@ def test_decisions_of_another_machine_are_not_read(tmp_path: Path) -> None:
     assert read_decisions(file, "another") == {}
     assert str(Decision("a", {"b": 2.0, "a": 1.0, "c": 1.5})) == "a 1 ms, c 1.5 ms, b 2 ms"
     assert list(tmp_path.iterdir()) == [file]
+    (plain := tmp_path / "plain").touch()
+    assert file.stat().st_mode == plain.stat().st_mode, "others may read it as far as umask says"
 
 
 def test_the_machine_changes_with_versions_and_the_table_of_tiles(

@@ -6,7 +6,7 @@ The identity distinguishes ranks that can reach each other's memory from ranks t
 import contextlib
 import os
 import platform
-import tempfile
+import uuid
 from pathlib import Path
 
 
@@ -31,13 +31,12 @@ def replace_file(path: Path, text: str) -> None:
     which no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
+    temporary = path.with_name(f".{uuid.uuid4().hex}")  # with the mode of any new file, which tempfile.mkstemp narrows
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
