@@ -19,6 +19,7 @@ import tpfuse
 from benchmarks.long_context import SavedBytes
 from benchmarks.plan_accuracy import MeasuredRun, b200
 from tests.support.cuda_stand_in import CopyStandIn
+from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
@@ -34,12 +35,13 @@ from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, holdings, most_in_flight
 from tpfuse.plan.activations import activations
 from tpfuse.plan.in_flight import parts
-from tpfuse.plan.memory import RankMemory, memories, rank_memory
+from tpfuse.plan.memory import RankMemory, memories, rank_memory, uncounted
 from tpfuse.plan.muon import owned, sent_bytes, update_bytes
 from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, RankShare, TrainingProgram
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
+from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.trainer import StepResult
@@ -56,7 +58,8 @@ WIDE = GPTConfig(vocab_size=61, n_positions=12, n_embd=32, n_layer=2, n_head=2)
 
 def _formula(options: TrainCommand, config: GPTConfig) -> dict[int, RankMemory]:
     program = program_of(options, config.n_head)
-    return memories(sizes_of("toy", config), layout_of(options), program, stage_blocks(options, config))
+    sizes, blocks = sizes_of("toy", config, options.train.dtype), stage_blocks(options, config)
+    return memories(sizes, layout_of(options), program, blocks)
 
 
 def _tensors_of(runner: Runner) -> Iterator[Tensor]:
@@ -319,7 +322,11 @@ def _with_and_without_muon(options: TrainCommand) -> Any:
 def test_ranks_send_and_hold_for_muon_what_the_formula_counts(layout: dict[str, Any]) -> None:
     options = dataclasses.replace(options_of(**layout, optim={"name": "muon"}), kernels="torch")
     found = pool(ranks_of(options)).run(_with_and_without_muon, options)
-    sizes, program, planned = sizes_of("toy", DEEP), program_of(options, DEEP.n_head), layout_of(options)
+    sizes, program, planned = (
+        sizes_of("toy", DEEP, options.train.dtype),
+        program_of(options, DEEP.n_head),
+        layout_of(options),
+    )
     counts = [(ours[0].sent - adamw[0].sent, ours[0].received - adamw[0].received) for ours, adamw in found]
     sent, received = map(sum, zip(*counts, strict=True))
     expected = len(found) * sum(sent_bytes(sizes, DEEP.n_layer, planned, program))
@@ -332,8 +339,16 @@ def test_ranks_send_and_hold_for_muon_what_the_formula_counts(layout: dict[str, 
     assert sorted(map(sorted, most)) == sorted(map(sorted, owned(sizes, DEEP.n_layer, len(found))))
 
 
-def _saved_by_llama(sizes: ModelSizes, sequences: int) -> int:
-    """Return the bytes that autograd saves of a model of transformers after `parallelize`, on one rank."""
+def _saved(model: Any) -> int:
+    """Return the bytes that autograd saves of a model of transformers, for two sequences of 20 tokens."""
+    ids = torch.arange(40).view(2, -1) % model.config.vocab_size
+    counted = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
+    with counted.hooks:
+        model(ids, labels=ids, use_cache=False)
+    return counted.total
+
+
+def _saved_by_llama(sizes: ModelSizes) -> int:
     config = transformers.LlamaConfig(
         vocab_size=sizes.vocabulary, hidden_size=sizes.width, intermediate_size=sizes.inner,
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
@@ -341,28 +356,42 @@ def _saved_by_llama(sizes: ModelSizes, sequences: int) -> int:
     )  # fmt: skip
     with use(kernels="triton"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model = tpfuse.parallelize(model, mesh_of(1, 1)["tp"])
-        ids = torch.arange(sequences * sizes.tokens).view(sequences, -1) % sizes.vocabulary
-        counted = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
-        with counted.hooks:
-            model(ids, labels=ids)
-    return counted.total
+        return _saved(tpfuse.parallelize(model, mesh_of(1, 1)["tp"]))
+
+
+def test_the_formula_counts_a_llama() -> None:
+    sizes = ModelSizes("a", 1, 96, 6, 3, 16, 256, True, 256, 20, tied=False, biases=False, norm_bias=False)
+    layout = RankLayout(1, 1, 1, 1, "1f1b", 1, 0, "none", 2, 2)
+    [expected] = pool(1).run(_saved_by_llama, sizes)
+    assert rank_memory(sizes, layout, TPFUSE).activations == pytest.approx(expected, rel=0.01)
+
+
+def _saved_by(family: str, tp: int) -> int:
+    with use(kernels="triton"):
+        model = decoder(family, torch.bfloat16)
+        return _saved(model if tp == 1 else tpfuse.parallelize(model, mesh_of(1, tp)["tp"]))
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("family", "tp"),
     [
-        ModelSizes("a", 1, 96, 6, 3, 16, 256, True, 256, 20, tied=False, biases=False, norm_bias=False),
-        *exhaustive(
-            ModelSizes("b", 2, 128, 4, 2, 32, 352, True, 512, 64, tied=False, biases=False, norm_bias=False),
-            ModelSizes("c", 3, 96, 6, 6, 16, 128, True, 1000, 40, biases=False, norm_bias=False),
-        ),
+        ("llama", 1),
+        ("gpt2", 2),
+        *exhaustive(("gpt2", 1), ("llama", 2), ("qwen3", 1), ("qwen3", 2), ("gemma", 2), ("stablelm_norms", 1)),
     ],
 )
-def test_activations_of_models_of_transformers(sizes: ModelSizes) -> None:
-    [expected] = pool(1).run(_saved_by_llama, sizes, 2)
-    layout = RankLayout(1, 1, 1, 1, "1f1b", 1, 0, "none", 2, 2)
-    assert rank_memory(sizes, layout, TPFUSE).activations == pytest.approx(expected, rel=0.01)
+def test_models_of_transformers_are_counted_without_memory(family: str, tp: int) -> None:
+    """In such small models the last norm, which is counted as tpfuse's, and copies that some families avoid are 6 %."""
+    config = DecoderConfig.of(decoder(family).config.to_dict(), n_positions=20)
+    sizes, layout = sizes_of(family, config, "bfloat16"), RankLayout(tp, 1, 1, 1, "1f1b", 1, 0, "none", 2, 2)
+    found = max(pool(tp).run(_saved_by, family, tp))
+    assert rank_memory(sizes, layout, TPFUSE).activations == pytest.approx(found, rel=0.06)
+
+
+def test_models_that_need_values_are_not_counted() -> None:
+    config = DecoderConfig.of(decoder("gemma2").config.to_dict(), n_positions=20)
+    sizes = sizes_of("gemma2", config, "bfloat16")
+    assert sizes.kept == (0, 0) and uncounted(sizes, TPFUSE) == "models whose forward pass depends on values"
 
 
 @pytest.mark.parametrize(

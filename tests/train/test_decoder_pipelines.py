@@ -192,7 +192,7 @@ def _held(config: DecoderConfig, options: TrainCommand) -> tuple[dict[str, tuple
 def test_ranks_hold_their_own_stages_and_what_is_counted(family: str, schedule: str, dp: int) -> None:
     config = replace(_config(family, vocab_size=997), n_positions=63)  # messages that do not fit the smallest slot
     options = _options((1, 1, dp, 4), schedule, stage=1, micro_batch=3)
-    sizes_of_model, dtype = sizes_of("toy", config), getattr(torch, options.train.dtype)
+    sizes_of_model, dtype = sizes_of("toy", config, options.train.dtype), getattr(torch, options.train.dtype)
     formula = memories(
         sizes_of_model, layout_of(options), program_of(options, config.n_head), stage_blocks(options, config)
     )

@@ -74,6 +74,8 @@ def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, command
     file.write_text('[zero]\noffload = "/disk"\n')
     out = commands.do("memory", file, "--ranks", "2")
     assert "files (zero.offload); at stage 3 files have the parameters too, and the" in out
+    file.write_text('[zero]\ncompression = "powersgd-4"\n')
+    assert "remainders of PowerSGD are not counted (zero.compression)" in commands.do("memory", file)
     for text, error in (
         ("[parallel]\nreplicas = 3\n", "parallel.replicas 3 does not divide 4 data-parallel ranks"),
         ("[train]\nbatch = 6\n", "train.batch 6 cannot be divided among 4 data-parallel ranks"),

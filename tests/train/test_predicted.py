@@ -99,3 +99,11 @@ def test_models_whose_blocks_differ_are_neither_predicted_nor_counted() -> None:
         assert (prediction(options, config, *H100, 1) is None) == refused
         with pytest.raises(UserError, match="block 1 of qwen3_moe has other weights") if refused else nullcontext():
             assert memory_of(options, config, None, 0)[1].parameters == pytest.approx(2 * parameter_count(config), 0.01)
+
+
+def test_a_model_has_the_dropout_that_transformers_gives_it() -> None:
+    """The rates that config.json leaves out are those of the family. Those of other tasks' heads do not count."""
+    settings = {"model_type": "gpt2", "n_layer": 2, "n_embd": 48, "n_head": 12, "vocab_size": 101, "n_positions": 20}
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    assert DecoderConfig.of(settings).drops and not DecoderConfig.of(settings | rates).drops
+    assert DecoderConfig.of(settings | rates | {"attn_pdrop": 0.1}).drops

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from tpfuse.drop_in import context_proof
+from tpfuse.drop_in import context_proof, kept_activations
 from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.loss_proof import prove_loss
@@ -143,6 +143,7 @@ def register() -> None:
     ):
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(kept_activations.COUNTED, kept_activations.attention)  # without a mask
     for name, style in _STYLES.items():
         ParallelInterface.register(name, style)  # type: ignore[arg-type]
 

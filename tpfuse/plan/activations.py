@@ -20,9 +20,10 @@ Outside the blocks, a model keeps ids, the tensors of the last norm, and what th
 its gradients in the forward pass, those of transformers keep the logits in float32.
 
 The count is that of the first rank, which keeps the most. For the GPT it is exact, unless torch's kernels apply dropout
-to the probabilities of attention, as they do on CPUs: it is then exact for float32 on one rank. For other models it is
-what autograd keeps of models of transformers after `tpfuse.parallelize`. Sources: Korthikanti et al., arXiv:2205.05198,
-table 2, which does not count statistics; `tests/plan/test_memory.py` compares with what autograd saves.
+to the probabilities of attention, as they do on CPUs: it is then exact for float32 on one rank. Blocks of transformers
+keep more than these numbers, such as norms in float32: what they keep is counted in a forward pass without memory
+(`tpfuse.drop_in.kept_activations`), and shared like the rest. Sources: Korthikanti et al., arXiv:2205.05198, table 2,
+which does not count statistics; `tests/plan/test_memory.py` compares with what autograd saves.
 """
 
 from dataclasses import dataclass
@@ -135,10 +136,14 @@ class _Rank:
         sizes, program, tp = self.sizes, self.program, self.share.tp
         if recompute == "full":
             return self.between * sizes.width * self.stream
+        query, key = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+        if sizes.kept:
+            # Tensor-parallel ranks copy the output of attention, to order the tokens of all sequences by position.
+            copied = query * self.size * (tp > 1 and self.share.micro_batch > 1)
+            return int(self.rows * (sizes.kept[tp > 1] + copied)) // tp
         total = 2 * self.between * (sizes.width * (self.stream + self.size + self.mask(self.size)) + self.statistics)
         if program.autocast_bytes:
             total += sizes.block_weights // tp * self.size
-        query, key = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
         if recompute == "selective" and program.fused_attention:
             return total + self.rows * (query + 2 * key + sizes.inner * (1 + sizes.gated)) * self.size // tp
         inner = sizes.inner * (2 + sizes.gated * (1 if program.fused_gate else 2))

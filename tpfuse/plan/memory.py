@@ -42,6 +42,8 @@ def uncounted(sizes: ModelSizes, program: TrainingProgram) -> str:
     """Return the models whose activations the formula does not know, if this is one of them; otherwise ""."""
     if sizes.other_weights:
         return "blocks without an MLP, such as mixtures of experts,"
+    if not all(sizes.kept):
+        return "models whose forward pass depends on values"
     return "models of transformers under autocast" if program.autocast_bytes and not sizes.is_gpt else ""
 
 

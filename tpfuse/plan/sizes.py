@@ -45,6 +45,9 @@ class ModelSizes:
     other_weights: int = 0
     # Whether the model is the GPT of `tpfuse.models`, whose loss never has all logits in memory.
     is_gpt: bool = False
+    # The bytes that autograd keeps of a token in a block of transformers, as it is and with tpfuse's norms and dropout,
+    # which tensor-parallel ranks have; 0 if they are not known, () for the formula of `tpfuse.plan.activations`.
+    kept: tuple[float, ...] = ()
 
     @property
     def block_parameters(self) -> int:

@@ -7,6 +7,7 @@ model on a rank with `tpfuse.parallelize`. Its parameters have the names and the
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -53,6 +54,8 @@ from tpfuse.train.rank_model import Drawing, LanguageModel
 _USUAL_LENGTH = 1024  # tokens of a training sequence, unless the model's context is shorter or the user says otherwise
 _FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+# The rates of dropout in a configuration, but those of the heads of other tasks.
+_RATE = re.compile(r"^(?!summary|classifier).*drop(out)?$")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class DecoderConfig:
 
     settings: the contents of its config.json. n_positions: the tokens of a training sequence. files: the texts of small
     files that belong to the model and its tokenizer, by name. The other fields follow from settings: longest: the
-    longest sequence of the model, in tokens; ends: the tokens that end a text.
+    longest sequence of the model, in tokens; ends: the tokens that end a text; drops: whether training has dropout.
     """
 
     settings: dict[str, Any]
@@ -73,6 +76,7 @@ class DecoderConfig:
     n_head: int
     longest: int
     ends: tuple[int, ...]
+    drops: bool
 
     @classmethod
     def of(cls, settings: dict[str, Any], n_positions: int = 0, files: dict[str, str] | None = None) -> "DecoderConfig":
@@ -91,7 +95,9 @@ class DecoderConfig:
         ends = theirs.eos_token_id
         ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
         n_positions = n_positions or min(longest, _USUAL_LENGTH)
-        return cls(settings, n_positions, files or {}, vocabulary, width, layers, heads, longest, ends)
+        rates = [value for name, value in theirs.to_dict().items() if _RATE.search(name)]
+        drops = any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+        return cls(settings, n_positions, files or {}, vocabulary, width, layers, heads, longest, ends, drops)
 
     @classmethod
     def read(cls, folder: Path, n_positions: int = 0) -> "DecoderConfig":
@@ -269,8 +275,6 @@ class DecoderModel(LanguageModel):
                     module._gradient_checkpointing_func = partial(offloaded, module._gradient_checkpointing_func)
         self.module = model
         self._forward: Any = model  # in training
-        dropouts = (value for name, value in config.settings.items() if name.endswith(("dropout", "pdrop")))
-        self._drops = any(isinstance(value, float) and value for value in dropouts)
 
     def draw(self, seed: int) -> None:
         """Fill the parameters as transformers initialises the model after `torch.manual_seed(seed)`, on each rank."""
@@ -284,14 +288,14 @@ class DecoderModel(LanguageModel):
         """Let training steps run by torch.compile; one_graph is not asked of code that is not ours."""
         from tpfuse.train.compiled import compiled
 
-        self._forward = compiled(self.module, one_graph=False, torch_dropout=self._drops)
+        self._forward = compiled(self.module, one_graph=False, torch_dropout=self.config.drops)
 
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Return the output of a stage. Its dropout follows from (seed, step, first sequence, stage) and the layout."""
         ids, targets, weight, at, sequences, _, length = batch
         training = at is not None
         self.module.train(training)
-        if at is not None and self._drops:
+        if at is not None and self.config.drops:
             assert not isinstance(at, Tensor)
             first = 0 if sequences is None else int(sequences[0])
             torch.manual_seed(seed_of(*at, first, *[stage.index] * (stage.index > 0)))

@@ -116,7 +116,8 @@ def memory_of(
     share, sequences = train.batch // parallel.data_ranks, micro_batch_size(options)
     if not share or share % sequences:
         raise UserError(f"micro-batches of {sequences} do not divide the {share} sequences of each rank")
-    sizes, program = sizes_of("the model", config), program_of(options, config.n_head)
+    sizes = sizes_of("the model", config, options.train.dtype)
+    program = program_of(options, config.n_head)
     if mesh is not None:
         held = sum(local_tensor(parameter).numel() for parameter in outlined(config, mesh, torch.float32).parameters())
         counted = rank_parameters(sizes, mesh.size())
@@ -159,7 +160,8 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
     ranks = sorted({rank for rank, _ in found.values()})
     numbers = "the first rank" if options.parallel.pp == 1 else f"pipeline rank {' or '.join(map(str, ranks))}"
     held = "autograd saves of one micro-batch" if options.parallel.pp == 1 else "the micro-batches in flight hold"
-    unknown = uncounted(sizes_of("the model", config), program_of(options, config.n_head))
+    sizes = sizes_of("the model", config, options.train.dtype)
+    unknown = uncounted(sizes, program_of(options, config.n_head))
     lines = [
         f"These are the bytes of {numbers}, which needs the most. Optimizer: masters and moments.",
         f"Activations of {unknown} are not counted." if unknown else f"Activations are what {held}.",
@@ -171,20 +173,25 @@ def _notes(options: TrainCommand, config: ModelConfig, found: dict[int, tuple[in
         lines.append(f"At stages 2 and 3 {count} micro-batches are added up in {held}.")
     if options.train.offload_activations and options.train.recompute == "full":
         lines.append("The inputs of blocks are in the host's memory, but one (train.offload_activations).")
-    place = offloaded(options, max(found))
-    return [*lines, f"{place}."] if place else lines
+    return [*lines, *(f"{remark}." for remark in remarks(options, max(found)))]
 
 
-def offloaded(options: TrainCommand, stage: int) -> str:
-    """Return in words which of the counted bytes are not on the device under zero.offload; "" without it.
+def remarks(options: TrainCommand, stage: int) -> list[str]:
+    """Return in words which bytes are not counted, and which of the counted ones are not on the device.
 
     options: with the layout filled in. A single rank shards nothing, so that its parameters stay on the device.
     """
+    found = []
+    if options.zero.compression.startswith("powersgd"):
+        found.append(
+            "The remainders of PowerSGD are not counted (zero.compression): on several nodes they take 4 bytes for each"
+            " parameter of the shard that a rank has in its node"
+        )
     if options.zero.offload == "none":
-        return ""
+        return found
     on_host, host = options.zero.offload == "host", "the host's memory"
     place = f"Masters and moments are in {host if on_host else 'files'} (zero.offload)"
     if stage < 3 or options.parallel.data_ranks * options.parallel.cp == 1:
-        return place
+        return [*found, place]
     files = f"files have the parameters too, and {host} the gradients"
-    return f"{place}; at stage 3 {f'{host} has the parameters and gradients too' if on_host else files}"
+    return [*found, f"{place}; at stage 3 {f'{host} has the parameters and gradients too' if on_host else files}"]

@@ -3,13 +3,18 @@
 A run is predicted if `tpfuse.plan.hardware` describes its GPUs and the model of cost knows its options.
 """
 
+import json
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from tpfuse.drop_in.huggingface import causal_model, register
+from tpfuse.drop_in.kept_activations import kept_by_blocks
+from tpfuse.drop_in.weights import empty_model
 from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.plan.hardware import Cluster, known_gpu, parse_network
 from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, TrainingProgram
@@ -70,7 +75,10 @@ def prediction(options: TrainCommand, config: ModelConfig, gpu: str, memory: int
         return None
     layout = layout_of(options)
     try:
-        sizes, program = sizes_of("the model", config), program_of(options, config.n_head)
+        sizes, program = (
+            sizes_of("the model", config, options.train.dtype),
+            program_of(options, config.n_head),
+        )
         check_timed(options, sizes)
     except UserError:
         return None
@@ -139,10 +147,13 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
     )
 
 
-def sizes_of(name: str, config: ModelConfig) -> ModelSizes:
-    """Return the sizes of a model. Raise UserError for blocks that have no attention, or that are not all alike."""
+def sizes_of(name: str, config: ModelConfig, dtype: str) -> ModelSizes:
+    """Return the sizes of a model. Raise UserError for blocks that have no attention, or that are not all alike.
+
+    dtype: that of the parameters, on which depends what models of transformers keep for the backward pass.
+    """
     if isinstance(config, DecoderConfig):
-        return _sizes_of_decoder(name, config)
+        return _sizes_of_decoder(name, config, dtype)
     return ModelSizes(
         name, config.n_layer, config.n_embd, config.n_head, config.n_head, config.n_embd // config.n_head,
         4 * config.n_embd, False, config.vocab_size, config.n_positions, positions=config.n_positions,
@@ -150,7 +161,15 @@ def sizes_of(name: str, config: ModelConfig) -> ModelSizes:
     )  # fmt: skip
 
 
-def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
+@lru_cache(maxsize=8)
+def _kept_by_blocks(settings: str, tokens: int, dtype: str) -> tuple[float, float]:
+    """Return `ModelSizes.kept` of the model with this config.json."""
+    register()
+    models = [empty_model(causal_model, json.loads(settings), getattr(torch, dtype)) for _ in range(2)]
+    return kept_by_blocks(models[0], tokens, fused=False), kept_by_blocks(models[1], tokens, fused=True)
+
+
+def _sizes_of_decoder(name: str, config: DecoderConfig, dtype: str) -> ModelSizes:
     """Return the sizes of a model of transformers. Raise UserError as `sizes_of` does.
 
     What its configuration leaves open is found in the parameters of the model, which is made without memory.
@@ -175,7 +194,8 @@ def _sizes_of_decoder(name: str, config: DecoderConfig) -> ModelSizes:
         inner=4 * config.n_embd, gated=False, vocabulary=config.vocab_size,
         tokens=config.n_positions, positions=sum(len(table) for table in tables if len(table) != config.vocab_size),
         tied=head is None or any(head.weight is table for table in tables), biases=False,
-        norm_bias=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
+        norm_bias=any(isinstance(module, nn.LayerNorm) for module in model.modules()), dropout=config.drops,
+        kept=_kept_by_blocks(json.dumps(config.settings), config.n_positions, dtype),
     )  # fmt: skip
     dense = [replace(plain, inner=size) for size in inner if size] + [plain]
     attention = replace(plain, inner=0).block_weights

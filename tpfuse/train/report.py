@@ -14,7 +14,7 @@ from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import held_bytes, memory_bytes
 from tpfuse.train.language_model import parameter_count
-from tpfuse.train.memory import memory_of, offloaded
+from tpfuse.train.memory import memory_of, remarks
 from tpfuse.train.messages import program, say
 from tpfuse.train.metrics import draw_losses, read_metrics
 from tpfuse.train.options import TrainOptions
@@ -91,8 +91,7 @@ def _counted(run: PreparedRun, trainer: Trainer) -> str:
     kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
     sizes = [f"{kind} {getattr(counted, kind) / 2**20:.1f}" for kind in kinds if getattr(counted, kind)]
     more = "" if counted.activations else ", without activations"
-    place = offloaded(run.options, stage)
-    more += f". {place}" if place else ""
+    more += "".join(f". {remark}" for remark in remarks(run.options, stage))
     return f"ZeRO stage {stage}{by}, counted {counted.held / 2**20:.1f} MiB a rank: {', '.join(sizes)}{more}"
 
 

@@ -63,7 +63,7 @@ def planned_model(command: PlanCommand) -> PlannedModel:
     check_timed(undivided)
     size = vocabulary(options, command.vocab_size)
     config = model_config(undivided, size)
-    sizes = sizes_of(_name(command), config)
+    sizes = sizes_of(_name(command), config, options.train.dtype)
     check_timed(undivided, sizes)
     program = program_of(undivided, config.n_head)
     return PlannedModel(tuple(arguments), options, size, sizes, program, parameter_count(config))
