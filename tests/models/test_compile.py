@@ -13,6 +13,8 @@ from tpfuse.choices import Implementation, Kernels
 from tpfuse.comm.mesh import context_mesh, group_of
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.parallel.initialize import initialize
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers, normal
@@ -77,21 +79,23 @@ def test_context_parallel_models_are_one_graph() -> None:
     _check(GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh), (2, 2), 7)
 
 
-@pytest.mark.exhaustive
 @on_ranks(2)
-def test_several_products_of_one_gather_are_one_graph() -> None:
-    group, world = group_of(tensor_mesh()), 2
+def test_products_are_in_one_graph() -> None:
+    group = group_of(tensor_mesh())
 
-    def three(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def products(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, up: Tensor, down: Tensor) -> Tensor:
         outs = all_gather_linear(x, [q, k, v], [None, bias, None], group, activation="gelu")
-        return torch.cat(outs, -1)
+        assert sum(out.shape[-1] for out in outs) == 14
+        y = linear_reduce_scatter(torch.cat(outs, -1), up, None, group)
+        return linear_all_reduce(y, down, None, group)
 
     results = []
-    for function in (three, _compiled(three)):
-        leaves = [normal(i, *shape).requires_grad_() for i, shape in enumerate([(5, 8), (6, 8), (4, 8), (4, 8), (4,)])]
+    shapes = [(5, 8), (6, 8), (4, 8), (4, 8), (4,), (8, 14), (3, 8)]
+    for function in (products, _compiled(products)):
+        leaves = [normal(i, *shape).requires_grad_() for i, shape in enumerate(shapes)]
         leaves[3].requires_grad_(False)
         out = function(*leaves)
-        assert out.shape == (5 * world, 14)
+        assert out.shape == (5, 3)
         out.backward(normal(9, *out.shape))
         results.append([out.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)])
         assert leaves[3].grad is None

@@ -31,9 +31,9 @@ def apply(function: type[Function], *args: object) -> Tensor:
 def no_view(x: Tensor) -> Tensor:
     """Return x, whose memory nothing else refers to, as a tensor that is no view of another one.
 
-    The result of a Function may be changed in place only then.
+    The result of a Function may be changed in place only then. (torch.compile cannot ask whether a tensor is a view.)
     """
-    return cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape)) if x._is_view() else x
+    return cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))
 
 
 def refuse_tangents(operator: str, *inputs: object) -> None:
