@@ -50,11 +50,11 @@ def kept_by_blocks(model: Any, tokens: int, *, fused: bool) -> float:
                 module.forward = _Norm.apply
     if model.config._attn_implementation == "sdpa":
         model.config._attn_implementation = COUNTED
-    model.config.pad_token_id = None  # Some models look for it in the values of the ids.
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            model.train()(input_ids=ids, use_cache=False)
+            # Without a mask, models look for padding and documents in the values of ids and positions.
+            model.train()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except Exception:  # Whatever a model does with values fails in a way of its own.
         return 0.0
     return kept / (tokens * len(blocks))

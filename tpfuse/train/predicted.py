@@ -99,6 +99,10 @@ def check_timed(options: TrainCommand, sizes: ModelSizes | None = None) -> None:
         raise UserError("train.offload_activations: tpfuse plan does not know its cost yet: leave it out")
     if parallel.replicas != 1:
         raise UserError(f"parallel.replicas {parallel.replicas}: tpfuse plan does not know its cost yet: leave it out")
+    if sizes is not None and not all(sizes.kept):
+        raise UserError(
+            f"{sizes.name}: its forward pass depends on values: tpfuse plan does not know the memory of its activations"
+        )
     if sizes is not None and sizes.other_weights:
         raise UserError(
             f"{sizes.name}: a block is not attention with an MLP: tpfuse plan does not know the times of mixtures of"
