@@ -200,6 +200,12 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
     def tie(model: Toy) -> None:
         model.blocks[2].up.weight = model.blocks[0].up.weight
 
+    def alias(model: Toy) -> None:
+        model.blocks[2].up.weight.data = model.blocks[0].up.weight.data
+
+    def complex_(model: Toy) -> None:
+        model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
     def taken(model: Toy) -> None:
         model.blocks[0].sum_gradients = Borrowed(False, own=False)
 
@@ -209,6 +215,8 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
     assert message(scalar).startswith("blocks.1.gain is a scalar")
     assert message(transposed).startswith("mixing is not contiguous")
     assert message(tie).startswith("blocks.0.up.weight and blocks.2.up.weight are one parameter in two units")
+    assert message(alias).startswith("blocks.0.up.weight and blocks.2.up.weight are two parameters in one memory")
+    assert message(complex_).startswith("phase is torch.complex64: expected parameters of a real floating dtype")
     assert message(lambda model: model.blocks[0].half()).startswith("frozen is torch.float32, blocks.0.up.weight is")
     assert "no parameter that requires" in message(lambda model: model.requires_grad_(False))
     lonely = message(lambda model: None, units=[nn.Linear(2, 2)])

@@ -282,6 +282,9 @@ def test_gradients_that_buckets_cannot_hold_are_named() -> None:
     untied[1].weight.data = untied[0].weight.data  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"^0\.weight and 1\.weight are two parameters in one memory: tie them as"):
         shard(untied, stage=0)
+    untied[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"^0\.weight and 1\.weight are two parameters in one memory: tie them as"):
+        shard(untied, stage=0)
     model = nn.Embedding(4, 3, sparse=True)
     buckets = shard(model, stage=0)
     buckets.start(last=True)

@@ -47,7 +47,7 @@ from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import Counted
-from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
+from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState, trained_parameters
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import GradientPlace, count_write, location, take_context_sums, writes
 from tpfuse.zero.reducer.collective import reserve
@@ -632,6 +632,7 @@ def _check_units(model: nn.Module, units: list[nn.Module]) -> None:
 
 def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
     """Return the dtype of the parameters. Raise ValueError if they cannot be sharded."""
+    trained_parameters(model)
     unit_of = dict.fromkeys(model.modules(), model)
     for name, module in model.named_modules():
         if isinstance(getattr(module, "sum_gradients", None), Borrowed):
@@ -658,8 +659,6 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
     if len(dtypes) > 1:
         several = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
         raise ValueError(f"{several}: stage 3 expects parameters of one dtype")
-    if not any(parameter.requires_grad and parameter.numel() for parameter in first_use):
-        raise ValueError("the model has no parameter that requires a gradient")
     return next(iter(dtypes))
 
 

@@ -40,12 +40,11 @@ from tpfuse.layers.local_parameter import offer_leaf, withdraw_leaf
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
-from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState
+from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState, trained_parameters
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
     GradientPlace,
     in_backward,
-    location,
     move_,
     take_context_sums,
     take_partial_gradients,
@@ -126,7 +125,7 @@ class GradientBuckets(MicroBatches):
         self._more = False  # whether another micro-batch of the step follows
         self._ended: set[Parameter] = set()  # the parameters of which no later pass of a pipeline computes gradients
         partial, tied = take_partial_gradients(model), frozenset(tied)
-        trained = _trained(model)
+        trained = trained_parameters(model)
         _check_tied(tied, trained)
         broadcast_model(model, groups.data, tied, groups.ends)
         self.device = local_tensor(next(iter(trained.values()))).device
@@ -407,25 +406,6 @@ class _Taking:
         if isinstance(leaf, DTensor) and isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)  # as of torch's SequenceParallel: partial sums
         self.buckets._take(self.bucket, self.index, local_tensor(gradient))
-
-
-def _trained(model: nn.Module) -> dict[str, Parameter]:
-    """Return the parameters that require a gradient, in the model's order.
-
-    Raise ValueError if there is none, for one of a complex dtype, and for two in one memory.
-    """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, parameter in trained.items():
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} is {parameter.dtype}: expected parameters of a real floating dtype")
-    if not trained:
-        raise ValueError("the model has no parameter that requires a gradient")
-    first_at: dict[int, str] = {}
-    for name, parameter in trained.items():
-        first = first_at.setdefault(location(parameter)[1], name)
-        if first != name and local_tensor(parameter).numel():
-            raise ValueError(f"{first} and {name} are two parameters in one memory: tie them as one parameter")
-    return trained
 
 
 def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tpfuse.choices import Accumulate
+from tpfuse.comm.layout import local_tensor
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import GradientPlace, location
 from tpfuse.zero.reducer.inter_node import Compression
@@ -247,3 +248,23 @@ def _module_parameters(model: nn.Module) -> list[Parameter | None]:
 
 def _named_parameters(model: nn.Module) -> dict[str, Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """Return the parameters that require a gradient, in the model's order.
+
+    Raise ValueError if none has elements, for one of a complex dtype, and for one in the memory of another parameter,
+    which it would leave.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} is {parameter.dtype}: expected parameters of a real floating dtype")
+    if not any(parameter.numel() for parameter in trained.values()):
+        raise ValueError("the model has no parameter that requires a gradient")
+    first_at: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        first = first_at.setdefault(location(parameter)[1], name)
+        if first != name and local_tensor(parameter).numel() and not trained.keys().isdisjoint((first, name)):
+            raise ValueError(f"{first} and {name} are two parameters in one memory: tie them as one parameter")
+    return trained
