@@ -64,7 +64,7 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     """See transformers' AttentionInterface: q, k and v are [batch, heads, tokens, size]."""
-    out: Tensor = _Attention.apply(query, key, value)
+    out: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return out, None
 
 
@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
     """Attention that computes nothing and keeps what FlashAttention keeps."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, heads, tokens, _ = query.shape
         out = query.new_empty(batch, tokens, heads, value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, tokens, dtype=torch.float32))
@@ -83,6 +83,6 @@ class _Norm(torch.autograd.Function):
     """A norm that computes nothing and keeps what `tpfuse.RMSNorm` keeps."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
