@@ -16,6 +16,8 @@ TRITONS := 3.6.0 3.7.1 3.9.0
 # Processes that run the tests, each the whole of a file, in the order of tests/conftest.py. Few: most tests start ranks,
 # which need the other cores. Many tests of the second tier wait for deadlines, so that a third process fills the cores.
 PROCESSES = --numprocesses $(if $(filter test-all,$@),3,2) --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes, which need not compile the modules that another one has imported.
+unexport PYTHONDONTWRITEBYTECODE
 # What pyproject.toml's markers leave to `make test-all`.
 FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
