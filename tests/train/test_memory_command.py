@@ -100,7 +100,7 @@ def test_the_automatic_schedule_is_the_one_that_ranks_choose(heads: int, impl: s
             f" --model.n-head {heads} --parallel.cp 4 --parallel.impl {impl} --parallel.cp-schedule {schedule}"
         )
         options = with_layout(parse_train(flags.split()), 4)
-        return memory_of(options, model_config(options, 61), None, 0)[1].activations
+        return memory_of(options, model_config(options, 61), None, [0])[0][1].activations
 
     assert activations("auto") == activations(schedule)
 
@@ -124,7 +124,7 @@ def test_the_command_counts_what_the_plan_counts(model: str, tmp_path: Path, com
         )  # fmt: skip
         train = replace(options.train, recompute=layout["recompute"], micro_batch=layout["micro_batch"])
         asked = replace(options, parallel=parallel, train=train)
-        assert memory_of(asked, config, None, layout["zero"])[1].total == each["bytes"], layout
+        assert memory_of(asked, config, None, [layout["zero"]])[layout["zero"]][1].total == each["bytes"], layout
     table = _table(commands.do("memory", name, "--ranks", "2", "--tp", "2", "--stage", "1"))
     assert table["activations"][0] > 0 and table["total"][0] > 0
 

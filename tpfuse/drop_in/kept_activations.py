@@ -1,4 +1,4 @@
-"""What autograd keeps of the blocks of a model of transformers, counted in a forward pass on the meta device."""
+"""This module counts what autograd keeps of the blocks of a model of transformers, in a pass on the meta device."""
 
 from typing import Any
 
@@ -11,14 +11,28 @@ from tpfuse.drop_in.structure import decoder_layers
 COUNTED = "tpfuse_counted"  # the attn_implementation of the pass
 
 
-def kept_by_blocks(model: Any, tokens: int, *, fused: bool) -> float:
-    """Return the bytes that autograd keeps of a token in a block, the mean over all blocks.
+def kept_by_blocks(model: Any, tokens: int) -> tuple[float, float]:
+    """Return the bytes that autograd keeps of a token in a block of the model, the mean over all blocks.
+
+    The second number is that with tpfuse's norms and dropout, which tensor-parallel ranks have. Both are 0 if the
+    forward pass fails without values.
 
     model: a causal language model of transformers on the meta device, in the dtype of the run; the call changes it.
-    tokens: those of its sequence. fused: whether norms and dropout are tpfuse's, as on tensor-parallel ranks, or those
-    of the model. Attention keeps its inputs, its output and a sum for each row, as that of GPUs does, unless the model
-    must write its scores; masks of windows are left out. Return 0 if the pass fails without values.
+    tokens: those of its sequence. Attention keeps its inputs, its output and a sum for each row, as that of GPUs does,
+    unless the model must write its scores; masks of windows are left out.
     """
+    if model.config._attn_implementation == "sdpa":
+        model.config._attn_implementation = COUNTED
+    own = _counted(model.train(), tokens)
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.p = 0.0
+        elif type(module).__name__.endswith("RMSNorm"):
+            module.forward = _Norm.apply
+    return own, _counted(model, tokens)
+
+
+def _counted(model: nn.Module, tokens: int) -> float:
     seen = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
     held: list[Tensor] = []  # A storage that is gone could have the address of a later one.
     inside = kept = 0
@@ -43,18 +57,11 @@ def kept_by_blocks(model: Any, tokens: int, *, fused: bool) -> float:
     for block in blocks:
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
-        for module in block.modules() if fused else ():
-            if type(module) is nn.Dropout:
-                module.p = 0.0
-            elif type(module).__name__.endswith("RMSNorm"):
-                module.forward = _Norm.apply
-    if model.config._attn_implementation == "sdpa":
-        model.config._attn_implementation = COUNTED
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             # Without a mask, models look for padding and documents in the values of ids and positions.
-            model.train()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except Exception:  # Whatever a model does with values fails in a way of its own.
         return 0.0
     return kept / (tokens * len(blocks))

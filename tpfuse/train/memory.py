@@ -3,6 +3,7 @@
 The formula is that of `tpfuse plan` (`tpfuse.plan.memory`).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def memory(name: str, command: MemoryCommand) -> str:
     config = model_config(options, vocabulary(options, command.vocab_size))
     stages = (0, 1, 2, 3) if command.stage is None else (int(command.stage),)
     with shape_mesh(options.parallel.tp) as mesh:
-        found = {stage: memory_of(options, config, mesh, stage) for stage in stages}
+        found = memory_of(options, config, mesh, stages)
     return _table(name, options, config, found)
 
 
@@ -101,9 +102,9 @@ def vocabulary(options: TrainCommand, given: int | None) -> int:
 
 
 def memory_of(
-    options: TrainCommand, config: ModelConfig, mesh: DeviceMesh | None, stage: int
-) -> tuple[int, RankMemory]:
-    """Return the pipeline rank that needs the most memory at a stage of ZeRO, and that memory. Raise UserError.
+    options: TrainCommand, config: ModelConfig, mesh: DeviceMesh | None, stages: Iterable[int]
+) -> dict[int, tuple[int, RankMemory]]:
+    """Return the pipeline rank that needs the most memory at each stage of ZeRO, and that memory. Raise UserError.
 
     options: with the layout filled in. mesh: the tensor-parallel mesh.
     """
@@ -126,9 +127,11 @@ def memory_of(
                 f"a rank of tp {mesh.size()} has {held:,} parameters, and {counted:,} if the ranks shared all layers:"
                 " the memory is not known for models of which tpfuse.parallelize leaves layers alone: count it for tp 1"
             )
-    layout = replace(layout_of(options), zero=stage)
-    found = memories(sizes, layout, program, stage_blocks(options, config))
-    return max(found.items(), key=lambda each: each[1].total)
+    layout, blocks, most = layout_of(options), stage_blocks(options, config), {}
+    for stage in stages:
+        ranks_of_stage = memories(sizes, replace(layout, zero=stage), program, blocks)
+        most[stage] = max(ranks_of_stage.items(), key=lambda each: each[1].total)
+    return most
 
 
 def _table(name: str, options: TrainCommand, config: ModelConfig, found: dict[int, tuple[int, RankMemory]]) -> str:

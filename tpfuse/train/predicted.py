@@ -75,10 +75,8 @@ def prediction(options: TrainCommand, config: ModelConfig, gpu: str, memory: int
         return None
     layout = layout_of(options)
     try:
-        sizes, program = (
-            sizes_of("the model", config, options.train.dtype),
-            program_of(options, config.n_head),
-        )
+        sizes = sizes_of("the model", config, options.train.dtype)
+        program = program_of(options, config.n_head)
         check_timed(options, sizes)
     except UserError:
         return None
@@ -169,8 +167,7 @@ def sizes_of(name: str, config: ModelConfig, dtype: str) -> ModelSizes:
 def _kept_by_blocks(settings: str, tokens: int, dtype: str) -> tuple[float, float]:
     """Return `ModelSizes.kept` of the model with this config.json."""
     register()
-    models = [empty_model(causal_model, json.loads(settings), getattr(torch, dtype)) for _ in range(2)]
-    return kept_by_blocks(models[0], tokens, fused=False), kept_by_blocks(models[1], tokens, fused=True)
+    return kept_by_blocks(empty_model(causal_model, json.loads(settings), getattr(torch, dtype)), tokens)
 
 
 def _sizes_of_decoder(name: str, config: DecoderConfig, dtype: str) -> ModelSizes:

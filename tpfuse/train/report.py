@@ -85,7 +85,7 @@ def _counted(run: PreparedRun, trainer: Trainer) -> str:
     stage = run.options.zero.stage
     by = f" ({trainer.exchanged_by})" if trainer.replicas > 1 else ""
     try:
-        _, counted = memory_of(run.options, run.config, trainer.language_model.device_mesh, stage)
+        _, counted = memory_of(run.options, run.config, trainer.language_model.device_mesh, [stage])[stage]
     except UserError as error:
         return f"ZeRO stage {stage}{by}, not counted: {error}"
     kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
