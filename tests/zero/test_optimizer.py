@@ -464,9 +464,12 @@ def test_errors_explain_what_is_wrong_in_a_loop() -> None:
         loss_of(model, 0, rows).backward()
     with pytest.raises(ValueError, match="has the parameters of its engine: for a changed model, make"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    optimizer.zero_grad()
     model[0].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"0\.bias\.requires_grad is False now"):
-        optimizer.zero_grad()
+    loss_of(model, 0, rows).backward()
+    for call in (optimizer.step, optimizer.zero_grad):
+        with pytest.raises(ValueError, match=r"0\.bias\.requires_grad is False now"):
+            call()
 
 
 def test_wrong_options_and_states_are_refused() -> None:

@@ -1,6 +1,6 @@
 """The engines under a pipeline: many passes of several stages in one step, and parameters that two stages share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -85,9 +85,9 @@ class Staged:
         self.replica, self.replicas = self.mesh.get_local_rank("dp"), self.mesh["dp"].size()
         self.model, self.whole = Model(7 + self.replica), Model()  # replicas begin with the weights of the first
         for model in (self.model, self.whole):
-            change(model)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(not (used and name.endswith(("seldom", "never"))))
+            change(model)
         self.pipeline = Pipeline(
             self.model,
             embed=self.model.wte,
@@ -127,6 +127,12 @@ class Staged:
             assert not found.numel() or (found - expected).abs().amax() <= bound, name
 
 
+def freeze(model: Model, blocks: Sequence[int]) -> None:
+    """Freeze these blocks, and if there are any, the table and the head, which are one parameter."""
+    for module in (model.wte, *(model.blocks[index] for index in blocks)) if blocks else ():
+        module.requires_grad_(False)
+
+
 def parts(engine: Engine, gradients: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each parameter in this rank's shards, its summed gradient there, and that part of the whole."""
     if isinstance(engine, FullySharded):
@@ -152,9 +158,12 @@ def watched(seen: Callable[[Action], object]) -> Any:
     return mock.patch.object(Runner, "_run", watching)
 
 
-def train(zero: int, schedule: str) -> Owned:
-    """Train STEPS steps, compare gradients, norms and weights; return what this rank saves."""
-    staged = Staged(zero, schedule)
+def train(zero: int, schedule: str, frozen: Sequence[int] = ()) -> Owned:
+    """Train STEPS steps, compare gradients, norms and weights; return what this rank saves.
+
+    frozen: the blocks that are frozen, and the table too.
+    """
+    staged = Staged(zero, schedule, change=lambda model: freeze(model, frozen))
     engine = staged.engine
     optimizer, torchs = adamw(engine, **ADAMW), torchs_adamw(dict(staged.whole.named_parameters()))
     for step in range(STEPS):
@@ -166,7 +175,7 @@ def train(zero: int, schedule: str) -> Owned:
         assert (squared - expected).abs() <= 1e-12 * expected
         assert engine.nonfinite() == []
         for name, parameter in staged.whole.named_parameters():
-            parameter.grad = staged.expected[name]
+            parameter.grad = staged.expected[name] if parameter.requires_grad else None
         torchs.step()
         optimizer.step(LR)
         weights = whole(engine)
@@ -187,6 +196,16 @@ def test_ranks_train_and_save_each_element_once(zero: int, schedule: str) -> Non
             if its_kind == kind:
                 saved[name][tuple(slice(*each) for each in slices)] += 1
         assert all((count == 1).all() for count in saved.values())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@on_ranks(4)
+def test_a_stage_may_be_frozen_and_a_whole_model_may_not(zero: int) -> None:
+    for frozen in ((0, 1), (2, 3)):
+        stage = dist.get_rank() // 2
+        assert bool(train(zero, "1f1b", frozen)) == (2 * stage not in frozen)
+    with pytest.raises(ValueError, match="^shard: the model has no parameter that requires a gradient$"):
+        Staged(zero, change=lambda model: freeze(model, range(4)))
 
 
 @on_ranks(4)

@@ -137,17 +137,19 @@ def shard(
     _, ranks = rank_and_size(data)
     if replicas < 1 or ranks % replicas:
         raise ValueError(f"replicas {replicas}: expected a number that divides the {ranks} data-parallel ranks")
-    fully = stage == 3 and ranks > 1
+    device, fully = next((x.device for x in model.parameters()), torch.device("cpu")), stage == 3 and ranks > 1
     groups = RankGroups(data, data, data)
     if mesh is not None:
         kept = () if fully else DATA_AXES
         ends = None if shared.ends is None else group_of_ends(mesh, *shared.ends, *kept)
         tensor_rank, _ = rank_and_size(flat_group(mesh, "tp"))
         groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends, tensor_rank)
+    trained = torch.tensor([float(any(x.requires_grad and x.numel() for x in model.parameters()))], device=device)
+    if not collectives.all_reduce(trained, groups.world).item():  # one stage of a pipeline may be frozen
+        raise ValueError("shard: the model has no parameter that requires a gradient")
     if fully:
         if mesh is None:
-            device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-            mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
+            mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",))
         engine: GradientBuckets | FullySharded = FullySharded(
             model,
             groups,

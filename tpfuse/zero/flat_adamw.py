@@ -37,7 +37,7 @@ class FlatAdamW(ShardAdamW):
             half = layout.dtype in HALF
             self._state[bucket] = {"model": self._store.tensor("model", size, layout.state_dtype)} if half else {}
             self._state[bucket] |= self._moments(size, layout.state_dtype, layout.muon)
-        state_device = self._state[buckets.buckets[0]]["exp_avg"].device
+        state_device = next((state["exp_avg"].device for state in self._state.values()), buckets.device)
         self._staging = None if state_device == buckets.device else Staging()
         self._step = torch.zeros((), dtype=torch.float32, device=state_device)
         for bucket, state in self._state.items():

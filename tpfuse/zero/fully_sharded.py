@@ -659,7 +659,7 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
     if len(dtypes) > 1:
         several = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
         raise ValueError(f"{several}: stage 3 expects parameters of one dtype")
-    return next(iter(dtypes))
+    return next(iter(dtypes), torch.float32)
 
 
 def _widen(unit: nn.Module) -> None:

@@ -128,7 +128,7 @@ class GradientBuckets(MicroBatches):
         trained = trained_parameters(model)
         _check_tied(tied, trained)
         broadcast_model(model, groups.data, tied, groups.ends)
-        self.device = local_tensor(next(iter(trained.values()))).device
+        self.device = next((local_tensor(x).device for x in model.parameters()), torch.device("cpu"))
         group_of: dict[Kind, dist.ProcessGroup | None] = dict.fromkeys(KINDS, groups.data)
         group_of |= {"partial": groups.stage, "tied": groups.ends}
         layouts = plan_buckets(

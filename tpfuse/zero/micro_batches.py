@@ -96,9 +96,7 @@ class MicroBatches(ABC):
             self._check_parameters()
         elif not again:
             self._end_micro_batch()
-        for name, parameter, required, _ in self._recorded:
-            if parameter.requires_grad != required:
-                raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
+        self._check_frozen()
         reduces = last or (self.accumulate == "sharded" and not local)
         self._begin_micro_batch(first=first, last=last, reduces=reduces, backwards=backwards)
         self.state = StepState.REDUCING if last else StepState.ACCUMULATING
@@ -149,6 +147,12 @@ class MicroBatches(ABC):
         for name, parameter, _, recorded in self._recorded:
             if location(parameter) != recorded:
                 raise ValueError(f"{name} was converted or moved, as model.to() does: {self._advice}")
+
+    def _check_frozen(self) -> None:
+        """Raise ValueError unless the parameters that require a gradient are those of which the engine knows that."""
+        for name, parameter, required, _ in self._recorded:
+            if parameter.requires_grad != required:
+                raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
 
     @abstractmethod
     def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
@@ -228,14 +232,15 @@ class MicroBatches(ABC):
     def take_sums(self) -> None:
         """Mark the sums of `finish()` as used, before an update.
 
-        Raise ValueError if there are no new sums, or if other code has set, cleared or zeroed the `.grad` of a
-        parameter during the step: the sums do not have that.
+        Raise ValueError if there are no new sums, or if other code has frozen a parameter, or set, cleared or zeroed
+        its `.grad`, during the step: the sums do not have that.
         """
         if self.state is not StepState.SUMMED:
             raise ValueError(
                 f"an update without new gradients, {self._situation}: call finish() after the last backward pass, and"
                 " then step() once"
             )
+        self._check_frozen()
         for name, place in self._places.items():
             place.check(name)
         self.state = StepState.IDLE
@@ -253,15 +258,12 @@ def _named_parameters(model: nn.Module) -> dict[str, Parameter]:
 def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
     """Return the parameters that require a gradient, in the model's order.
 
-    Raise ValueError if none has elements, for one of a complex dtype, and for one in the memory of another parameter,
-    which it would leave.
+    Raise ValueError for one of a complex dtype, and for one in the memory of another parameter, which it would leave.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is {parameter.dtype}: expected parameters of a real floating dtype")
-    if not any(parameter.numel() for parameter in trained.values()):
-        raise ValueError("the model has no parameter that requires a gradient")
     first_at: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         first = first_at.setdefault(location(parameter)[1], name)

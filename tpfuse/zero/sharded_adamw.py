@@ -36,7 +36,7 @@ class ShardedAdamW(ShardAdamW):
             shard = local_tensor(member.sharded)
             moments = self._moments(shard.numel(), shard.dtype, member.name in names)
             self._state[member.name] = {kind: x.view(shard.shape) for kind, x in moments.items()}
-        device = self._state[engine.members[0].name]["exp_avg"].device
+        device = next((state["exp_avg"].device for state in self._state.values()), engine.device)
         self._step = torch.zeros((), dtype=torch.float32, device=device)
         self._matrices = [member for member in engine.members if member.name in names]
         if engine.matrices:
