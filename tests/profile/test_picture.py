@@ -22,7 +22,7 @@ def _summary(world: int) -> dict[str, Any]:
         wait = SpanNode(Span("wait", "linear", "", (rank + 1) % world, f"of {rank}", "", begin, end))
         operator = SpanNode(Span("operator", "linear", "direct", None, "", "h.3", 1_000_000, 9_000_000), [wait])
         step = SpanNode(Span("step", "step 4", "", None, "", "", 0, 10_000_000), [operator])
-        traces.append(RankTrace(rank, world, "id host", "cpu", {}, 0, [step], {}))
+        traces.append(RankTrace(rank, [*range(world)], "id host", "cpu", {}, 0, [step], {}))
     return summarise(traces)
 
 

@@ -22,7 +22,7 @@ def _span(kind: Any, name: str, begin: float, end: float, level: int, **more: An
 def _trace(rank: int, world: int, spans: Sequence[Span], signals: dict[str, float] | None = None) -> RankTrace:
     """Return a trace. spans: in the order of their ends."""
     flows = {flow: round(ms * MS) for flow, ms in (signals or {}).items()}
-    return RankTrace(rank, world, "boot pid net node", "cpu", {"tp": world}, 0, _nested(list(spans)), flows)
+    return RankTrace(rank, [*range(world)], "boot pid net node", "cpu", {"tp": world}, 0, _nested(list(spans)), flows)
 
 
 OP = "linear_reduce_scatter torch.float32 [4, 8]"
@@ -101,7 +101,7 @@ def test_waits_inside_kernels_are_waits(device: str, longest: float, wait: float
     events = [(0, "waiting", 1, 1, longest), (0, "computing", 1, 3, 5), (1, "copying", 1, 5, 6)]
     launch = LaunchMark("kernel", 0, 2, 51, [(*event[:3], event[3] * MS, event[4] * MS) for event in events])
     roots = _nested([operator, _span("step", "step 1", 0, 10, 0)])
-    trace = RankTrace(0, 2, "host", device, {}, 0, roots, {}, {id(operator): [launch]}, 1)
+    trace = RankTrace(0, [0, 1], "host", device, {}, 0, roots, {}, {id(operator): [launch]}, 1)
     (places,) = times_of([trace])
     times = places[Place("h.3", "linear_reduce_scatter", "fused")]
     assert dict(times.waits) == {1: wait * MS} and times.communication == copy * MS

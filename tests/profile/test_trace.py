@@ -489,11 +489,15 @@ def test_only_steps_that_every_rank_has_completed_are_compared(tmp_path: Path) -
     (found,) = read_traces(tmp_path)
     assert [step.span.name for step in found.steps] == ["step 1"] and found.roots[1].span.name == "step 2"
     path = tmp_path / "rank0.json"
-    document = json.loads(path.read_text()) | {"world": 2}
+    document = json.loads(path.read_text()) | {"group": [2, 3]}
     (tmp_path / "rank1.json").write_text(json.dumps(document | {"rank": 1, "spans": document["spans"][1:]}))
-    path.write_text(json.dumps(document))
-    with pytest.raises(UserError, match=r": rank 1 has not completed step 1: expected the same steps of every rank$"):
-        read_traces(tmp_path)
+    for group, said in (
+        ([2, 3], r": rank 1 has not completed step 1: expected the same steps of every rank$"),
+        ([0, 1], r" has traces of the groups \[0, 1\] and \[2, 3\]: record each in its own folder$"),
+    ):
+        path.write_text(json.dumps(document | {"group": group}))
+        with pytest.raises(UserError, match=said):
+            read_traces(tmp_path)
     with record(tmp_path):
         assert not path.exists()
 
@@ -508,7 +512,7 @@ def test_only_steps_that_every_rank_has_completed_are_compared(tmp_path: Path) -
         (lambda found: found.update(launches=[["k", 9, 1, 0, []]]), "a launch has the fields"),
         (lambda found: found.update(launches=[["k", 0, 1, 0, [[1, "waiting"]]]]), "the events of a launch of k"),
         (lambda found: found.update(spans=[]), "no complete step"),
-        (lambda found: found.update(world=3), "of the ranks 0: expected"),
+        (lambda found: found.update(group=[0, 1, 2]), "of the ranks 0: expected"),
     ],
 )
 def test_files_that_are_no_traces_are_refused(change: Any, said: str, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_stage_may_be_frozen_and_a_whole_model_may_not(zero: int) -> None:
     for frozen in ((0, 1), (2, 3)):
         stage = dist.get_rank() // 2
         assert bool(train(zero, "1f1b", frozen)) == (2 * stage not in frozen)
-    with pytest.raises(ValueError, match="^shard: the model has no parameter that requires a gradient$"):
+    with pytest.raises(ValueError, match=r"^shard: the model has no parameter that requires a gradient$"):
         Staged(zero, change=lambda model: freeze(model, range(4)))
 
 

@@ -28,7 +28,7 @@ Kind = Literal["step", "micro_batch", "phase", "layer", "operator", "communicati
 """The kinds of spans. An operator communicates and may also compute; a communication moves or sums data of several
 ranks; a wait ends when another rank has done something."""
 
-FORMAT = 2  # of the files in which ranks write their traces
+FORMAT = 3  # of the files in which ranks write their traces
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

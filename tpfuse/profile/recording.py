@@ -48,9 +48,9 @@ def record(
 
     `tpfuse profile summary FOLDER` explains the files of all ranks. model: whose layers get spans; None for no layers.
     group: all ranks, by default torch's default group if it is initialised; None for a single one. device: where the
-    model computes, default the CPU. layout: how the ranks share the model, for the reader. The file is also written if
-    the block raises, without the step that did not end; one of an earlier recording is deleted first. Raise OSError if
-    it cannot be written.
+    model computes, default the CPU. layout: how the ranks share the model, for the reader. Each group needs a folder of
+    its own. The file is also written if the block raises, without the step that did not end; one of an earlier
+    recording is deleted first. Raise OSError if it cannot be written.
     """
     device = torch.device("cpu") if device is None else device
     group = default_group() if group == "default" else group
@@ -70,7 +70,7 @@ def record(
         document = {
             "format": trace.FORMAT,
             "rank": rank,
-            "world": 1 if group is None else group.size(),
+            "group": [0] if group is None else dist.get_process_group_ranks(group),
             "host": node_identity(),
             "device": device.type,
             "layout": dict(layout or {}),

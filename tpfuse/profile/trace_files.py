@@ -10,7 +10,7 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.untrusted import Unreadable, read_json
 
 _SCHEMA = {
-    "format": int, "rank": int, "world": int, "host": str, "device": str, "layout": dict, "clock_offset_ns": int,
+    "format": int, "rank": int, "group": [int], "host": str, "device": str, "layout": dict, "clock_offset_ns": int,
     "clock_error_ns": int, "spans": [list], "signals": [list], "launches": [list], "untraced": int,
 }  # fmt: skip
 _TYPES = (str, str, str, int | None, str, str, int, int, int, int, list)  # of the fields of a span
@@ -50,7 +50,7 @@ class RankTrace:
     """
 
     rank: int
-    world: int
+    group: list[int]  # the numbers of all its ranks in the default group
     host: str
     device: str
     layout: dict[str, Any]
@@ -65,6 +65,11 @@ class RankTrace:
         return self.launches.get(id(span), [])
 
     @property
+    def world(self) -> int:
+        """Return the number of ranks that were recorded."""
+        return len(self.group)
+
+    @property
     def steps(self) -> list[SpanNode]:
         """Return the spans of the steps."""
         return [root for root in self.roots if root.span.kind == "step"]
@@ -76,8 +81,13 @@ def read_traces(folder: Path) -> list[RankTrace]:
     if not traces:
         raise UserError(f"{folder} has no traces: expected the files rank0.json, rank1.json, …")
     traces.sort(key=lambda trace: trace.rank)
-    world = traces[0].world
-    if [trace.rank for trace in traces] != list(range(world)) or any(trace.world != world for trace in traces):
+    group, world = traces[0].group, traces[0].world
+    for trace in traces:
+        if trace.group != group:
+            raise UserError(
+                f"{folder} has traces of the groups {group} and {trace.group}: record each in its own folder"
+            )
+    if [trace.rank for trace in traces] != list(range(world)):
         found = ", ".join(str(trace.rank) for trace in traces)
         raise UserError(f"{folder} has traces of the ranks {found}: expected one of each of {world} ranks")
     complete = [{step.span.name for step in trace.steps} for trace in traces]
@@ -104,7 +114,7 @@ def _read(path: Path) -> RankTrace:
     except (OSError, Unreadable, ValueError, TypeError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     return RankTrace(
-        found["rank"], found["world"], found["host"], found["device"], found["layout"], found["clock_error_ns"],
+        found["rank"], found["group"], found["host"], found["device"], found["layout"], found["clock_error_ns"],
         _nested(spans), signals, launches, found["untraced"],
     )  # fmt: skip
 
