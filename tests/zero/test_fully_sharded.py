@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
@@ -29,6 +31,7 @@ from tpfuse.choices import Accumulate
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh
 from tpfuse.layers.local_parameter import Borrowed
+from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
 from tpfuse.zero.sharded_adamw import ShardedAdamW
@@ -177,6 +180,29 @@ def test_half_parameters_have_float32_masters(accumulation: int) -> None:
     for found in pool(2).run(half, accumulation):
         for name, weight in expected.items():
             assert (found[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
+
+
+class Scored(nn.Sequential):
+    """A model that is trained by another method than `forward`."""
+
+    def score(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x).tanh()).square().sum()
+
+
+@on_ranks(2)
+def test_a_method_that_torch_knows_gathers_parameters_too() -> None:
+    model, plain = (Scored(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    engine = shard(model, mesh_of(2, 1), stage=3, units=[model[0]])
+    register_fsdp_forward_method(model, "score")
+    rows = [normal(rank, 3, 4, dtype=torch.float64) for rank in range(2)]
+    engine.start(last=True)
+    model.score(rows[dist.get_rank()]).backward()
+    engine.finish()
+    plain.score(torch.cat(rows)).backward()
+    for member in engine.members:
+        part = tuple(slice(*each) for each in local_slices(member.sharded))
+        torch.testing.assert_close(member.gradient, plain.get_parameter(member.name).grad[part])
 
 
 @on_ranks(2)
