@@ -434,7 +434,7 @@ def _digest(batches: Sequence[Any]) -> int:
             covered = x.reshape(-1)[:: 1 + x.numel() // _MOST_COMPARED].contiguous()
             values.setdefault(x.device, []).append(covered.view(torch.uint8))
     for pieces in values.values():
-        digest = zlib.crc32(torch.cat(pieces).cpu().numpy(), digest)
+        digest = zlib.crc32(torch.cat(pieces).cpu().numpy().tobytes(), digest)
     return digest
 
 
