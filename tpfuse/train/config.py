@@ -203,6 +203,7 @@ def load_preset(name: str) -> dict[str, Any]:
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
     """Return the options of `tpfuse train`. Raise UserError."""
     sources: list[tuple[str, dict[str, Any]]] = []
+    arguments = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), word) for word in arguments]
     for name in ("--resume", "--train.cuda-graph"):
         arguments = _with_value(arguments, name, "yes")
     out, resume = flag_value(arguments, "--out"), flag_value(arguments, "--resume")
