@@ -84,6 +84,9 @@ def test_resume_takes_the_configuration_of_the_run(tmp_path: Path) -> None:
     again = parse_train(["--resume", "--out", str(tmp_path), "--train.steps", "99"])
     assert (again.model.n_layer, again.train.steps, again.resume) == (2, 99, "yes")
     assert (again.optim.decay_steps, again.data.order) == (77, "shuffled")
+    assert parse_train(["--resume", "--out", str(tmp_path), "--train.batch", "8"]).optim.decay_steps is None
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 77\n[optim]\ndecay_steps = 77\n")
+    assert parse_train(["--resume", "--out", str(tmp_path)]).optim.decay_steps == 77
 
 
 def test_a_run_of_an_earlier_version_keeps_its_order_and_its_defaults(tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_a_run_of_an_earlier_version_keeps_its_order_and_its_defaults(tmp_path: 
         "[parallel]\ncp_ulysses = 0\npp_stages_per_rank = 0\npp_layers = ''\nmeasure_seconds = -1.0\n"
     )
     resume = ["--resume", "--out", str(tmp_path)]
-    options, usual = parse_train(resume), TrainCommand()
+    options, usual = parse_train([*resume, "--train.steps", "9"]), TrainCommand()
     assert (options.data.order, options.train.micro_batch, options.optim.decay_steps) == ("random", None, 7)
     assert (options.parallel, options.optim.decay) == (usual.parallel, None)
     old = {"train": {"steps": 7, "micro_batch": 0}, "optim": {"decay": 0, "decay_steps": 0}}

@@ -249,17 +249,20 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     if preset in PRESETS and not isinstance(decoder, str):
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
-    options = overlaid(options, inherited, source)
+    before = options = overlaid(options, inherited, source)
     for index, (file, table) in enumerate(sources):
         own = index == 0 and resumes  # the run's own file
         if own:
             options = replace(options, data=replace(options.data, order=BEFORE.data.order))
         options = overlaid(options, table, file)
         if own:
-            options = _with_end(options)
+            before, options = options, _with_end(options)
     options = parse_command(TrainCommand, arguments, "train", options)
+    end = options.optim.decay_steps
+    if resumes and before.optim.decay_steps is None and end == before.train.steps == options.train.steps:
+        end = None  # the run's config.toml does not change, so that another run from it may have another length
     # The run's config.toml has the number, so that a resumed run keeps it.
-    options = replace(options, optim=replace(options.optim, min_lr=lowest(options.optim)))
+    options = replace(options, optim=replace(options.optim, min_lr=lowest(options.optim), decay_steps=end))
     return replace(options, resume="yes") if resumes else options
 
 
