@@ -159,14 +159,14 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-_NOT_GIVEN = {
+_NOT_GIVEN: dict[str, int | str] = {
     "train.micro_batch": 0, "optim.decay_steps": 0, "optim.decay": 0, "parallel.dp": 0, "parallel.cp_ulysses": 0,
     "parallel.pp_stages_per_rank": 0, "parallel.pp_layers": "", "parallel.measure_seconds": -1,
 }  # fmt: skip
 
 
 def stored(name: str, value: Any) -> Any:
-    """Return the value of an option in the file of a run; None for what older versions wrote for the default."""
+    """Return the value of an option in the file of a run; None for what stands there for an option that is not set."""
     return None if not isinstance(value, bool) and value == _NOT_GIVEN.get(name) else value
 
 
@@ -246,7 +246,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         inherited.pop("model", None)
     preset = preset or options.model.preset
     # For another preset the parser below, or the TOML check, raises the error.
-    if preset in PRESETS and not isinstance(decoder, str):
+    if preset in PRESETS and not isinstance(decoder, str) and not resumes:
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
     before = options = overlaid(options, inherited, source)
@@ -343,8 +343,12 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
     return _written(document)
 
 
-def _written(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table that TOML can hold: paths become strings, and values that are not set are left out."""
-    given = {_key(key): value for key, value in table.items() if value is not None}
-    tables = {key: _written(value) for key, value in given.items() if isinstance(value, dict)}
+def _written(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a table that TOML can hold: paths become strings, and options that are not set are left out.
+
+    An option in `_NOT_GIVEN` is written in any case, since a preset may set it.
+    """
+    found = {key: _NOT_GIVEN.get(prefix + key) if value is None else value for key, value in table.items()}
+    given = {_key(key): value for key, value in found.items() if value is not None}
+    tables = {key: _written(value, f"{key}.") for key, value in given.items() if isinstance(value, dict)}
     return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()} | tables

@@ -47,7 +47,7 @@ def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
     found: dict[str, Change] = {}
     for place, effect in effects().items():
         old = stored(".".join(place), _value(before, place, _value(default, place)))
-        new = _value(now, place, _value(default, place))
+        new = stored(".".join(place), _value(now, place, _value(default, place)))
         if old != new:
             found[".".join(place).replace("_", "-")] = Change(effect, old, new)
     return found
