@@ -26,14 +26,14 @@ def test_every_option_says_what_a_change_of_it_does() -> None:
     sections = {place[0] for place in found if len(place) > 1}
     assert sections == {item.name for item in fields(TrainCommand) if "Options" in str(item.type)}
     assert (found["train", "batch"], found["parallel", "tp"]) == (Effect.NUMBERS, Effect.ROUNDING)
-    assert found["model", "from"] is found["out",] is Effect.NOTHING
+    assert (found["out",], found["model", "from"]) == (Effect.NOTHING, Effect.REFUSED)
 
     @dataclass
     class Unmarked:
         marked: Keeps[int] = 0
         new: int = 0
 
-    with pytest.raises(TypeError, match=r"Unmarked\.new: expected Alters, Rounds or Keeps"):
+    with pytest.raises(TypeError, match=r"Unmarked\.new: expected Alters, Rounds, Keeps or Begins"):
         effects(Unmarked)
 
 
@@ -106,6 +106,12 @@ def test_a_longer_run_lists_its_changes_and_keeps_the_end_of_its_schedule(copied
     assert read_metrics(copied / "metrics.jsonl")[-1]["lr"] > 2e-4, "the schedule ends at step 14 now"
     said = commands.fail("train", "--resume", "--out", copied, "--optim.name", "muon")
     assert "--resume with --optim.name muon: the run was trained by adamw: go on with it, or begin a run with" in said
+    kept = (copied / "config.toml").read_bytes()
+    said = commands.fail_to_resume("--data.field", "body", "--data.tokenizer", "bytes", "--init-from", copied)
+    given = f"--data.field body (was text), --data.tokenizer bytes (was chars), --init-from {copied} (was None)"
+    assert f"--resume with {given}: only a new run reads this: leave it out, or choose another --out" in said
+    said = commands.fail_to_resume("--model.preset", "gpt2-124m")
+    assert "--model.preset gpt2-124m (was tiny): only" in said and (copied / "config.toml").read_bytes() == kept
 
 
 Wrong = Callable[[pytest.MonkeyPatch], None]

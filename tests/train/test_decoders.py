@@ -366,3 +366,6 @@ def test_a_changed_model_cannot_continue_a_run(tuned: Path, llama: Path, tmp_pat
     _edited(folder, rms_norm_eps=0.5)
     said = commands.fail("train", "--resume", "--out", copied, "--model.from", folder)
     assert "--resume with a different model: rms_norm_eps is 1e-06 in the checkpoint and 0.5 in the options" in said
+    _edited(folder, rms_norm_eps=1e-6)
+    said = commands.fail("train", "--resume", "--out", copied, "--model.from", folder)
+    assert f"--resume with --model.from {folder} (was {tuned.parent / 'model'})" in said, "it reads no weights"

@@ -1,11 +1,12 @@
 """What a resumed run does otherwise than before, which it says, or refuses if it would be wrong."""
 
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tpfuse.train.config import BEFORE, renewed, resolved, stored
+from tpfuse.train.config import BEFORE, overlaid, read_toml, renewed, resolved, stored
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import Effect, TrainCommand
 from tpfuse.train.schedule import lowest, units
@@ -32,7 +33,7 @@ def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
             continue
         marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Effect)]
         if len(marks) != 1:
-            raise TypeError(f"{kind.__name__}.{item.name}: expected Alters, Rounds or Keeps")
+            raise TypeError(f"{kind.__name__}.{item.name}: expected Alters, Rounds, Keeps or Begins")
         found[(item.name.rstrip("_"),)] = marks[0]
     return found
 
@@ -67,11 +68,25 @@ def _with_end(options: Options) -> Options:
     return {**options, "optim": {**optim, "decay_steps": end}}
 
 
+def _listed(found: dict[str, Change], effect: Effect) -> str:
+    return ", ".join(f"--{name} {x.now} (was {x.before})" for name, x in found.items() if x.effect is effect)
+
+
+def check_start(file: Path, options: TrainCommand) -> None:
+    """Raise UserError for options that only the start of a run reads, if they are not those of the run.
+
+    file: the run's config.toml.
+    """
+    before = overlaid(BEFORE, renewed(read_toml(file)), str(file))
+    if given := _listed(changes(resolved(before), options), Effect.REFUSED):
+        raise UserError(f"--resume with {given}: only a new run reads this: leave it out, or choose another --out")
+
+
 def described(before: Options, options: TrainCommand) -> list[str]:
     """Return lines on what makes the next step compute other numbers, and on the end of the schedule."""
     found = changes(before, options)
-    given = [f"--{name} {x.now} (was {x.before})" for name, x in found.items() if x.effect is Effect.NUMBERS]
-    lines = [f"resuming with {', '.join(given)}"] if given else []
+    given = _listed(found, Effect.NUMBERS)
+    lines = [f"resuming with {given}"] if given else []
     end, optim = _with_end(before)["optim"]["decay_steps"], options.optim
     if "train.steps" in found and "optim.decay-steps" not in found and optim.schedule != "constant":
         at = f"after {end}" if isinstance(end, str) else f"at step {end}"

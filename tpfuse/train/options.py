@@ -48,18 +48,20 @@ class Effect(Enum):
     NUMBERS = "the step computes other numbers"
     ROUNDING = "the step rounds differently"
     NOTHING = "the step computes the same, or what the option names is compared"
+    REFUSED = "nothing, since only a new run reads the option"
 
 
 Alters = Annotated[T, Effect.NUMBERS]
 Rounds = Annotated[T, Effect.ROUNDING]
 Keeps = Annotated[T, Effect.NOTHING]
+Begins = Annotated[T, Effect.REFUSED]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """The model: a GPT, or a model of transformers. A preset sets its whole shape, which single flags override."""
 
-    preset: Keeps[Preset] = "tiny"
+    preset: Begins[Preset] = "tiny"
     """Named configuration to start from: the shape of the GPT, batch, steps and learning rate."""
     n_layer: Alters[int] = 4
     """Number of transformer blocks."""
@@ -75,7 +77,7 @@ class ModelOptions:
     """Dropout probability after the embedding, in attention and on the residual paths."""
     layer_norm_epsilon: Alters[float] = 1e-5
     """Number that each layer norm adds to the variance."""
-    from_: Keeps[Annotated[Path | None, arg(name="from", metavar="PATH", help_behavior_hint=_hint)]] = None
+    from_: Begins[Annotated[Path | None, arg(name="from", metavar="PATH", help_behavior_hint=_hint)]] = None
     """Hugging Face folder of a model of transformers to train instead of the GPT: config.json, tokenizer, and weights
     in safetensors, without which they are random. Among the options of the model it takes only --model.n-positions."""
 
@@ -89,9 +91,9 @@ class DataOptions:
     or not; or tokens in .bin or .npy; or a FILE.toml of sources and weights. Default: the Python standard library."""
     val_path: Keeps[OptionalPath] = None
     """Validation text, given as for --data.path. Default: the end of the training tokens."""
-    field: Keeps[str] = "text"
+    field: Begins[str] = "text"
     """Field of the records of jsonl, parquet, json and csv that holds the text."""
-    tokenizer: Keeps[str] = "bytes"
+    tokenizer: Begins[str] = "bytes"
     """Tokenizer: bytes, chars, gpt2, a FILE.json (tokenizers library or a run), a FILE.model (sentencepiece), or the
     folder of one. The JSON file beside a token file overrides it."""
     documents: Alters[Documents] = "attend"
@@ -306,7 +308,7 @@ class TrainCommand:
     """Kernels: auto (Triton on GPUs, torch on CPUs), triton (interpreted on CPUs, which is slow) or torch."""
     out: Keeps[OptionalPath] = None
     """Run folder, which must be new or empty unless --resume is given. Default: runs/DATE-TIME."""
-    init_from: Keeps[OptionalPath] = None
+    init_from: Begins[OptionalPath] = None
     """Folder of another run, or of a Hugging Face GPT-2, whose weights, shape and tokenizer step 0 starts from. A
     smaller --model.n-positions cuts the position table. Default: random weights."""
     resume: Keeps[Literal["no", "yes", "auto"]] = "no"

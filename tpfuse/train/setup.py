@@ -21,7 +21,7 @@ from tpfuse.switches import resolved_kernels, use
 from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import BEFORE, profiled_steps, resolved
-from tpfuse.train.continuation import check_schedule, described
+from tpfuse.train.continuation import check_schedule, check_start, described
 from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.decoder import DecoderConfig
@@ -464,6 +464,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     given = next((files for files in data.train.files if files.paths[0].parent != folder / "data"), None)
     if given is not None:
         options = _with_tokenizer(options, given)
+    if resumes:
+        check_start(folder / "config.toml", options)
     _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
     if checkpoint is None:
         return PreparedRun(folder, options, config, data, None, weights)
