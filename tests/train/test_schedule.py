@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tpfuse.train.errors import UserError
-from tpfuse.train.options import OptimOptions
-from tpfuse.train.schedule import learning_rate, steps_of
+from tpfuse.train.options import LearningRateSchedule, OptimOptions
+from tpfuse.train.schedule import learning_rate, long_warmup, steps_of
 
 TOKENS = 2048  # tokens of a step
 
@@ -48,6 +48,16 @@ def test_wsd_decays_at_the_end() -> None:
     assert long[9] == pytest.approx(10 / 11) and long[35] == pytest.approx(0.5), (
         "it does not begin before the end of warm-up"
     )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_the_schedule_ends_within_a_longer_warmup(schedule: LearningRateSchedule) -> None:
+    options = OptimOptions(schedule=schedule, lr=1.0, min_lr=0.1, warmup=49, decay_steps=40)
+    assert rates(options, 50) == [*((step + 1) / 50 for step in range(40)), *[0.1] * 11]
+    line = "schedule the warm-up of 49 steps does not end before step 40: the learning rate rises to 0.8, not to 1;"
+    assert long_warmup(options, 100, TOKENS).startswith(line)
+    assert long_warmup(replace(options, warmup=40), 100, TOKENS)
+    assert long_warmup(replace(options, warmup="79872tokens"), 100, TOKENS) == "", "39 steps"
 
 
 def test_lengths_in_tokens_are_converted_to_steps() -> None:

@@ -48,6 +48,7 @@ from tpfuse.train.pipeline_options import predicted_timeline
 from tpfuse.train.predicted import prediction
 from tpfuse.train.report import conclude, introduce, measured
 from tpfuse.train.saved_state import saved_state
+from tpfuse.train.schedule import long_warmup
 from tpfuse.train.setup import PreparedRun, ulysses_ranks
 from tpfuse.train.step_profile import StepProfile
 from tpfuse.train.tokenizer import document_start
@@ -202,6 +203,9 @@ class TrainingLoop:
         self.peak, source = peak_flops(self.device, self.trainer.compute_dtype)
         introduce(self, source)
         started, steps = perf_counter(), self.options.train.steps
+        tokens = self.options.train.batch * self.run.config.n_positions
+        if self.first and self.run.checkpoint is None and (line := long_warmup(self.options.optim, steps, tokens)):
+            say(line)
         holder = "process" if self.device.type == "cpu" else "GPU"  # whose memory the rows count
         reporter = Reporter(self.run.folder, steps, self.trainer.step, holder) if self.first else None
         try:

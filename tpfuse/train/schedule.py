@@ -50,19 +50,20 @@ def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step:
 
     It rises linearly from 0 to lr in the warm-up and then follows the schedule: cosine and linear fall to min_lr at
     decay_steps; wsd (MiniCPM, arXiv:2404.06395, section 4) stays at lr and falls linearly over the last `decay` steps
-    before decay_steps, by default a tenth of all steps, which the paper found sufficient; constant stays at lr.
+    before decay_steps, by default a tenth of all steps, which the paper found sufficient; constant stays at lr. All
+    but constant stay at min_lr from decay_steps on, even if the warm-up is longer.
     """
     warmup = steps_of(options.warmup, tokens_per_step, ahead=ahead)
     length = steps if options.decay_steps is None else options.decay_steps
     whole, end = steps_of(length, tokens_per_step), steps_of(length, tokens_per_step, ahead=ahead)
+    least = lowest(options)
+    if options.schedule != "constant" and step >= end:
+        return least
     if step < warmup:
         first = -ahead / tokens_per_step if isinstance(options.warmup, str) else 0
         return options.lr * (step - first + 1) / (warmup - first + 1)
     if options.schedule == "constant":
         return options.lr
-    least = lowest(options)
-    if step >= end:
-        return least
     begin = warmup
     if options.schedule == "wsd":
         decay = math.ceil(whole / 10) if options.decay is None else steps_of(options.decay, tokens_per_step)
@@ -72,3 +73,16 @@ def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step:
     progress = (step - begin) / max(1, end - begin)
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if options.schedule == "cosine" else 1.0 - progress
     return least + left * (options.lr - least)
+
+
+def long_warmup(options: OptimOptions, steps: int, tokens_per_step: int) -> str:
+    """Return a line that says that the warm-up of a new run does not end before its schedule; "" if it does."""
+    warmup = steps_of(options.warmup, tokens_per_step)
+    end = steps_of(steps if options.decay_steps is None else options.decay_steps, tokens_per_step)
+    if warmup < end:
+        return ""
+    highest = learning_rate(options, end - 1, steps, tokens_per_step)
+    return (
+        f"schedule the warm-up of {warmup} steps does not end before step {end}: the learning rate rises to"
+        f" {highest:.3g}, not to {options.lr:g}; --optim.warmup shortens it"
+    )
