@@ -210,6 +210,8 @@ def test_a_run_that_ends_early_writes_what_it_has_or_warns(
 
     traces, file = tmp_path / "trace", tmp_path / "file"
     assert train("2:9", "run", traces) == 0
+    warning = "--profile.steps 2:9: 2 of 8 steps are recorded, since this start trains the run from step 0 to step 3\n"
+    assert warning in capfd.readouterr().err
     assert run(["profile", "summary", str(traces)]) == 0
     document = json.loads((traces / "summary.json").read_text())
     assert document["steps"] == ["step 2", "step 3"]
@@ -220,6 +222,28 @@ def test_a_run_that_ends_early_writes_what_it_has_or_warns(
     assert train("2", "other", file / "x") == 0
     assert "warning: cannot write the profile" in capfd.readouterr().err
     assert train("two", "third", traces) == 2 and not (tmp_path / "third").exists()
+
+
+def _step_profile(options: ProfileOptions, trained: range) -> step_profile.StepProfile:
+    return step_profile.StepProfile(options, nn.Linear(2, 2), {}, None, torch.device("cpu"), False, trained)
+
+
+@pytest.mark.parametrize(
+    ("trained", "recorded"),
+    [(range(1, 6), [3, 4]), (range(4, 6), [4]), (range(1, 3), []), (range(5, 7), []), (range(7, 6), [])],
+)
+def test_steps_that_do_not_come_are_not_recorded_and_a_warning_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], trained: range, recorded: list[int]
+) -> None:
+    profile = _step_profile(ProfileOptions(steps="3:4", trace=tmp_path), trained)
+    with profile:
+        for number in trained:
+            with profile.step(number):
+                pass
+    found = read_traces(tmp_path)[0].steps if any(tmp_path.iterdir()) else []
+    assert [step.span.name for step in found] == [f"step {number}" for number in recorded]
+    warning = f"warning: --profile.steps 3:4: {len(recorded)} of 2 steps are recorded, since this start trains the run"
+    assert (warning in capfd.readouterr().err) == (len(recorded) < 2)
 
 
 def test_kernels_are_compiled_for_traces_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +257,7 @@ def test_kernels_are_compiled_for_traces_before_the_first_step(tmp_path: Path, m
 
     monkeypatch.setattr(step_profile, "kernels_compiled_for_traces", prepared)
     options = ProfileOptions(steps="3:4", trace=tmp_path)
-    profile = step_profile.StepProfile(options, nn.Linear(2, 2), {}, None, torch.device("cpu"), compiled=False)
+    profile = _step_profile(options, range(1, 6))
     seen = []
     with profile:
         for number in range(1, 6):

@@ -52,7 +52,7 @@ def test_ranks_show_their_spans() -> None:
         trainer, windows = new_trainer(options_of(tp=2))
         for wanted in (False, True):
             model, layout, device = trainer.model, trainer.layout, trainer.device
-            profile = StepProfile(ProfileOptions(nvtx=wanted), model, layout, group, device, compiled=False)
+            profile = StepProfile(ProfileOptions(nvtx=wanted), model, layout, group, device, False, range(1, 3))
             assert not domain.calls, "nothing calls NVTX without the option"
             with profile:
                 for number in (1, 2):
@@ -112,7 +112,7 @@ def test_tools_of_nvidia_are_told_which_steps_to_record(
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
     options, layout = ProfileOptions(steps="2:3", nvtx=True), {"tp": 1, "cp": 1, "dp": 1}
-    profile = StepProfile(options, nn.Linear(2, 2), layout, None, torch.device("cuda"), compiled=False)
+    profile = StepProfile(options, nn.Linear(2, 2), layout, None, torch.device("cuda"), False, range(1, 5))
     with profile:
         for number in range(1, last + 1):
             with profile.step(number):

@@ -119,9 +119,6 @@ class TrainingLoop:
         if data.documents == "mask":
             self.trainer.language_model.document_start = document_start(run.data.train.tokenizer)
         world = dist.group.WORLD if info.world > 1 else None
-        self.profile = StepProfile(
-            run.options.profile, self.trainer.model, self.trainer.layout, world, device, train.compile
-        )
         self.prediction = prediction(run.options, run.config, *name_and_memory(device), info.local_world)
         self.predicted: Timeline | None = None  # the step of a pipeline
         if self.trainer.runner is not None:
@@ -134,6 +131,10 @@ class TrainingLoop:
             weights, shards = run.weights, self.trainer.shards()
             agree_to_load(world, lambda: load_weights(weights, run.config, shards))
             self.trainer.optimizer.publish()
+        trained = range(self.trainer.step + 1, train.steps + 1)
+        self.profile = StepProfile(
+            run.options.profile, self.trainer.model, self.trainer.layout, world, device, train.compile, trained
+        )
         self.peak = 0.0  # FLOP/s, once the run is introduced
         self.trained = 0.0  # seconds of this start's steps
         self.val_loss: float | None = None

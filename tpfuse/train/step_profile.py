@@ -24,7 +24,8 @@ class StepProfile:
 
     As a context manager it stands around the whole training loop: a run that ends early, or by an error, writes what
     was recorded. A file that cannot be written is a warning, since training must go on. compiled: whether the steps run
-    by torch.compile: its graphs have no layers, and would be compiled again if these were marked.
+    by torch.compile: its graphs have no layers, and would be compiled again if these were marked. trained: the steps
+    that this start of the run trains.
     """
 
     def __init__(
@@ -35,12 +36,19 @@ class StepProfile:
         group: dist.ProcessGroup | None,
         device: torch.device,
         compiled: bool,
+        trained: range,
     ) -> None:
         self._options, self._layout = options, layout
         self._model = None if compiled else model  # whose layers are marked
         self._group, self._device = group, device
-        self._steps = profiled_steps(options.steps)
         self._wanted = bool(options.trace or options.torch) or (options.nvtx and device.type == "cuda")
+        named = profiled_steps(options.steps)
+        self._steps = range(max(named.start, trained.start), min(named.stop, trained.stop)) or range(0)
+        if self._wanted and self._steps != named and (group is None or group.rank() == 0):
+            warn(
+                f"--profile.steps {options.steps}: {len(self._steps)} of {len(named)} steps are recorded, since this"
+                f" start trains the run from step {trained.start - 1} to step {trained.stop - 1}"
+            )
         self._torch: profile | None = None  # while it records
         self._whole = contextlib.ExitStack()  # of all steps
         self._stack = contextlib.ExitStack()  # of the steps to profile
@@ -66,7 +74,7 @@ class StepProfile:
         before = self._options.trace is not None and number == self._steps.start - 1
         with kernels_compiled_for_traces() if before else contextlib.nullcontext(), step_span(number):
             yield
-        if number == self._steps[-1]:
+        if number + 1 == self._steps.stop:
             self._finish()
 
     def _begin(self) -> None:
