@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 import resource
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -188,11 +189,20 @@ def test_paths_name_files_folders_and_patterns(tmp_path: Path) -> None:
     assert token_paths(tmp_path / "text") is None and token_paths(tmp_path / "text.txt") is None
     with pytest.raises(UserError, match=r"no file matches .*web_test_\*\.bin"):
         token_paths(tmp_path / "web_test_*.bin")
-    (tmp_path / "web_train_readme.md").write_text("text")
-    with pytest.raises(UserError, match=r"matches .*000000.bin, which holds tokens, and .*readme.md"):
-        token_paths(tmp_path / "web_train_*")
     bracket = write_shard(tmp_path / "text" / "a[1].bin", np.arange(3))
     assert token_paths(bracket) == (bracket,), "the name of a file is no pattern"
+    with pytest.raises(UserError, match=r"web_train_000000.bin holds tokens, and .*text does not: name one kind"):
+        token_paths(tmp_path)
+    shutil.rmtree(tmp_path / "text")
+    for name in ("web_train_000001.json", "tokenizer.json", "meta.pkl"):
+        (tmp_path / name).write_text("{}")
+    assert token_paths(tmp_path) == token_paths(tmp_path / "*") == shards, "what tells of tokens may stand beside them"
+    for name in ("web_train_readme.md", "web_train.json"):
+        (tmp_path / name).write_text("text")
+        for both in (tmp_path, tmp_path / "web_train*", tmp_path / "**"):
+            with pytest.raises(UserError, match=rf"000000.bin holds tokens, and .*{name} does not: name one kind"):
+                token_paths(both)
+        (tmp_path / name).unlink()
     write_shard(tmp_path / "web_val_000000.bin", np.arange(9))
     assert token_paths(pattern) == shards
     with pytest.raises(UserError, match=r"web_val_000000.bin beside web_train_000000.bin: .*--data.val-path"):

@@ -219,6 +219,33 @@ def test_a_pattern_names_files_of_text(tmp_path: Path) -> None:
     assert documents(tmp_path / "[ab].*") == ["x", '{"text": "x"}']
 
 
+def test_files_below_a_folder_are_all_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of links too, once each where a link leads back, and those of hidden folders are not."""
+    monkeypatch.chdir(tmp_path)
+    names = ("corp/top.txt", "corp/a/one.txt", "corp/a/b/two.txt", "corp/a/b/two.md", "corp/.git/no.txt", "far/far.txt")
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    Path("corp/link").symlink_to("../far")
+    Path("corp/a/back").symlink_to("..")
+    Path("far/back").symlink_to("../corp")
+    Path("corp/gone").symlink_to("nowhere")
+    texts = ["corp/a/b/two.txt", "corp/a/one.txt", "corp/link/far.txt", "corp/top.txt"]
+    assert list(map(str, find_text(Path("corp")).paths)) == ["corp/a/b/two.md", *texts[:2], "corp/gone", *texts[2:]]
+    for pattern, found in {
+        "corp/**/*.txt": texts,
+        "**/corp/**/t*.txt": [texts[0], texts[3]],
+        "cor?/**": sorted(["corp/a/b/two.md", *texts, "corp/a/back", "corp/link/back", "corp/gone"]),
+        "corp/**/b": ["corp/a/b"],
+        "corp/*/*.txt": ["corp/a/one.txt", "corp/link/far.txt"],
+    }.items():
+        assert list(map(str, find_text(Path(pattern)).paths)) == found, pattern
+    with mock.patch.object(Path, "iterdir", side_effect=PermissionError(13, "Permission denied", "corp/a")):
+        for path in ("corp", "corp/**/*.txt"):
+            with pytest.raises(UserError, match="cannot read corp/a: Permission denied"):
+                find_text(Path(path))
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "expected"),
     [

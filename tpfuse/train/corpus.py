@@ -20,7 +20,7 @@ from tqdm import tqdm
 from tpfuse.train.errors import UserError, hub_hint, of_disk
 from tpfuse.train.messages import warn
 from tpfuse.train.text_file import Piece, TextFile
-from tpfuse.train.token_file import Progress, is_pattern, matches
+from tpfuse.train.token_file import Progress, folders_of, is_pattern, matches
 from tpfuse.train.tokenizer import Tokenizer, Tokens, document_start
 
 STANDARD_LIBRARY = "the source of the Python standard library"
@@ -105,11 +105,9 @@ def _standard_library() -> Iterator[Path]:
             yield path
 
 
-def _folder(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        if not hidden and not path.is_dir():
-            yield path
+def _folder(root: Path) -> list[Path]:
+    files = [file for folder in folders_of(root) for file in folder.iterdir() if not file.is_dir()]
+    return sorted(file for file in files if not file.name.startswith("."))
 
 
 def find_text(path: Path | None, field: str = "text") -> Corpus:
@@ -125,7 +123,7 @@ def find_text(path: Path | None, field: str = "text") -> Corpus:
                 raise UserError("this Python has no source of its standard library: give a text with --data.path")
             return corpus
         if path.is_dir():
-            return Corpus(str(path), list(_folder(path)), field)
+            return Corpus(str(path), _folder(path), field)
         if is_pattern(path):
             return Corpus(str(path), matches(path), field)
         if not path.exists():

@@ -19,7 +19,7 @@ import resource
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -152,27 +152,29 @@ def token_paths(path: Path) -> tuple[Path, ...] | None:
     """Return the token files that `--data.path` names, in the order of their names; None if it names text.
 
     They are a file NAME.bin or NAME.npy, such files of a folder, or the files that match a pattern. Raise UserError
-    for a pattern that matches no file or other files too, and for a folder with both training and validation files,
-    such as llm.c's NAME_train_000001.bin and NAME_val_000000.bin.
+    for a pattern that matches no file, for a pattern or a folder with other files or folders too, which would not be
+    read, and for a folder with both training and validation files, such as llm.c's NAME_train_000001.bin and
+    NAME_val_000000.bin.
     """
     try:
         if path.is_dir():
             present = sorted(file for file in path.iterdir() if not file.name.startswith("."))
-            files = [file for file in present if file.suffix == ".bin"]
-            if {file.suffix for file in present} <= {".npy", ".json", ".pkl"}:  # else it may be a folder of text
-                files = [file for file in present if file.suffix == ".npy"]
-            _check_one_kind(path, files)
-            return tuple(files) or None
-        if is_pattern(path):
-            files = matches(path)
-            texts = [file for file in files if file.suffix not in (*SUFFIXES, ".idx")]
-            tokens = tuple(file for file in files if file.suffix in SUFFIXES)
-            if texts and tokens:
-                raise UserError(f"{path} matches {tokens[0]}, which holds tokens, and {texts[0]}: name them one by one")
-            return tokens or None
+        elif is_pattern(path):
+            present = matches(path)
+        else:
+            return (path,) if path.suffix in SUFFIXES else None
     except OSError as error:
         raise UserError(f"cannot read {of_disk(error)}") from None
-    return (path,) if path.suffix in SUFFIXES else None
+    tokens = [file for file in present if file.suffix in SUFFIXES]
+    described = {"tokenizer.json", *(f"{file.stem}.json" for file in tokens)}
+    others = [file for file in present if file.suffix not in (*SUFFIXES, ".idx", ".pkl") and file.name not in described]
+    if tokens and others:
+        raise UserError(
+            f"{path}: {tokens[0]} holds tokens, and {others[0]} does not: name one kind of file by a pattern"
+        )
+    if path.is_dir():
+        _check_one_kind(path, tokens)
+    return tuple(tokens) or None
 
 
 def is_pattern(path: Path) -> bool:
@@ -181,11 +183,36 @@ def is_pattern(path: Path) -> bool:
 
 
 def matches(pattern: Path) -> list[Path]:
-    """Return the files that match a pattern, in the order of their names. Raise UserError if there are none."""
-    files = sorted(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
-    if not files:
+    """Return what matches a pattern, in the order of names. Raise UserError if nothing does, and OSError.
+
+    The part ** stands for any number of folders. A folder of which files match as well is left out.
+    """
+    found = _matches(pattern)
+    if not found:
         raise UserError(f"no file matches {pattern}")
-    return files
+    return sorted(found - {file.parent for file in found})
+
+
+def _matches(pattern: Path) -> set[Path]:
+    if "**" not in pattern.parts:
+        return set(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
+    place = pattern.parts.index("**")
+    above, below = Path(*pattern.parts[:place]), Path(*pattern.parts[place + 1 :] or ["*"])
+    roots = [root for root in _matches(above) if root.is_dir()]
+    folders = [folder for root in roots for folder in folders_of(root)]
+    return {file for folder in folders for file in _matches(Path(glob.escape(str(folder)), below))}
+
+
+def folders_of(root: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield a folder and all folders below it, without hidden ones. Raise OSError.
+
+    Links are followed, but not to a folder of `above` or on the way from `root`, whose files would be read for ever.
+    """
+    yield root
+    above |= {root.resolve()}
+    for path in root.iterdir():
+        if not path.name.startswith(".") and path.is_dir() and path.resolve() not in above:
+            yield from folders_of(path, above)
 
 
 def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
