@@ -121,6 +121,14 @@ def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, commands: Com
     assert not (commands.out / "data").exists(), "a prepared file is read where it is"
     assert 'tokenizer = "chars"' in (commands.out / "config.toml").read_text(), "the one that was used"
     commands.do("sample", commands.out, "--prompt", "the", "--tokens", "5")
+    (tmp_path / "data" / "tokens.bin").unlink()  # as if it had been interrupted just before
+    commands.do(*prepare)
+    (tmp_path / "data" / "tokens.bin").unlink()
+    (tmp_path / "data" / "tokens.json").write_text('["one text", "two"]')
+    for source in (text, tmp_path / "data" / "tokens.json"):
+        error = commands.fail("prepare", "--out", tmp_path / "data", "--data.path", source)
+        assert "tokens.json is not what `tpfuse prepare` writes" in error and error.endswith(": choose another --out")
+    assert (tmp_path / "data" / "tokens.json").read_text() == '["one text", "two"]'
 
 
 def test_kernels_that_cannot_run_are_refused(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:

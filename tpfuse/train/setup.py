@@ -37,7 +37,7 @@ from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipe
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import lowest, steps_of
 from tpfuse.train.step_graph import graph_obstacle
-from tpfuse.train.token_file import TokenFiles, token_paths
+from tpfuse.train.token_file import TokenFiles, read_descriptions, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.zero.compression import compression_of
@@ -566,6 +566,10 @@ def prepare(options: PrepareCommand) -> str:
     """Write the token file of `tpfuse prepare` and return a line that describes it. Raise UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
+    try:
+        read_descriptions((options.out / "tokens.bin",))  # one is there without its tokens if a prepare was interrupted
+    except UserError as error:
+        raise UserError(f"{error}: choose another --out") from None
     data = options.data
     if data.path is not None and token_paths(data.path):
         raise UserError(f"{data.path} holds tokens, which `tpfuse train` reads as they are: give it --data.path")

@@ -313,7 +313,7 @@ def write_token_file(
     return TokenFiles((layout,), tokenizer, digest, source)
 
 
-def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
+def read_descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the contents of the JSON file beside each file; an empty list if no file has one.
 
     Raise UserError if only some files have one, and if they name different tokenizers.
@@ -339,7 +339,7 @@ def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
 
     They are the JSON files, or meta.pkl of nanoGPT for files without a header.
     """
-    described = _descriptions(paths)
+    described = read_descriptions(paths)
     meta = paths[0].parent / "meta.pkl"
     if not described and meta.is_file() and token_layout(paths[0]).headerless:
         return _of_nanogpt(meta)
@@ -373,7 +373,7 @@ def open_token_files(paths: tuple[Path, ...], tokenizer: Tokenizer) -> TokenFile
     vocabulary, and another tokenizer.
     """
     layouts = tuple(map(token_layout, paths))
-    described = _descriptions(paths)
+    described = read_descriptions(paths)
     theirs = stated_tokenizer(paths)
     if theirs is not None and theirs.as_json() != tokenizer.as_json():
         raise UserError(f"{paths[0]} has tokens of another tokenizer than the training data's")
