@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,13 +86,16 @@ def load_pretrained(
     return model
 
 
-def save_pretrained(model: GPT, folder: str | Path) -> None:
+def save_pretrained(
+    model: GPT, folder: str | Path, *, bos_and_eos: tuple[int | None, int | None] | None = None
+) -> None:
     """Write the model so that `transformers.GPT2LMHeadModel.from_pretrained(folder)` loads it.
 
     It is collective over the ranks of the model's mesh (with data parallelism, of one replica's mesh). The first rank
     writes, in the parameters' dtype. Biases that the model does not have are written as zeros, which give the same
-    logits. Raise ValueError on every rank if the folder holds either file already, and OSError on the writing rank
-    alone.
+    logits. bos_and_eos: the tokens that begin and that end a text, for config.json; without it the last token is both
+    if the vocabulary has the size of GPT-2's. Raise ValueError on every rank if the folder holds either file already,
+    and OSError on the writing rank alone.
     """
     folder = Path(folder)
     there = [name for name in ("config.json", "model.safetensors") if (folder / name).exists()]
@@ -114,9 +118,11 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
         try:
             save_file(tensors, unfinished, metadata={"format": "pt"})
             unfinished.rename(folder / "model.safetensors")
+        except SafetensorError as error:
+            raise OSError(f"cannot write {unfinished}: {error}") from None
         finally:
             unfinished.unlink(missing_ok=True)
-        (folder / "config.json").write_text(json.dumps(_config_of(model.config), indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(_config_of(model.config, bos_and_eos), indent=2) + "\n")
 
 
 def read_config(folder_or_file: Path) -> GPTConfig:
@@ -156,9 +162,9 @@ def _number(path: Path, settings: dict[str, Any], name: str, default: float) -> 
     return float(value)
 
 
-def _config_of(config: GPTConfig) -> dict[str, object]:
+def _config_of(config: GPTConfig, bos_and_eos: tuple[int | None, int | None] | None) -> dict[str, object]:
     gpt2_text = config.vocab_size == GPTConfig().vocab_size
-    end_of_text = config.vocab_size - 1 if gpt2_text else None
+    bos, eos = bos_and_eos or 2 * (config.vocab_size - 1 if gpt2_text else None,)
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -168,8 +174,8 @@ def _config_of(config: GPTConfig) -> dict[str, object]:
         "layer_norm_epsilon": config.layer_norm_epsilon,
         **dict.fromkeys(_DROPOUTS, config.dropout),
         "tie_word_embeddings": True,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.command import Commands
+from tests.support.command import Commands, full_disk
 from tests.support.decoders import decoder, exact
 from tests.support.tiers import exhaustive
 from tests.support.training import looped, new_trainer, options_of, prepared, trained_decoder
@@ -169,6 +169,8 @@ def test_a_run_is_evaluated_sampled_exported_and_resumed_without_its_folder(
     before, after = (row["val_loss"] for row in read_metrics(tuned / "metrics.jsonl") if row["val_loss"] is not None)
     assert after < before
     assert read_toml(tuned / "config.toml")["model"].keys() == {"from", "n_positions"}
+    with full_disk(5_000):
+        assert f"cannot write {tmp_path}/full: " in commands.fail("export", tuned, tmp_path / "full", status=1)
     exported = tmp_path / "exported"
     files = "config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json"
     assert commands.do("export", tuned, exported) == f"{exported}: {files}\n"

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.command import Commands
+from tests.support.command import Commands, full_disk
 from tests.support.tiers import exhaustive
 from tests.support.training import new_trainer, options_of
 from tpfuse.cli import run
@@ -25,10 +26,12 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import read_toml
+from tpfuse.train.export import export
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.sample import BETWEEN
 from tpfuse.train.shared_model import load_run
+from tpfuse.train.tokenizer import FileTokenizer
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 TRAINING = (
@@ -227,16 +230,37 @@ def test_an_exported_model_can_be_loaded_again(worded: Path, text: Path, tmp_pat
     words = "the cat sat on a mat"
     their_tokenizer = AutoTokenizer.from_pretrained(folder)
     assert their_tokenizer(words)["input_ids"] == tokenizer.encode(words).tolist()
-    assert their_tokenizer.eos_token_id == tokenizer.end_of_text == 0
+    assert their_tokenizer.eos_token_id == their_tokenizer.bos_token_id == tokenizer.end_of_text == 0
+    assert theirs.config.eos_token_id == theirs.config.bos_token_id == 0
     assert run(["train", *TRAINING, "--init-from", str(folder), "--data.path", str(text), "--out", str(out)]) == 0
     assert _val_losses(out)[0] == pytest.approx(_val_losses(worded)[-1], rel=1e-6)
     assert "exists and is not empty: choose a new folder" in commands.fail("export", worded, folder)
 
 
 def test_export_names_the_tokenizer_that_it_cannot_write(chars: Path, tmp_path: Path, commands: Commands) -> None:
+    with full_disk(20_000):
+        assert "cannot write" in (said := commands.fail("export", chars, tmp_path / "new", status=1))
+    assert "model.safetensors.unfinished" in said and "File too large" in said and not any((tmp_path / "new").iterdir())
     out = commands.do("export", chars, tmp_path / "new")
     assert "(no tokenizer: Hugging Face has none for chars)" in out
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_an_export_names_the_tokens_that_begin_and_end_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<▁s>": 1, "</s>": 2}, unk_token="a"))
+    made.decoder = tokenizers.decoders.Metaspace()  # which writes a space for the underscore
+    made.post_processor = tokenizers.processors.TemplateProcessing("<▁s> $A", special_tokens=[("<▁s>", 1)])
+    run = SimpleNamespace(config=CONFIG, module=_model()), FileTokenizer(made.to_str())
+    monkeypatch.setattr("tpfuse.train.export.load_run", lambda *_: run)
+    export(tmp_path, tmp_path / "new")
+    settings, theirs = (
+        json.loads((tmp_path / "new" / "config.json").read_text()),
+        AutoTokenizer.from_pretrained(tmp_path / "new"),
+    )
+    assert settings["bos_token_id"] == theirs.bos_token_id == 1 and theirs("a").input_ids == [1, 0]
+    assert settings["eos_token_id"] == theirs.eos_token_id == 2 and len(theirs) == 3
 
 
 def test_samples_end_at_the_token_that_ends_a_text(

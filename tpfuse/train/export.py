@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import tokenizers
 import torch
+from safetensors import SafetensorError
 
 from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
@@ -12,6 +14,7 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import longest
 from tpfuse.train.rank_model import LanguageModel
 from tpfuse.train.shared_model import load_run
+from tpfuse.train.tokenizer import document_start
 
 
 def export(run: Path, folder: Path) -> str:
@@ -29,16 +32,20 @@ def export(run: Path, folder: Path) -> str:
     model, tokenizer = load_run(run, torch.device("cpu"))
     folder.mkdir(parents=True, exist_ok=True)
     description, config, module = tokenizer.as_json(), model.config, model.module
+    special = {"bos_token": document_start(tokenizer), "eos_token": tokenizer.end_of_text}
     if isinstance(module, GPT):
-        save_pretrained(module, folder)
+        save_pretrained(module, folder, bos_and_eos=(special["bos_token"], special["eos_token"]))
     else:
-        module.to(_dtype(config, model)).save_pretrained(folder)  # type: ignore[operator]
+        try:
+            module.to(_dtype(config, model)).save_pretrained(folder)  # type: ignore[operator]
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder}: {error}") from None
     left_out = f" (no tokenizer: Hugging Face has none for {description['kind']})"
     if description["kind"] == "tokenizers":
         # With GPT-2's class, every tokenizer would be treated as byte-level BPE.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest(config)}
-        if tokenizer.end_of_text is not None:
-            settings |= dict.fromkeys(("bos_token", "eos_token"), tokenizer.decode([tokenizer.end_of_text]))
+        text_of = tokenizers.Tokenizer.from_str(description["json"]).id_to_token
+        settings |= {name: text_of(number) for name, number in special.items() if number is not None}
         (folder / "tokenizer.json").write_text(description["json"], encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         left_out = ""
