@@ -2,6 +2,7 @@
 
 import bz2
 import csv
+import fcntl
 import gzip
 import io
 import json
@@ -412,19 +413,39 @@ def test_an_interrupted_prepare_leaves_no_file_that_looks_whole(tmp_path: Path) 
 
 
 def test_a_run_that_is_terminated_while_it_reads_leaves_no_tokens(tmp_path: Path) -> None:
+    """They are on the disk of its folder, which may not be that of the folder above. Those of a killed run go too."""
+    out = tmp_path / "run"
+
     def terminated(data: DataOptions, staging: Path, kept: object) -> None:
-        staging.mkdir()
+        place = out if out.exists() else tmp_path
+        assert sorted(place.glob(".tpfuse-tokens-*")) == sorted([staging, *place.glob("*-busy")])
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the signal was ignored")
 
+    def terminate() -> None:
+        with mock.patch("tpfuse.train.setup.read_data", terminated), pytest.raises(KeyboardInterrupt):
+            prepared(["--out", out], 1)
+
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with mock.patch("tpfuse.train.setup.read_data", terminated), pytest.raises(KeyboardInterrupt):
-            prepared(["--out", tmp_path / "run"], 1)
+        for name in ("killed", "busy"):
+            (tmp_path / f".tpfuse-tokens-{name}").mkdir()
+            (tmp_path / f".tpfuse-tokens-{name}" / "tokens.bin").write_text("much")
+        busy = os.open(tmp_path / ".tpfuse-tokens-busy", os.O_RDONLY)
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        terminate()
+        assert [path.name for path in tmp_path.iterdir()] == [".tpfuse-tokens-busy"]
+        os.close(busy)
+        (out / ".tpfuse-tokens-killed").mkdir(parents=True)
+        terminate()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert not any(tmp_path.iterdir())
+    assert not any(out.iterdir())
+    out.rmdir()
+    out.symlink_to("nowhere")
+    with pytest.raises(UserError, match="run exists: it holds no run: choose another --out"):
+        prepared(["--out", out], 1)
 
 
 class Bracketed(ByteTokenizer):

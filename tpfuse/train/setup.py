@@ -1,10 +1,13 @@
 """Check a run and prepare it. All bad input is found here, before a rank starts and before anything is written."""
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -48,6 +51,7 @@ from tpfuse.zero.offload import check_space, state_bytes
 _LONGEST_TIMEOUT = 1e6
 _SEARCHED = 1 << 26  # tokens in which a document must begin
 _READ = 1 << 22  # tokens in one read
+_STAGING = ".tpfuse-tokens-"  # begins the names of folders of tokens that no run has yet
 
 
 @dataclass(frozen=True)
@@ -420,7 +424,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     ranks = local_ranks or rank_count(options.parallel)
     folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     resumes = options.resume == "yes"
-    if not resumes and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    _remove_left(_place(folder))
+    if not resumes and os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         is_run = (folder / "config.toml").is_file()
         way = "add --resume to continue its run, or choose" if is_run else "it holds no run: choose"
         raise UserError(f"{folder} exists: {way} another --out")
@@ -434,28 +439,26 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     if resumes:
         _lock(folder)
     source = None if resumes else find_source(options, config)
-    staging, handler = _staging(folder), signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that it leaves no tokens behind
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that no tokens are left
     try:
-        data = read_data(options.data, staging, kept_tokens(folder, options.data) if resumes else (None, None))
-        weights = None if source is None else source.weights_for(data.train.tokenizer)
-        _check_lengths(options, data)
-        if options.model.from_ is None:
-            config = model_config(options, data.train.tokenizer.vocab_size)
-        _check_offload(options, config, ranks)
-        if options.data.documents == "mask":
-            for files in data.train.files:
-                _check_documents(files)
-        if staging.exists():
+        with _staging(_place(folder)) as staging:
+            data = read_data(options.data, staging, kept_tokens(folder, options.data) if resumes else (None, None))
+            weights = None if source is None else source.weights_for(data.train.tokenizer)
+            _check_lengths(options, data)
+            if options.model.from_ is None:
+                config = model_config(options, data.train.tokenizer.vocab_size)
+            _check_offload(options, config, ranks)
+            if options.data.documents == "mask":
+                for files in data.train.files:
+                    _check_documents(files)
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
-        data = store(folder / "data", data, staging)
+            data = store(folder / "data", data, staging)
     except OSError as error:
         if not resumes:
             shutil.rmtree(folder / "data", ignore_errors=True)  # so that the next run may use the folder
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
         signal.signal(signal.SIGTERM, handler)
     checkpoint = _resume_point(folder, options, config, data) if resumes else None
     if resumes and checkpoint is None:
@@ -473,10 +476,31 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes)
 
 
-def _staging(folder: Path) -> Path:
-    """Return a new hidden name on the disk of a run folder, for its tokens until all checks have passed."""
-    parent = next(parent for parent in folder.absolute().parents if parent.exists())
-    return parent / f".staging-{folder.name}-{os.getpid()}"
+def _place(folder: Path) -> Path:
+    """Return the folder, on the disk of a run folder, in which its tokens are until all checks have passed."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+@contextlib.contextmanager
+def _staging(place: Path) -> Iterator[Path]:
+    """Make a hidden folder for tokens, which is locked, and remove it with what is in it then. Raise OSError."""
+    folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=place))
+    descriptor = _flock(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _remove_left(place: Path) -> None:
+    """Remove the folders of `_staging` whose process was killed, if the file system tells by its locks."""
+    for folder in place.glob(f"{_STAGING}*"):
+        with contextlib.suppress(UserError, OSError):
+            if (descriptor := _flock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
 
 
 def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
@@ -494,23 +518,29 @@ _locked: dict[tuple[int, int], int] = {}  # descriptors of run folders, by devic
 
 def _lock(folder: Path) -> None:
     """Lock a run folder until this process ends. Raise UserError if another run has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    status = os.fstat(descriptor)
+    status = folder.stat()
     key = status.st_dev, status.st_ino
-    if key in _locked:
-        os.close(descriptor)
-        return
+    if key not in _locked and (descriptor := _flock(folder)) is not None:
+        _locked[key] = descriptor
+
+
+def _flock(folder: Path) -> int | None:
+    """Lock a folder until the descriptor is closed; return None if its file system has no locks.
+
+    Raise UserError if another process has locked it, and OSError.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(
             f"{folder} is in use by another run: wait until it has ended, or choose another --out"
         ) from None
-    except OSError:  # this file system has no locks
+    except OSError:
         os.close(descriptor)
-        return
-    _locked[key] = descriptor
+        return None
 
 
 def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
