@@ -214,8 +214,8 @@ def test_a_run_whose_only_listed_source_is_a_token_file_resumes(text: Path, tmp_
 
 
 def test_a_run_reads_several_sources_with_weights(text: Path, tmp_path: Path, commands: Commands) -> None:
-    out, sources, code = commands.out, tmp_path / "sources.toml", tmp_path / "code.jsonl"
-    code.write_text('{"text": "%s"}\n' % ("#" * 600))
+    out, sources, code = commands.out, tmp_path / "sources.toml", tmp_path / "cod?.jsonl"
+    (file := tmp_path / "code.jsonl").write_text('{"text": "%s"}\n' % ("#" * 600))
     sources.write_text(f"'{text}' = 3\n'{code}' = 1\n")
     said = commands.train(*SHORT, "--data.path", sources)
     assert f"75% of the sequences from {text}: " in said and f"25% of the sequences from {code}: 541 tokens" in said
@@ -224,11 +224,14 @@ def test_a_run_reads_several_sources_with_weights(text: Path, tmp_path: Path, co
     assert set(ends[1].tolist()) <= {ord("#"), ord("\n")} and len(ends[1]) == 60
     losses = []
     for index, end in enumerate(ends):
-        file = write_token_file(tmp_path / f"end-{index}", [end], ByteTokenizer(), "end").paths[0]
-        losses.append(float(commands.do("evaluate", out, "--data.path", file).partition("loss ")[2].split()[0]))
+        tokens = write_token_file(tmp_path / f"end-{index}", [end], ByteTokenizer(), "end").paths[0]
+        losses.append(float(commands.do("evaluate", out, "--data.path", tokens).partition("loss ")[2].split()[0]))
     whole = float(commands.do("evaluate", out).partition("loss ")[2].split()[0])
     assert whole == pytest.approx(0.75 * losses[0] + 0.25 * losses[1], abs=2e-4)
-    code.write_text("changed since")
+    file.write_text("changed since")
+    run = prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1))
+    assert [files.count for files in run.data.train.files][1] == 601, "the run has kept the tokens"
+    file.unlink()
     assert "trained 5 steps" in commands.resume("--train.steps", "5")
     sources.write_text(f"'{text}' = 2\n'{code}' = 1\n")
     assert "--resume with different data" in commands.fail_to_resume("--train.steps", "6")

@@ -172,10 +172,10 @@ def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: st
     several = len(paths) > 1
     for index, path in enumerate(paths):
         own = f"{name}-{index + 1}" if several else name
-        has_copy = kept is not None and not several and kept.exists()
-        files = None if path is None or has_copy else token_paths(path)
-        if files is None and kept is not None:
-            found.append(_Unread(own, (kept.with_name(f"{own}.bin"),), str(path) if several else None))
+        copy = None if kept is None else kept.with_name(f"{own}.bin")
+        files = None if path is None or (copy is not None and copy.exists()) else token_paths(path)
+        if files is None and copy is not None:
+            found.append(_Unread(own, (copy,), str(path) if several else None))
         else:
             found.append(_Unread(own, files or find_text(path, field)))
     return found
