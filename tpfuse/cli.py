@@ -19,7 +19,7 @@ from tpfuse._version import __version__
 from tpfuse.nearest import nearest
 from tpfuse.train.child import quick_imports
 from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
-from tpfuse.train.messages import fail, is_first_rank, say, show_cursor, warn
+from tpfuse.train.messages import fail, is_first_rank, put, say, show_cursor, warn
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
@@ -213,7 +213,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         function = getattr(import_module(module), attribute)
     result = function(*values)
     if isinstance(result, str):
-        print(result)
+        put(result)
     return result if isinstance(result, int) else 0
 
 

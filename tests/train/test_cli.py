@@ -363,6 +363,15 @@ def test_training_continues_without_a_reader_of_its_output(
     assert capsys.readouterr().err == warned
 
 
+def test_what_standard_output_cannot_express_becomes_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
+    monkeypatch.setattr("tpfuse.tools.doctor.run", lambda json: "\udcff☃")
+    say("déjà ☃")
+    assert run(["doctor"]) == 0
+    assert printed.getvalue() == "déjà ?\n??\n".encode("latin-1")
+
+
 def damage(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -140,9 +140,10 @@ def test_a_run_of_an_earlier_version_keeps_its_zero_options(
 
 def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
-    file.write_text("[data]\ntokenizer = 'chars'\n")
+    file.write_text("[data]\ntokenizer = 'chars'\npath = '~/t.txt'\n")
     options = parse_prepare(["--out", str(tmp_path / "x"), "--config", str(file), "--data.path", "t.txt"])
     assert (options.data.tokenizer, options.data.path, options.out) == ("chars", Path("t.txt"), tmp_path / "x")
+    assert parse_prepare(["--out", "x", "--config", str(file)]).data.path == Path.home() / "t.txt"
     for arguments in ([], ["--config", str(file)], ["--out"]):
         with pytest.raises(UserError, match=r"^--out FOLDER is needed"):
             parse_prepare(arguments)

@@ -82,6 +82,8 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
     """Parse flags, which override `default`. Raise UserError with one line. Prints help and exits if asked to."""
     if HELP & set(arguments):
         _print_help(kind, default, command, everything="--help-all" in arguments)
+    if homes := [word for word in arguments if re.match(r"--[\w.-]+=~(/|$)", word)]:
+        raise UserError(f"{homes[0]}: shells leave ~ as it is here: write {homes[0].replace('=', ' ', 1)}")
     printed = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -150,7 +152,7 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
     kinds = tuple(kind for kind in get_args(hint) or (hint,) if kind is not NoneType)
     if Path in kinds:
         if isinstance(value, str):
-            return Path(value)
+            return Path(value).expanduser()
         raise UserError(f"{where} = {quoted(value)}: expected a path in quotes")
     if kinds == (float,) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -14,10 +14,16 @@ def warn(message: str) -> None:
     print(f"tpfuse: warning: {message}", file=sys.stderr, flush=True)
 
 
+def put(text: str) -> None:
+    """Print a text on stdout, with ? for what its encoding cannot express. Raise OSError."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), flush=True)
+
+
 def say(line: str = "") -> None:
     """Print one line on stdout. If stdout is closed or its disk is full, warn once and print nothing more."""
     try:
-        print(line, flush=True)
+        put(line)
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # the buffer of sys.stdout is then discarded too

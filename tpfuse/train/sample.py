@@ -28,6 +28,8 @@ def sample(folder: Path, options: SampleCommand) -> str | int:
     check_at_least({"temperature": (options.temperature, 0)})
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p}: expected more than 0 and at most 1")
+    if not -(2**63) <= options.seed <= 2**64 - options.samples:
+        raise UserError(f"--seed {options.seed}: expected a number of 64 bits")
     return on_ranks(texts, options.parallel, options.comm, folder, options)
 
 
