@@ -342,15 +342,13 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
         del document[name]
     if options.model.from_ is not None:
         document["model"] = {"from_": options.model.from_, "n_positions": options.model.n_positions}
+    elif options.train.micro_batch is None and "micro_batch" in load_preset(options.model.preset)["train"]:
+        document["train"]["micro_batch"] = _NOT_GIVEN["train.micro_batch"]  # else the preset's would come back
     return _written(document)
 
 
-def _written(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a table that TOML can hold: paths become strings, and options that are not set are left out.
-
-    An option in `_NOT_GIVEN` is written in any case, since a preset may set it.
-    """
-    found = {key: _NOT_GIVEN.get(prefix + key) if value is None else value for key, value in table.items()}
-    given = {_key(key): value for key, value in found.items() if value is not None}
-    tables = {key: _written(value, f"{key}.") for key, value in given.items() if isinstance(value, dict)}
+def _written(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table that TOML can hold: paths become strings, and values that are not set are left out."""
+    given = {_key(key): value for key, value in table.items() if value is not None}
+    tables = {key: _written(value) for key, value in given.items() if isinstance(value, dict)}
     return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()} | tables
