@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
@@ -64,6 +65,22 @@ class Twice(nn.Module):
         x = torch.tanh(nn.functional.linear(x, self.weight, self.first))
         x = nn.functional.linear(x, self.weight, self.second) + self.table(torch.arange(ROWS))
         return x + self.total.sum()
+
+
+class Around(Layer):
+    """`norm` is used before and after `linear`, whose weight is computed with in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + super().forward(self.norm(x)))  # type: ignore[no-any-return]
+
+
+class Recomputed(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 class Reshaped(Layer):
@@ -133,7 +150,7 @@ def test_a_stage_that_returns_its_input_to_another_stage_of_its_rank() -> None:
     check([Layer, Layer, nn.Identity, Layer], schedule="zbv")
 
 
-@pytest.mark.parametrize("block", [Sums, Twice])
+@pytest.mark.parametrize("block", [Sums, Twice, Around, Recomputed])
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
 def test_gradients_that_weights_share_are_counted_once(block: type[nn.Module], schedule: str) -> None:
     check([block, block], pp=1, schedule=schedule, stages_per_rank=2)

@@ -10,7 +10,7 @@ there, without a copy.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import GraphExecGroup
 
@@ -83,8 +83,9 @@ def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) ->
     """
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights}
     nodes = [node for group in groups for node in group["intermediates"]]
-    if len(set(nodes)) < len(nodes):
-        # torch keeps two groups apart that a weight used by both of them joins, and that weight is in both.
+    if len(set(nodes)) < len(nodes) or any(_in_series(group["intermediates"]) for group in groups):
+        # torch keeps two groups apart that a weight used by both of them joins, and that weight is in both. And the
+        # pass of a weight that two layers in series use runs through the layers in between, and frees what these saved.
         gradients, joined = ([each for group in groups for each in group[key]] for key in ("grads", "params"))
         groups = [{"intermediates": nodes, "grads": gradients, "params": set(joined)}]
     for group in groups:
@@ -115,6 +116,21 @@ def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) ->
             shared = _memory_of(gradient) in taken or (gradient.layout is torch.strided and 0 in gradient.stride())
             weight.grad = gradient.clone() if shared else gradient
             taken.add(_memory_of(gradient))
+
+
+def _in_series(nodes: Collection[Node]) -> bool:
+    """Return whether a backward pass that begins at one of the nodes comes to another of them."""
+    seen = set[Node]()
+    left = [following for node in nodes for following, _ in node.next_functions] if len(nodes) > 1 else []
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node in nodes:
+            return True
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 class Runner:
