@@ -1,5 +1,6 @@
 """`tpfuse.Pipeline` trains a model of one's own as one process does, and refuses what it cannot cut."""
 
+import copy
 import itertools
 from contextlib import nullcontext
 from typing import Any
@@ -302,6 +303,25 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
         with pytest.raises(ValueError, match=text):
             pipeline_of(model, None, **options)
     assert len(list(model.parameters())) == len(list(Model(blocks=3).parameters())), "a refused model stays whole"
+
+
+def test_calls_of_what_is_on_another_rank_are_refused() -> None:
+    """`loss` uses `norm`, which `embed` alone lists; a bias is not at the end that has a tied weight only."""
+    listed = lambda model: ([model.wte, model.positions, model.norm], [model.head])  # noqa: E731
+    by_name = lambda model: ([model.wte, *model.norm.parameters(), model.positions], [model.head])  # noqa: E731
+    for kind, ends, at, name in [
+        ("", listed, 1, "norm"),
+        ("", listed, 1, "blocks.0"),
+        ("", by_name, 1, "norm.weight"),
+        (TIED, listed, 0, "head.bias"),
+    ]:
+        model = model_of(kind, blocks=2)
+        called = name.removesuffix(".weight").removesuffix(".bias")
+        parts, captured = Parts(model, model.blocks, *ends(model)), model.get_submodule(called)
+        parts.keep([parts.cut((0, 1), None)[at]])
+        for module in (copy.deepcopy(model).get_submodule(called), captured):
+            with pytest.raises(ValueError, match=f"^{name} is not on this rank, because no part of its stages lists"):
+                module(torch.ones(TOKENS, WIDTH).double())
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -82,7 +83,8 @@ class Parts:
         """Free the parameters of all other stages.
 
         Modules of other stages become nn.Identity, so that the others keep their names. A module with a tied parameter
-        stays at both ends, without its other parameters, so that the tied parameter has one name on both ranks.
+        stays at both ends, without its other parameters, so that the tied parameter has one name on both ranks. A call
+        of what is not whole on this rank raises ValueError.
         """
         own = {part for stage in stages for part in self.of(stage)}
         kept_modules = {module for part in own for module in _modules(part)}
@@ -96,14 +98,17 @@ class Parts:
             and kept_modules.isdisjoint(part.modules())
             and kept.isdisjoint(part.parameters())
         }
-        for module in list(self.model.modules()):
+        for path, module in list(self.model.named_modules()):
             for name, child in list(module._modules.items()):
                 if child in gone:
                     setattr(module, name, nn.Identity())
-        for module in self.model.modules():
+                    _refuse_calls(_joined(path, name), getattr(module, name), *child.modules())
+        for path, module in self.model.named_modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter in freed:
                     module.register_parameter(name, None)
+                    if not module._modules:  # others may have it only for the functions of `embed` and `head`
+                        _refuse_calls(_joined(path, name), module)
         own_blocks = {index for stage in stages for index in stage.layers}
         self.blocks = [block if index in own_blocks else nn.Identity() for index, block in enumerate(self.blocks)]
         self.embed = [part for part in self.embed if part in own]
@@ -113,6 +118,23 @@ class Parts:
 def as_modules(parts: Iterable[Part]) -> list[nn.Module]:
     """Return modules with the parameters of the parts."""
     return [part if isinstance(part, nn.Module) else nn.ParameterList([part]) for part in parts]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _refuse_calls(name: str, *modules: nn.Module) -> None:
+    """Make calls of the modules raise ValueError, since `name` belongs to other ranks, which train it."""
+    for module in modules:
+        module.register_forward_pre_hook(partial(_refuse, name))
+
+
+def _refuse(name: str, *_: object) -> None:
+    raise ValueError(
+        f"{name} is not on this rank, because no part of its stages lists it: add it, or the module that has it, to"
+        " `embed` or `head`, whichever uses it"
+    )
 
 
 def _modules(part: Part) -> Iterator[nn.Module]:
