@@ -5,15 +5,14 @@ every rank a shard of 1/R; a sum of that shard over the ranks with the same numb
 the ranks of each node. So each of two nodes sends every element once.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from tpfuse.comm import host
+from tpfuse.comm.member_groups import free_number, new_group
 from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 
@@ -40,7 +39,6 @@ class Nodes:
 
 
 _splits: WeakKeyDictionary[dist.ProcessGroup, Nodes | str] = WeakKeyDictionary()
-_next_number = 0
 
 
 def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
@@ -63,45 +61,16 @@ def why_not_split(group: dist.ProcessGroup) -> str:
 
 
 def _make_split(group: dist.ProcessGroup) -> Nodes | str:
-    entries = exchange(group, (host.node_identity(), _free_number()), "split by node", settings().timeout)
-    ranks = dist.get_process_group_ranks(group)
-    nodes = ranks_by_node({rank: node for rank, (node, _) in zip(ranks, entries, strict=True)})
+    identities = exchange(group, host.node_identity(), "split by node", settings().timeout)
+    nodes = ranks_by_node(dict(zip(dist.get_process_group_ranks(group), identities, strict=True)))
     reason = _why_not(nodes)
     if reason:
         return reason
     this_node = next(node for node in nodes if dist.get_rank() in node)
     index = this_node.index(dist.get_rank())
-    with _agreed(max(free for _, free in entries)):
-        return Nodes(_new_group(this_node, group), _new_group([node[index] for node in nodes], group))
-
-
-def _free_number() -> int:
-    """Return the first number of a group that this rank has not used.
-
-    If only its members make a group, torch names it after them and after the number of groups that the process has.
-    That number differs between ranks that are in different numbers of groups, which then wait for each other in vain.
-    """
-    return max(_next_number, len(_names()))
-
-
-@contextlib.contextmanager
-def _agreed(number: int) -> Iterator[None]:
-    """Make this process count `number` groups within a with block, by names that stand for no group."""
-    global _next_number
-    fillers = {object(): f"filler {index}" for index in range(number - len(_names()))}
-    _names().update(fillers)
-    try:
-        yield
-    finally:
-        _next_number = len(_names())
-        for filler in fillers:
-            del _names()[filler]
-
-
-def _names() -> dict[object, str]:
-    """Return torch's table of the names of this process's groups."""
-    names: dict[object, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
-    return names
+    number = free_number(group, "split by node")
+    within = new_group(this_node, group, number)
+    return Nodes(within, new_group([node[index] for node in nodes], group, number + 1))
 
 
 def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:
@@ -125,15 +94,3 @@ def _why_not(nodes: Sequence[Sequence[int]]) -> str:
     if min(sizes) != max(sizes):
         return f"the {len(nodes)} nodes have unequal numbers of ranks: {', '.join(map(str, sizes))}"
     return ""
-
-
-def _new_group(ranks: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new group of these ranks of the default group. Only its members call this."""
-    new = dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=settings().timeout),
-        backend=dist.get_backend_config(group),
-        use_local_synchronization=True,
-    )
-    assert isinstance(new, dist.ProcessGroup)
-    return new

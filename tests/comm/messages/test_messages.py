@@ -54,10 +54,14 @@ def same(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(x.contiguous().view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
 
 
-def _send_around(name: Implementation, slots: int, turns: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+def _send_around(
+    name: Implementation, slots: int, turns: Sequence[tuple[tuple[int, ...], torch.dtype]], apart: bool = False
+) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     routes = ring(world, slots)
     messages = opened(name, routes, 16 * 1000, dist.new_group())
+    if apart and isinstance(messages, CollectiveMessages):
+        messages._open_groups()
     for number, (shape, dtype) in enumerate(turns):
         for index, route in enumerate(routes):
             if route.source == rank:
@@ -78,6 +82,12 @@ def _send_around(name: Implementation, slots: int, turns: Sequence[tuple[tuple[i
 def test_messages_go_both_ways_around_a_ring(name: Implementation, slots: int) -> None:
     turns = [(shape, torch.float32) for shape in ((63,), (1000,), (), (0,), (7, 3))]
     _send_around(name, slots, [*turns, *(((63,), dtype) for dtype in DTYPES)])
+
+
+@on_ranks(3)
+def test_routes_may_have_groups_of_their_own_as_with_nccl() -> None:
+    """Each rank of a ring makes the groups of two routes, at other places in the order of its own groups."""
+    _send_around("collective", 1, [((3, 5), torch.float32)] * 2, apart=True)
 
 
 @pytest.mark.parametrize(("world", "slots"), [(2, 3), *exhaustive((3, 2))])

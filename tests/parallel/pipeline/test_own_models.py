@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -186,6 +187,18 @@ def test_a_pipeline_trains_like_one_process(
     assert set(names) == set(whole)
     extra = 1 if kind and pp > 1 and schedule != "zbv" else 0
     assert len(names) == len(whole) + extra, "only a tied parameter is on two ranks"
+
+
+@on_ranks(3)
+def test_ends_in_different_numbers_of_groups_share_tied_parameters() -> None:
+    rank, mesh = dist.get_rank(), mesh_of(1, 1, pp=3)["pp"]
+    own = [dist.new_group([2], use_local_synchronization=True) for _ in range(rank // 2)]
+    model = model_of(TIED, seed=1 + rank)
+    pipeline_of(model, mesh)
+    if rank != 1:
+        assert torch.equal(model.wte.weight, model_of(TIED, seed=1).wte.weight)
+    for each in own:
+        dist.destroy_process_group(each)
 
 
 @on_ranks(2)

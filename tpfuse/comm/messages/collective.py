@@ -22,6 +22,7 @@ from tpfuse.comm import trace, waits
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import is_lost_peer
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.member_groups import free_number, new_group
 from tpfuse.comm.messages.base import Message, Messages, Route
 from tpfuse.comm.rendezvous import announce, write_group_record
 from tpfuse.comm.settings import settings
@@ -80,11 +81,11 @@ class CollectiveMessages(Messages):
         communicator when it is first used, and the host then waits for the other rank. If the routes made theirs later,
         two ranks could wait for each other.
         """
+        number = free_number(self._group, "opening of messages")
         for index, route in enumerate(self._routes):
             if self._rank in (route.source, route.target):
                 ends = [self._ranks[route.source], self._ranks[route.target]]
-                backend = dist.get_backend(self._group)
-                self._groups[index] = dist.new_group(ends, backend=backend, use_local_synchronization=True)
+                self._groups[index] = new_group(ends, self._group, number + index)
                 word = torch.zeros(1, device=self._device)
                 self._begin(index, f"opening of {route.name}", word).wait()
 

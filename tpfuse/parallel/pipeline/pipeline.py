@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import broadcast_, set_timeout
 from tpfuse.comm.layout import has_values, local_tensor
+from tpfuse.comm.member_groups import free_number, new_group
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
@@ -81,14 +82,12 @@ class Pipeline:
         self.stages = [stages[index] for index in self.order.stages_of(rank)]
         shared = parts.shared() if rank_of[0] != rank_of[-1] else []
         trained = [name for name in shared if model.get_parameter(name).requires_grad]
-        at_end = any(stage.first or stage.last for stage in self.stages)
-        self._ends = _group_of_ends(group, rank_of[-1]) if shared and at_end else None
+        self._ends = _group_of_ends(group, rank_of[-1]) if shared else None
         parts.keep(self.stages)
         self._blocks, self.blocks = parts.blocks, [parts.blocks[i] for stage in self.stages for i in stage.layers]
         if group is not None:
             set_timeout(group)
         if self._ends is not None:
-            set_timeout(self._ends)
             for x in (local_tensor(model.get_parameter(name)) for name in shared):
                 if has_values(x):  # on the meta device there is nothing to replace
                     sent = x.contiguous()
@@ -250,14 +249,14 @@ def _used_by(name: str, end: Any) -> tuple[Function, list[Part]]:
     return end[0], list(end[1])
 
 
-def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGroup:
-    """Return the group of the first rank of a pipeline's group and of rank `last`, which alone call this."""
+def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGroup | None:
+    """Return the group of the first rank of a pipeline's group and of rank `last`; None on others. Collective."""
     assert group is not None
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 2:
         return group
-    ends: dist.ProcessGroup = dist.new_group([ranks[0], ranks[last]], use_local_synchronization=True)
-    return ends
+    number = free_number(group, "group of both ends of a pipeline")
+    return new_group([ranks[0], ranks[last]], group, number) if group.rank() in (0, last) else None
 
 
 def _described(x: object) -> str:
