@@ -19,6 +19,7 @@ rank that waited for the other end before sending its last gradient could deadlo
 for that gradient. It costs no time, because the first stage is the last to compute.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -163,9 +164,13 @@ class GradientBuckets(MicroBatches):
             families.setdefault((group_of[layout.kind], sent), []).append(layout)
         opened: dict[int, Bucket] = {}  # by the layout's id, since layouts may be equal
         self.reducers: list[GradientReducer] = []
+        counts = Counter[dist.ProcessGroup | None]()
         for (group, sent), family in families.items():
             specs = [BucketSpec(layout.size, layout.dtype, sent, layout.matrices) for layout in family]
-            reducer, reason = make_reducer(specs, self.stage, group, self.device, compression=self.compression)
+            reducer, reason = make_reducer(
+                specs, self.stage, group, self.device, compression=self.compression, first_bucket=counts[group]
+            )
+            counts[group] += len(family)
             self.reducers.append(reducer)
             self.reasons.append(reason)
             for index, layout in enumerate(family):

@@ -27,10 +27,12 @@ def make_reducer(
     device: torch.device,
     *,
     compression: Compression | None = None,
+    first_bucket: int = 0,
 ) -> tuple[GradientReducer, str]:
     """Return the reducer for these buckets, and the reason for its class. Collective.
 
     compression: the compression of gradients that are sent between nodes; nothing is compressed within a node.
+    first_bucket: the number of buckets that other reducers of the group have; it tells the compression them apart.
     """
 
     def symmetric(kind: str, memory: SymmetricMemory, inter_node: InterNodeReducer | None = None) -> GradientReducer:
@@ -50,7 +52,7 @@ def make_reducer(
             nodes = split_by_node(group)
             within = None if nodes is None else choose_implementation(device, specs[0].sent, nodes.within)
             if nodes is not None and within is not None and within.memory is not None:
-                inter_node = InterNodeReducer(nodes.across, compression)
+                inter_node = InterNodeReducer(nodes.across, compression, first_bucket)
                 reducer = symmetric(within.implementation, within.memory, inter_node)
                 reason = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks, within one {within.implementation}"
                 reason += f": {within.reason}"

@@ -39,23 +39,26 @@ class Compression(ABC):
 
 
 class InterNodeReducer:
-    """Sums over nodes. group: the ranks with this rank's position on every node, ordered by node."""
+    """Sums over nodes. group: the ranks with this rank's position on every node, ordered by node.
 
-    def __init__(self, group: ProcessGroup, compression: Compression | None = None) -> None:
-        self.group, self.compression = group, compression
+    first_bucket: the number by which the compression knows bucket 0.
+    """
+
+    def __init__(self, group: ProcessGroup, compression: Compression | None = None, first_bucket: int = 0) -> None:
+        self.group, self.compression, self._first = group, compression, first_bucket
         self.node, self.nodes = group.rank(), group.size()
 
     def all_reduce(self, x: Tensor, index: int, spans: Spans, traffic: Traffic) -> None:
         """Replace x [n] by its sum over the nodes, added from node 0 on."""
         if self.compression is not None:
-            self.compression.all_reduce(x, index, spans, self.group, traffic)
+            self.compression.all_reduce(x, self._first + index, spans, self.group, traffic)
         else:
             self.all_gather(self.reduce_scatter(x, index, spans, traffic), x, traffic)
 
     def reduce_scatter(self, x: Tensor, index: int, spans: Spans, traffic: Traffic) -> Tensor:
         """Return this node's shard, [n / nodes], of the sum of x [n] over the nodes; x may be overwritten."""
         if self.compression is not None:
-            return self.compression.reduce_scatter(x, index, spans, self.group, traffic)
+            return self.compression.reduce_scatter(x, self._first + index, spans, self.group, traffic)
         rows = x.view(self.nodes, -1)
         out = rows[0].new_empty(rows.shape[1])
         collective.start_reduce_scatter(rows, out, self.group).wait()
