@@ -349,6 +349,33 @@ def test_remainders_of_compression_are_in_the_state() -> None:
         assert all(torch.equal(x, second[name][kind]) for name, each in first.items() for kind, x in each.items())
 
 
+@on_ranks(4)
+def test_powersgd_tells_matrices_apart_and_forgets_discarded_gradients() -> None:
+    """Two matrices are the first ones of buckets in two dtypes; the gradient of one of them is zero."""
+    with pretended_nodes(2, 2) as group:
+        norms = []
+        for skip in ("", "discard", "abandon"):
+            torch.manual_seed(0)
+            zero, used = nn.Linear(64, 64, bias=False).bfloat16(), nn.Linear(64, 64, bias=False)
+            options: dict[str, Any] = {"stage": 1, "lr": 0.0, "reduce_dtype": "parameter"}
+            compression = PowerSGDCompression(1)
+            optimizer = ZeroOptimizer(nn.ModuleList([zero, used]), mesh_from(group), compression=compression, **options)
+            x = normal(dist.get_rank(), 64, 64)
+            for scale in (1e3, 1.0, 1.0) if skip else (1.0, 1.0):
+                (scale * used(x).square().mean() + 0.0 * zero(x.bfloat16()).float().sum()).backward()
+                norms.append(optimizer.clip_grad_norm_(1.0))
+                sums = {bucket.layout.dtype: bucket.reduced_shard for bucket in optimizer.engine.buckets}
+                assert not sums[torch.bfloat16].any() and sums[torch.float32].any()
+                if scale == 1.0:
+                    optimizer.step()
+                elif skip == "abandon":
+                    optimizer.engine.abandon()
+                optimizer.zero_grad()
+            with pytest.raises(ValueError, match=r"^divide_by\(\) with PowerSGD, whose remainders would be divided"):
+                optimizer.divide_by(2)
+        assert norms[0] != norms[1] and norms[:2] == norms[3:5] == norms[6:]
+
+
 @pytest.mark.parametrize(
     ("stage", "impl", "arrive"),
     [

@@ -95,10 +95,11 @@ class PowerSGDCompression(Compression):
 
     rank: the rank of the factors. A matrix whose factors take more than half of its bytes is sent uncompressed, and so
     are the elements that belong to no matrix. seed: the seed of the first factors. The matrices of a bucket must be the
-    same at every step. If a matrix is not finite on one rank, all ranks get NaN in it, and its state does not change,
-    so a step that is skipped does no harm.
+    same at every step. If a matrix is not finite on one rank, all ranks get NaN in it, and its state does not change.
+    Nor does any in a step without an update. Gradients of all steps must have one scale: `scale_errors` changes it.
 
-    The state belongs to one rank and takes as much memory as the matrices. Checkpoints hold it for the same layout
+    The state belongs to one rank and takes as much memory as the matrices, and until the update twice as much.
+    Checkpoints hold it for the same layout
     (`state_dict`). A run that resumes in another layout starts with new factors and without the remainders of its last
     step: it loses, once, as much of a gradient as every step defers to the next.
     """
@@ -109,6 +110,7 @@ class PowerSGDCompression(Compression):
         self.rank, self.seed = rank, seed
         self._groups: dict[str, int] = {}
         self._states: dict[_MatrixKey, _MatrixState] = {}
+        self._pending: dict[_MatrixKey, _MatrixState] = {}  # of the sums that no update has used yet
 
     @torch.no_grad()
     def all_reduce(self, x: Tensor, index: int, spans: Spans, group: ProcessGroup, traffic: Traffic) -> None:
@@ -119,22 +121,31 @@ class PowerSGDCompression(Compression):
         spans = [(at, m, n) for at, m, n in spans if 2 * self.rank * (m + n) <= m * n]
         views = [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in spans]
         group_index = self._groups.setdefault(group.group_name, len(self._groups))
-        starts = [(group_index, index, start) for start, _, _ in spans]
-        pairs = [(matrix, self._state_of(key, matrix)) for key, matrix in zip(starts, views, strict=True)]
-        for matrix, state in pairs:
+        keys = [(group_index, index, start) for start, _, _ in spans]
+        states = [self._state_of(key, matrix) for key, matrix in zip(keys, views, strict=True)]
+        for matrix, state in zip(views, states, strict=True):
             matrix += state.error
-        projections = [matrix @ state.factor for matrix, state in pairs]
+        projections = [matrix @ state.factor for matrix, state in zip(views, states, strict=True)]
         _sum_all([*_outside(x, spans), *projections], group, traffic)
         bases = [torch.linalg.qr(projection).Q for projection in projections]  # dependent columns too
         local_factors = [matrix.T @ basis for matrix, basis in zip(views, bases, strict=True)]
         factors = [factor.clone() for factor in local_factors]
         _sum_all(factors, group, traffic)
-        for (matrix, state), basis, own, factor in zip(pairs, bases, local_factors, factors, strict=True):
+        for number, (key, matrix, state) in enumerate(zip(keys, views, states, strict=True)):
+            basis, factor = bases[number], factors[number]
             finite = torch.isfinite(factor).all()  # the same on all ranks; the host does not wait for it
-            error = torch.addmm(matrix, basis, own.T, alpha=-1)
-            state.error = torch.where(finite, error, state.error)
-            state.factor = torch.where(finite, factor, state.factor)
+            error = torch.addmm(matrix, basis, local_factors[number].T, alpha=-1)
+            self._pending[key] = _MatrixState(
+                torch.where(finite, error, state.error), torch.where(finite, factor, state.factor)
+            )
             torch.mm(basis, factor.T, out=matrix)
+
+    def keep_pending(self) -> None:
+        self._states |= self._pending
+        self.drop_pending()
+
+    def drop_pending(self) -> None:
+        self._pending = {}
 
     def _state_of(self, key: _MatrixKey, matrix: Tensor) -> _MatrixState:
         state = self._states.get(key)
@@ -174,6 +185,7 @@ class PowerSGDCompression(Compression):
                 raise ValueError(f"the state has factors of rank {tensors['factor'].shape[1]}: expected {self.rank}")
             states[group, index, start] = _MatrixState(tensors["error"].clone(), tensors["factor"].clone())
         self._states = states
+        self.drop_pending()
 
 
 def _outside(x: Tensor, spans: Spans) -> list[Tensor]:

@@ -108,6 +108,8 @@ class FlatAdamW(ShardAdamW):
             updates.setdefault(bucket.reducer, []).insert(0, update)
         for reducer in self._engine.reducers:
             reducer.update(updates[reducer])
+        if self._engine.compression is not None:
+            self._engine.compression.keep_pending()
         count_write(list(self._engine.trained.values()))
         self._versions = self._current_versions()
 

@@ -335,6 +335,8 @@ class GradientBuckets(MicroBatches):
     def _drop(self) -> None:
         for bucket in self.buckets:
             bucket.drop()
+        if self.compression is not None:
+            self.compression.drop_pending()
 
     def take_all(self) -> None:
         """Treat the gradients of all parameters as taken, after `start(last=True)`: a replayed CUDA graph wrote them.

@@ -28,6 +28,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.mesh import rank_and_size, shown
 from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.compression import PowerSGDCompression
 from tpfuse.zero.engine import adamw, shard
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.micro_batches import StepState
@@ -159,10 +160,15 @@ class ZeroOptimizer(Optimizer):
         which counts once.
 
         Call it between `zero_grad()` and `clip_grad_norm_()` or `step()`, for each micro-batch, on every rank and in
-        every step, or never. Raise ValueError at another time, and for anything but one number. The next
-        `clip_grad_norm_()` or `step()` sums the numbers. It raises ValueError on every rank if this was not called on
-        some rank, or if there is no label on any.
+        every step, or never. Raise ValueError at another time, for anything but one number, and with PowerSGD, whose
+        remainders would be divided by the labels of a later step. The next `clip_grad_norm_()` or `step()` sums the
+        numbers. It raises ValueError on every rank if this was not called on some rank, or if there is no label on any.
         """
+        if isinstance(self.engine.compression, PowerSGDCompression):
+            raise ValueError(
+                "divide_by() with PowerSGD, whose remainders would be divided by the labels of a later step: divide the"
+                " losses by the labels of the whole batch, or use Bf16Compression"
+            )
         if self._counting is False:
             raise ValueError(
                 "divide_by() after steps without it, whose losses were means: call it in every step, with 0 for a"

@@ -25,6 +25,12 @@ class Compression(ABC):
         self.all_reduce(x, index, spans, group, traffic)
         return x.view(group.size(), -1)[group.rank()]
 
+    def keep_pending(self) -> None:  # noqa: B027 - only PowerSGD keeps remainders
+        """Keep what the sums since the last call have left out: an update has used them."""
+
+    def drop_pending(self) -> None:  # noqa: B027 - only PowerSGD keeps remainders
+        """Forget what the sums since the last `keep_pending` have left out: they are discarded."""
+
     def scale_errors(self, factor: float) -> None:  # noqa: B027 - only PowerSGD keeps remainders
         """Multiply the remainders of earlier gradients by `factor`, because later gradients are multiplied by it."""
 
