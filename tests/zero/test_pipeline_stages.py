@@ -28,6 +28,7 @@ from tpfuse.zero import adamw, shard
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.micro_batches import RankGroups
+from tpfuse.zero.optimizer import ZeroOptimizer
 
 STEPS, BATCHES, WIDTH, VOCABULARY = 3, 4, 6, 14
 TIED = "wte.weight"
@@ -206,6 +207,33 @@ def test_a_stage_may_be_frozen_and_a_whole_model_may_not(zero: int) -> None:
         assert bool(train(zero, "1f1b", frozen)) == (2 * stage not in frozen)
     with pytest.raises(ValueError, match=r"^shard: the model has no parameter that requires a gradient$"):
         Staged(zero, change=lambda model: freeze(model, range(4)))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@on_ranks(2)
+def test_muon_needs_matrices_on_some_stage(zero: int) -> None:
+    mesh = mesh_of(1, 1, pp=2)
+    for frozen in (2, 4):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.blocks, model.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 1)
+        model.blocks[:frozen].requires_grad_(False)
+        head = lambda x, _, head=model.head: head(x).sum(), [model.head]
+        pipeline = Pipeline(
+            model, embed=lambda x: x, blocks=model.blocks, head=head, device_mesh=mesh["pp"], micro_batches=2
+        )
+        options: dict[str, Any] = {"stage": zero, "algorithm": "muon", "shared": pipeline.shared}
+        if frozen == 4:
+            with pytest.raises(ValueError, match=r"^Muon found no matrices of hidden layers"):
+                ZeroOptimizer(model, mesh, **options)
+            continue
+        optimizer = ZeroOptimizer(model, mesh, **options)
+        before = [local_tensor(x).clone() for x in model.parameters()]
+        optimizer.zero_grad()
+        pipeline.step([(torch.rand(3, WIDTH),), (torch.rand(3, WIDTH),)], optimizer.engine)
+        optimizer.step()
+        changed = [not torch.equal(x, local_tensor(y)) for x, y in zip(before, model.parameters(), strict=True)]
+        assert all(changed) if dist.get_rank() else not any(changed)
 
 
 @on_ranks(4)

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfuse.comm import collectives
 from tpfuse.comm.layout import Slices
 from tpfuse.comm.mesh import shown
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -67,12 +69,13 @@ class HiddenMatrix:
             yield tuple(index), tuple((a + start, b + start) for (a, b), start in zip(inside, at, strict=True))
 
 
-def hidden_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
+def hidden_matrices(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, tuple[Rows, ...]]:
     """Return the parameters of a model that hold the matrices of its blocks, by name, with the rows of each matrix.
 
-    The blocks are the modules in an nn.ModuleList. Frozen parameters are left out. Raise ValueError for a model without
-    such matrices, and for a parameter of a block of which Muon cannot tell what matrices it holds: of more than two
-    dimensions, such as the experts of a mixture in one tensor, or packed in an order that is not known.
+    The blocks are the modules in an nn.ModuleList. Frozen parameters are left out. group: the ranks of a pipeline, some
+    of whose stages may be frozen; with it the call is collective. Raise ValueError if no rank has such matrices, and
+    for a parameter of a block of which Muon cannot tell what matrices it holds: of more than two dimensions, such as
+    the experts of a mixture in one tensor, or packed in an order that is not known.
     """
     found: dict[str, tuple[Rows, ...]] = {}
     in_blocks = {path for path, _ in model.named_modules() if _in_blocks(model, path)}
@@ -91,7 +94,11 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
         if kind != "weight" or parameter.ndim != 2 + (_parts(module) > 1):
             raise ValueError(f"Muon cannot tell what {_described(name, parameter)} is; {_OTHERWISE}")
         found[name] = _rows_of(model, path, module, parameter)
-    if not found:
+    somewhere = bool(found)
+    if group is not None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        somewhere = bool(collectives.all_reduce(torch.tensor([float(somewhere)], device=device), group).item())
+    if not somewhere:
         raise ValueError(
             "Muon found no matrices of hidden layers, which it looks for in an nn.ModuleList of blocks: name the"
             ' matrices yourself, as in matrices={"0.weight": 1}'

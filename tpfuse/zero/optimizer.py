@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from tpfuse.choices import MomentDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
-from tpfuse.comm.mesh import rank_and_size, shown
+from tpfuse.comm.mesh import flat_group, rank_and_size, shown
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import PowerSGDCompression
-from tpfuse.zero.engine import adamw, shard
+from tpfuse.zero.engine import AXES, adamw, shard
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.micro_batches import StepState
 from tpfuse.zero.muon import MuonOptions
@@ -85,7 +85,8 @@ class ZeroOptimizer(Optimizer):
                 " to below 1, and no number below 0"
             )
         if algorithm == "muon" and "matrices" not in sharding and isinstance(model, nn.Module):
-            sharding["matrices"] = hidden_matrices(model)
+            pipeline = isinstance(mesh, DeviceMesh) and "pp" in (mesh.mesh_dim_names or ())
+            sharding["matrices"] = hidden_matrices(model, flat_group(mesh, *AXES) if pipeline else None)
         self.engine = engine = shard(model, mesh, stage=stage, **sharding)
         kept: dict[str, Any] = {"muon": muon, "state_dtype": state_dtype}
         self._adamw = adamw(engine, betas=betas, eps=eps, weight_decay=weight_decay, **kept)
