@@ -69,6 +69,20 @@ def test_frozen_parameters_and_buffers_are_broadcast_too() -> None:
 
 
 @on_ranks(2)
+def test_buffers_that_are_not_plain_are_broadcast_or_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("wide", torch.tensor([[3.0], [4.0]]).add(dist.get_rank()).expand(2, 5))
+    shard(model, stage=0)
+    assert torch.equal(model.wide, torch.tensor([[3.0], [4.0]]).expand(2, 5)) and model.wide.stride() == (1, 0)
+    x = torch.eye(3)
+    for special in (x.to_sparse(), x.cfloat().conj(), torch._neg_view(x)):
+        model = nn.Linear(2, 2)
+        model.register_buffer("odd", special if dist.get_rank() else x)
+        with pytest.raises(ValueError, match=r"^odd of rank 1 is sparse, or a view with other signs than its memory: "):
+            shard(model, stage=0)
+
+
+@on_ranks(2)
 def test_different_models_on_the_ranks_are_refused() -> None:
     rank = dist.get_rank()
     frozen = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)))

@@ -50,17 +50,28 @@ def _broadcast(found: Mapping[str, Tensor], group: dist.ProcessGroup | None, dif
     collective.broadcast_([x.view(-1).view(torch.uint8) for x in sent.values()], group)
     for name, x in sent.items():
         if x is not tensors[name]:
-            tensors[name].copy_(x)
+            once = tuple(slice(None if stride else 1) for stride in tensors[name].stride())  # of an expanded dimension
+            tensors[name][once].copy_(x[once])
 
 
 def _compare(found: Mapping[str, Tensor], group: dist.ProcessGroup, difference: str) -> None:
-    """Raise ValueError, which begins with `difference`, if the ranks' tensors differ in more than their values."""
+    """Raise ValueError on every rank for tensors that cannot be sent as they are in memory.
+
+    Raise it, beginning with `difference`, if the ranks' tensors differ in more than their values.
+    """
     descriptions = []
+    special = [name for name, x in found.items() if x.layout is not torch.strided or x.is_conj() or x.is_neg()]
     for name, x in found.items():
         frozen = " frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
         descriptions.append(f"{name} {str(x.dtype).removeprefix('torch.')} {list(local_tensor(x).shape)}{frozen}")
-    by_rank = collective.gather_objects(descriptions, group, op="comparison of parameters")
-    ranks = dist.get_process_group_ranks(group)
+    answers = collective.gather_objects((descriptions, special), group, op="comparison of parameters")
+    by_rank, ranks = [each for each, _ in answers], dist.get_process_group_ranks(group)
+    for rank, (_, names) in zip(ranks, answers, strict=True):
+        if names:
+            raise ValueError(
+                f"{names[0]} of rank {rank} is sparse, or a view with other signs than its memory: expected its values,"
+                " as to_dense(), resolve_conj() and resolve_neg() return them"
+            )
     for rank, others in zip(ranks, by_rank, strict=True):
         for first, other in zip_longest(by_rank[0], others, fillvalue="nothing"):
             if first != other:
