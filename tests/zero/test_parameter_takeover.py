@@ -237,6 +237,23 @@ def test_hooks_see_the_gradient_of_each_pass() -> None:
         )
 
 
+def test_hooks_change_only_the_gradient_of_their_parameter() -> None:
+    """The two terms of a sum get one gradient from autograd."""
+
+    def half(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    model = nn.ParameterList(torch.zeros(4) for _ in range(2))
+    for parameter in model:
+        parameter.register_post_accumulate_grad_hook(half)
+    optimizer = ZeroOptimizer(model, stage=0)
+    for sync in (optimizer.no_sync, contextlib.nullcontext):
+        with sync():
+            (model[0] + model[1] + 1.0).square().sum().backward()
+    assert optimizer.clip_grad_norm_(1.0) == 32**0.5  # eight elements, of which each has twice the half of 2
+
+
 def test_a_backward_pass_of_parameters_updated_since_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     buckets = shard(model, stage=0)

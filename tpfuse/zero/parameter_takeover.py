@@ -121,11 +121,13 @@ class TakenGradient(Tensor):
 
     It raises ValueError with `message` when code computes with it (an optimizer's step, clip_grad_norm_, the next
     backward pass). Setting it to zero only notes that, in `zeroed`. accumulates: whether a backward pass may add to it.
-    What the pass adds is then `arrived`, for which the placeholder stands until a hook takes it.
+    What the pass adds is then `arrived`, for which the placeholder stands until a hook takes it. copies: whether it is
+    copied first, because other hooks may write to it, and autograd may give it to several parameters.
     """
 
     message: str
     accumulates: bool
+    copies: bool
     arrived: Tensor | None
     zeroed: bool
 
@@ -135,7 +137,7 @@ class TakenGradient(Tensor):
     ) -> "TakenGradient":
         gradient: TakenGradient = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         gradient.message, gradient.accumulates = message, accumulates
-        gradient.arrived, gradient.zeroed = None, False
+        gradient.copies, gradient.arrived, gradient.zeroed = False, None, False
         return gradient
 
     def __init__(self, *arguments: object) -> None:
@@ -158,7 +160,7 @@ class TakenGradient(Tensor):
     ) -> Any:
         first, kwargs = args[0], kwargs or {}
         if func is torch.ops.aten.add_.Tensor and isinstance(first, cls) and first.accumulates and in_backward():
-            first.arrived = args[1]
+            first.arrived = args[1].clone() if first.copies else args[1]
             return first
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
         if all(x.arrived is not None for x in taken):
@@ -188,6 +190,7 @@ class GradientPlace:
         local = _local(parameter)
         self.parameter = parameter
         self.taken = TakenGradient(message, local.shape, local.dtype, local.device, accumulates)
+        self.taken.copies = bool(parameter._post_accumulate_grad_hooks)  # made before the engine's hook is registered
         self.placeholder: Tensor = self.taken  # for a DTensor, one that has it
         self.left: Tensor | None = None
         if isinstance(parameter, DTensor):
