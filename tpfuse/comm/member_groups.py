@@ -22,7 +22,8 @@ def free_number(group: dist.ProcessGroup, op: str) -> int:
 
     op: the name of the operation in errors. Raise PeerTimeout if a rank does not come.
     """
-    return max(exchange(group, max(_next_number, len(_names())), op, settings().timeout))
+    numbers: list[int] = exchange(group, max(_next_number, len(_names())), op, settings().timeout)
+    return max(numbers)
 
 
 def new_group(ranks: list[int], group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
