@@ -570,6 +570,12 @@ def _torchs() -> nn.Module:
     return parallelize_module(_plain(), tensor_mesh(), {"blocks.0.up": ColwiseParallel()})
 
 
+def _watched(register: str) -> nn.Module:
+    model = decoder("llama")
+    getattr(model.model.embed_tokens.weight, register)(_hook)
+    return model
+
+
 @on_ranks(2)
 def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> None:
     ranks = dist.get_world_size()
@@ -583,7 +589,9 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> 
         (lambda: decoder("llama", intermediate_size=95), "auto",
          r"^model\.layers\.0\.mlp\.gate_proj: .*95 output features cannot be split among 2 ranks: .* or tp 1, 5$"),
         (lambda: parallelize(_plain(), tensor_mesh(), PLAN), PLAN, "^the model is parallelized already: call"),
-        (_torchs, PLAN, r"^blocks\.0\.up: its weight is a DTensor: expected a model that is not parallelized yet"),
+        (_torchs, PLAN, r"^blocks\.0\.up: its weight is a DTensor: expected a module that is not parallelized yet"),
+        (lambda: _watched("register_hook"), "auto", r"^model\.embed_tokens: its weight has hooks, which would be lost"),
+        (lambda: _watched("register_post_accumulate_grad_hook"), "auto", "its weight has hooks, which would be lost"),
         (_quantized, "auto", r"^model\.layers\.1\.self_attn\.o_proj: .*its weight is torch\.int8: expected a float"),
         (_plain, PLAN | {"*.norm": FusedColwiseParallel()}, r"^blocks\.0\.norm: FusedColwiseParallel of LayerNorm"),
         (_plain, PLAN | {"*.norm": ColwiseParallel()}, r"^blocks\.0\.norm: ColwiseParallel: .*only support"),

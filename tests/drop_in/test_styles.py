@@ -409,10 +409,12 @@ def test_inputs_are_split_as_by_torchs_style() -> None:
 @on_ranks(2)
 def test_what_a_style_cannot_convert_is_refused_and_left_as_it_was() -> None:
     mesh = tensor_mesh()
-    linear = nn.Linear(24, 35)
+    linear, watched = nn.Linear(24, 35), nn.Linear(24, 36)
+    watched.weight.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
     cases: list[tuple[nn.Module, ParallelStyle, str]] = [
         (linear, FusedColwiseParallel(), r"FusedColwiseParallel of Linear\(in_features=24, out_features=35, .*\):"
          r" its 35 output features cannot be split among 2 ranks"),
+        (watched, FusedColwiseParallel(), "its weight has hooks, which would be lost"),
         (nn.Linear(35, 24), FusedRowwiseParallel(), "its 35 input features cannot be split among 2 ranks"),
         (nn.Conv1d(2, 2, 1), FusedColwiseParallel(), "expected an nn.Linear or transformers' Conv1D"),
         (linear, FusedColwiseParallel(parts=2), "its 35 output features cannot be 2 matrices of equal height"),

@@ -20,6 +20,7 @@ from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
 from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, undone_on_error
 from tpfuse.drop_in.structure import Recognised, recognise
+from tpfuse.drop_in.styles import check_unconverted
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
 from tpfuse.parallel.context import ContextParallel, Schedule
 
@@ -77,10 +78,10 @@ def parallelize(
     output_hidden_states show.
 
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
-    dimension or with ranks that are not in ascending order along it, a pattern that matches no module, and for modules
-    that a style cannot convert: sizes that the ranks do not divide, weights that are not floats; and for files of
-    `weights` with tensors that are missing, unexpected or of another shape, or that cannot be read. The model is then
-    as it was.
+    dimension or with ranks that are not in ascending order along it, a pattern that matches no module, parameters that
+    have hooks (register them after the call), and for modules that a style cannot convert: sizes that the ranks do not
+    divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected or of
+    another shape, or that cannot be read. The model is then as it was.
     """
     tensor_mesh, context = _meshes(mesh, context_parallel)
     check_order(tensor_mesh)
@@ -235,14 +236,15 @@ def _meshes(mesh: DeviceMesh, schedule: Schedule) -> tuple[DeviceMesh | None, Co
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Raise ValueError, which names a module, if a part of the model is parallelized already, here or by torch."""
+    """Raise ValueError, which names a module, for a part that is parallelized already or has hooks of parameters."""
     for name, module in model.named_modules():
         called = name or "the model"
         if isinstance(module.__dict__.get("unconverted"), Original):
             raise ValueError(f"{called} is parallelized already: call tpfuse.restore(model) first")
-        for own, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                raise ValueError(f"{called}: its {own} is a DTensor: expected a model that is not parallelized yet")
+        try:
+            check_unconverted(module)
+        except ValueError as error:
+            raise ValueError(f"{called}: {error}") from None
 
 
 def _apply(

@@ -86,11 +86,19 @@ def features(module: nn.Module) -> tuple[int, int]:
     raise ValueError(f"it is a {kind}: expected an nn.Linear or transformers' Conv1D")
 
 
-def check_floats(module: nn.Module) -> None:
-    """Raise ValueError unless all of the module's own parameters are of a float dtype."""
+def check_unconverted(module: nn.Module) -> None:
+    """Raise ValueError if one of the module's own parameters is a DTensor, or has hooks, which would be lost."""
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):
             raise ValueError(f"its {name} is a DTensor: expected a module that is not parallelized yet")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"its {name} has hooks, which would be lost: register them once it is parallelized")
+
+
+def check_floats(module: nn.Module) -> None:
+    """Raise ValueError as `check_unconverted` does, and unless all own parameters are of a float dtype."""
+    check_unconverted(module)
+    for name, parameter in module.named_parameters(recurse=False):
         if not parameter.dtype.is_floating_point or parameter.element_size() < 2:
             raise ValueError(f"its {name} is {parameter.dtype}: expected a float dtype of 16 bits or more")
 
