@@ -219,8 +219,10 @@ def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
         for index, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(index % 3 > 0)
             parameter.number = index
+        start = model.state_dict(keep_vars=True)
         for _ in range(2):
             parallelize(model, tensor_mesh())
+            assert torch.equal(gather_whole(model.lm_head.weight), start["lm_head.weight"])
             assert [name for name, _ in model.named_parameters()] == names
             assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == twice
             assert model.lm_head.weight is model.get_input_embeddings().weight
@@ -233,7 +235,8 @@ def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
             assert [parameter.grad is not None for parameter in model.parameters()] == [
                 index % 3 > 0 for index in range(len(names))
             ]
-            restore(model)
+            model.lm_head.weight.data.zero_()
+            restore(model).load_state_dict(start, assign=True)
 
 
 @pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), *exhaustive(("phi3_shared", False))])

@@ -68,7 +68,8 @@ class Original:
         RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for _, key in self.hooks)])
 
 
-# The DTensor of each parameter that was converted, by the parameter it replaced: modules may share parameters.
+# The DTensor of each parameter that was converted, by the parameter it replaced: modules may share parameters. What
+# `parallelize` adds is forgotten at its end, since a caller may still hold the old parameters and use them again.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -142,9 +143,11 @@ def recorded(model: nn.Module) -> Iterator[None]:
         module: {name: set(x) for name, x in attributes.items() if "_hooks" in name and isinstance(x, dict)}
         for module, attributes in before.items()
     }
+    _replaced.clear()
     try:
         yield
     finally:
+        _replaced.clear()
         for module, attributes in before.items():
             now = module.__dict__
             added = now.keys() - attributes.keys() - {"unconverted"}
@@ -172,8 +175,6 @@ def undone_on_error(model: nn.Module, outlined: nn.Module) -> Iterator[None]:
         for module, parameters, buffers in held:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-            for parameter in module.parameters(recurse=False):
-                _replaced.pop(parameter, None)  # type: ignore[no-untyped-call]
             restore_module(module, {})
         for x, before in values:
             x.detach().copy_(before)
