@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from tests.support.decoders import decoder, exact
@@ -705,6 +706,33 @@ class Positional(nn.Module):
 
 
 @on_ranks(2)
+class Recomputing(nn.Module):
+    """An MLP that recomputes its activations in training."""
+
+    def __init__(self, mlp: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._inner, x, use_reentrant=self.reentrant) if self.training else self._inner(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@on_ranks(2)
+def test_projections_that_are_recomputed_inside_of_their_module_are_refused() -> None:
+    for reentrant in (False, True):
+        model = decoder("llama")
+        model.model.layers[0].mlp = Recomputing(model.model.layers[0].mlp, reentrant)
+        parallelize(model, tensor_mesh(), check=True)
+        with pytest.raises(
+            ValueError, match=r"^model\.layers\.0\.mlp\.gate_proj .* runs it twice or without gradients"
+        ):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+
+
 def test_a_check_finds_wrong_logits_and_gradients_and_restores_the_model() -> None:
     model = decoder("llama").train()
     logits, anatomy = _logits(model).detach(), _anatomy(model)

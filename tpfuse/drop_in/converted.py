@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -322,7 +322,11 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
                     f"{self.called}: the input is not the first input of its module, whose style computes this"
                     " projection: expected a plan that does not name it among the projections"
                 )
+            if out.requires_grad and not torch.is_grad_enabled():
+                self._refuse_to_run_again()
             return self.finish(out)
+        if not any(x.stride()) and x.numel() > 1 and bool(x.isnan().any()):  # the stand-in of `PreparedInput`
+            self._refuse_to_run_again()
         group, dim = self.group, self.input_dim
         features = dim is not None and dim % x.ndim == x.ndim - 1
         if dim is not None and group is not None:
@@ -340,6 +344,13 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
         else:
             out = gemm(x if partial else replicate(x, group), weight, bias)
         return self.finish(out)
+
+    def _refuse_to_run_again(self) -> NoReturn:
+        raise ValueError(
+            f"{self.called}: its module runs it twice or without gradients, as a checkpoint inside of the module does,"
+            " but its style computes it once: expected a checkpoint of the whole layer, or a plan that does not name it"
+            " among the projections"
+        )
 
     def finish(self, out: Tensor) -> Tensor:
         """Return `out` [..., this rank's features] in the layout that the module promises."""
