@@ -211,6 +211,16 @@ def test_hooks_survive_and_see_plain_tensors(sequence_parallel: bool) -> None:
 
 
 @on_ranks(2)
+def test_probabilities_of_attention_are_those_of_all_heads() -> None:
+    model = decoder("llama")
+    model.set_attn_implementation("eager")
+    with exact(model):
+        expected = model(input_ids=IDS, output_attentions=True).attentions
+        found = parallelize(model, tensor_mesh())(input_ids=IDS, output_attentions=True).attentions
+    assert all((one - other).abs().max() < 1e-10 for one, other in zip(found, expected, strict=True))
+
+
+@on_ranks(2)
 def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
     for family in ("gpt2", "llama_tied"):
         model = decoder(family)

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.drop_in.converted import ConvertedColumnLinear
+from tpfuse.drop_in.converted import ConvertedColumnLinear, gather_sequence
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.ops.collectives import all_gather, all_reduce
 from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored
@@ -184,9 +184,18 @@ class ParallelForward:
             _gather(out, running.tokens.sharded, running.shape, keep)
             if self.model.base_model is self.model:
                 _gather_routers(out, running)
+        if out.get("attentions"):
+            out["attentions"] = tuple(self._of_all_heads(x) for x in out["attentions"])
         if wanted is None:
             wanted = getattr(self.model.config, "return_dict", True)
         return out if wanted else out.to_tuple()
+
+    def _of_all_heads(self, x: Tensor | None) -> Tensor | None:
+        """Return the probabilities of attention [batch, heads, ...] of all heads. An attention left alone has all."""
+        config: Any = self.model.config
+        if x is None or x.shape[1] == config.get_text_config().num_attention_heads:
+            return x
+        return gather_sequence(x, 1, group_of(self.tensor_mesh), None)
 
     def _run_own(self, kwargs: dict[str, Any]) -> Any:
         """Return what the model's own forward returns; torch.compile does not trace the method of `__wrapped__`."""
