@@ -210,6 +210,25 @@ def test_hooks_survive_and_see_plain_tensors(sequence_parallel: bool) -> None:
     assert (seen["column"].before[0] - whole["column"][0]).abs().max() < 1e-10
 
 
+def _seen(model: nn.Module) -> list[Tensor]:
+    """Return what hooks that are registered now see: the gradient of an MLP's input, and the input of an attention."""
+    seen: list[Tensor] = []
+    layer: Any = model.get_submodule("model.layers.0")
+    layer.mlp.register_full_backward_hook(lambda _, gradients, after: seen.append(gradients[0]))
+    layer.self_attn.register_forward_pre_hook(lambda _, args, x: seen.append(x["hidden_states"]), with_kwargs=True)
+    with exact(model):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    return [x[:, : IDS.shape[1]] for x in seen]  # without padding
+
+
+@on_ranks(2)
+def test_hooks_registered_afterwards_see_whole_inputs_and_gradients() -> None:
+    expected = _seen(decoder("llama"))
+    for sequence_parallel in (False, True):
+        found = _seen(parallelize(decoder("llama"), tensor_mesh(), sequence_parallel=sequence_parallel))
+        assert all((one - other).abs().max() < 1e-10 for one, other in zip(found, expected, strict=True))
+
+
 @on_ranks(2)
 def test_probabilities_of_attention_are_those_of_all_heads() -> None:
     model = decoder("llama")

@@ -435,10 +435,9 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         assert self.desired_input_layouts is not None
         source, target = self.input_layouts[0], self.desired_input_layouts[0]
         held, wanted = (each.dim if isinstance(each, Shard) else None for each in (source, target))
-        projections = () if _hooked(module) else self.projections  # its hooks would see a stand-in for the input
-        hook = PreparedInput(device_mesh, held, wanted, projections, self.length_arguments, self.length)
+        hook = PreparedInput(device_mesh, held, wanted, self.projections, self.length_arguments, self.length)
         module.__dict__.update(self.attributes)
-        for name in projections:
+        for name in () if _hooked(module) else self.projections:
             module.get_submodule(name).__dict__["shares_gather"] = isinstance(source, Shard)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
@@ -493,10 +492,10 @@ class SplitOutput:
         return out.flatten(0, -2) if flat else out
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Return whether somebody's hook would read or change the module's input, or its gradient."""
+def _hooked(module: nn.Module, own: Any = None) -> bool:
+    """Return whether a hook, but for `own`, would read or change the module's input, or its gradient."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(hooks)
+    return any(hook is not own for each in hooks for hook in each.values())
 
 
 @dataclass(eq=False)
@@ -547,7 +546,7 @@ class PreparedInput:
                 self.length.value = length
         linears = [module.get_submodule(name) for name in self.projections]
         fits = all(isinstance(linear, ConvertedColumnLinear) and not _hooked(linear) for linear in linears)
-        if not linears or not fits:
+        if not linears or not fits or _hooked(module, self):  # hooks would see the stand-in
             if self.held is not None:
                 return gather_sequence(as_local(x, self.held, self.mesh)[0], self.held, group, length)
             return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
