@@ -603,6 +603,12 @@ def _torchs() -> nn.Module:
     return parallelize_module(_plain(), tensor_mesh(), {"blocks.0.up": ColwiseParallel()})
 
 
+def _shared(part: str) -> nn.Module:
+    model = decoder("llama")
+    model.model.set_submodule(part.replace("0", "1"), model.model.get_submodule(part))
+    return model
+
+
 def _watched(register: str) -> nn.Module:
     model = decoder("llama")
     getattr(model.model.embed_tokens.weight, register)(_hook)
@@ -625,6 +631,8 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> 
         (_torchs, PLAN, r"^blocks\.0\.up: its weight is a DTensor: expected a module that is not parallelized yet"),
         (lambda: _watched("register_hook"), "auto", r"^model\.embed_tokens: its weight has hooks, which would be lost"),
         (lambda: _watched("register_post_accumulate_grad_hook"), "auto", "its weight has hooks, which would be lost"),
+        (lambda: _shared("layers.0"), "auto", r'^plan "auto": model\.layers\.1 is model\.layers\.0, one module'),
+        (lambda: _shared("layers.0.mlp"), "auto", r"model\.layers\.1\.mlp is model\.layers\.0\.mlp, one module in t"),
         (_quantized, "auto", r"^model\.layers\.1\.self_attn\.o_proj: .*its weight is torch\.int8: expected a float"),
         (_plain, PLAN | {"*.norm": FusedColwiseParallel()}, r"^blocks\.0\.norm: FusedColwiseParallel of LayerNorm"),
         (_plain, PLAN | {"*.norm": ColwiseParallel()}, r"^blocks\.0\.norm: ColwiseParallel: .*only support"),
@@ -698,6 +706,33 @@ def test_whole_input_where_a_shard_is_due_is_refused() -> None:
         layer.self_attn.q_proj(normal(1, 2, 6, 47).double())
 
 
+class Recomputing(nn.Module):
+    """An MLP that recomputes its activations in training."""
+
+    def __init__(self, mlp: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._inner, x, use_reentrant=self.reentrant) if self.training else self._inner(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@on_ranks(2)
+def test_projections_that_are_recomputed_inside_of_their_module_are_refused() -> None:
+    for reentrant in (False, True):
+        model = decoder("llama")
+        model.model.layers[0].mlp = Recomputing(model.model.layers[0].mlp, reentrant)
+        parallelize(model, tensor_mesh(), check=True)
+        with pytest.raises(
+            ValueError, match=r"^model\.layers\.0\.mlp\.gate_proj .* runs it twice or without gradients"
+        ):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+
+
 class _Scaled(ParallelStyle):
     """A wrong style: it multiplies the output of a module by `factors` of each rank, or fails where one is None."""
 
@@ -735,33 +770,6 @@ class Positional(nn.Module):
 
 
 @on_ranks(2)
-class Recomputing(nn.Module):
-    """An MLP that recomputes its activations in training."""
-
-    def __init__(self, mlp: Any, reentrant: bool) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._inner, x, use_reentrant=self.reentrant) if self.training else self._inner(x)
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-@on_ranks(2)
-def test_projections_that_are_recomputed_inside_of_their_module_are_refused() -> None:
-    for reentrant in (False, True):
-        model = decoder("llama")
-        model.model.layers[0].mlp = Recomputing(model.model.layers[0].mlp, reentrant)
-        parallelize(model, tensor_mesh(), check=True)
-        with pytest.raises(
-            ValueError, match=r"^model\.layers\.0\.mlp\.gate_proj .* runs it twice or without gradients"
-        ):
-            model(input_ids=IDS, labels=IDS).loss.backward()
-
-
 def test_a_check_finds_wrong_logits_and_gradients_and_restores_the_model() -> None:
     model = decoder("llama").train()
     logits, anatomy = _logits(model).detach(), _anatomy(model)

@@ -13,7 +13,7 @@ Everything else runs its own forward, with parameters that every rank holds whol
 something else is left alone, a layer whose own code needs all tokens runs on whole sequences, and so does a decoder.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,12 +87,15 @@ def _match(module: nn.Module, table: tuple[Any, ...]) -> tuple[tuple[str, ...], 
 def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognised:
     """Return the plan of a transformers-like model for `ranks` tensor-parallel ranks.
 
-    Raise ValueError if `model` has no decoder, or if its heads cannot be divided among the ranks.
+    Raise ValueError if `model` has no decoder, if a module of it is in two places, or if its heads cannot be divided
+    among the ranks.
     """
     plan = Recognised()
     found = list(decoders(model))
     if not found:
         raise ValueError(f'plan "auto": {_nothing_found(model)}; give a plan {{"pattern": style, …}}')
+    for name, base, layers in found:
+        _check_places(model, name, base, (layers, *TOKEN_EMBEDDINGS, *LAST_NORMS))
     proof = Proof(model, ranks, [layer for _, base, layers in found for layer in base.get_submodule(layers).children()])
     for name, base, layers in found:
         part = None
@@ -130,6 +133,19 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
             plan.kept.setdefault(name, reason)
     _keep_what_is_tied(plan, model)
     return plan
+
+
+def _check_places(model: nn.Module, decoder: str, base: nn.Module, children: Sequence[str]) -> None:
+    """Raise ValueError if a module in these children of a decoder is in another place of the model too."""
+    first = {module: name for name, module in model.named_modules()}
+    for name, module in base.named_modules(prefix=decoder, remove_duplicate=False):
+        planned = name.removeprefix(f"{decoder}.").partition(".")[0] in children
+        styled = isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
+        if planned and styled and first[module] != name:
+            raise ValueError(
+                f'plan "auto": {name} is {first[module]}, one module in two places: expected a copy in each, whose'
+                " parameters may be shared"
+            )
 
 
 def _embedding_style() -> FusedRowwiseParallel:

@@ -502,7 +502,7 @@ def _hooked(module: nn.Module, own: Any = None) -> bool:
 class PreparedInput:
     """A hook that prepares the first input of a module (`first_argument`).
 
-    If a projection has hooks of its own, all get the true input, and nothing is fused.
+    If the module or a projection has hooks of somebody else, all get the true input, and nothing is fused.
     """
 
     mesh: DeviceMesh
