@@ -485,6 +485,49 @@ def test_projections_of_a_plan_of_ones_own_share_the_gather_of_their_module() ->
         right(shard, shard + 1)
 
 
+class Layer(nn.Module):
+    """An attention alone, which is given no positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = nn.LayerNorm(8), Attention()
+        self.self_attn.head_dim = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.self_attn(self.input_layernorm(x))
+
+
+class Checkpointed(nn.Module):
+    """A decoder that recomputes its layers in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers = nn.Embedding(101, 8), nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.training else layer(x)
+        return self.norm(x)
+
+
+@on_ranks(2)
+def test_a_layer_is_recomputed_with_the_length_of_its_pass_or_refused() -> None:
+    model, found = Checkpointed().double(), []
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(normal(seed, *parameter.shape))
+    for parallel in (False, True):
+        model = parallelize(model, tensor_mesh()) if parallel else model
+        model.zero_grad()
+        sum(model(IDS[:, :length]).sin().sum() for length in (7, 4)).backward()  # a rank has 4 tokens, and 2
+        found.append([gather_whole(parameter.grad) for parameter in model.parameters()])
+    assert all((one - other).abs().max() < 1e-10 for one, other in zip(*found, strict=True))
+    with pytest.raises(ValueError, match=r"^layers\.1\.self_attn: it is recomputed after forward passes of several"):
+        sum(model(IDS[:, :length]).sin().sum() for length in (4, 3)).backward()
+    model(IDS).sum().backward()
+
+
 class Flat(nn.Module):
     """Experts that return all tokens in one dimension, with what their router said; or the mean over the tokens."""
 

@@ -19,11 +19,12 @@ is padded with zeros at the end, so that all ranks hold equally many rows; DTens
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -117,6 +118,10 @@ def _named(apply: Apply) -> Apply:
     return named
 
 
+def _called(module: nn.Module) -> str:
+    return str(module.__dict__.get("module_name", type(module).__name__))
+
+
 def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Tensor]:
     """Return (name, value) of a module's first input: of keyword arguments `hidden_states`, or else the first tensor.
 
@@ -127,8 +132,7 @@ def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         value = args[0] if name is None else kwargs.get(name)
         if isinstance(value, Tensor):
             return name, value
-    called = module.__dict__.get("module_name", type(module).__name__)
-    raise ValueError(f"{called}: its input is no tensor: expected one as its first argument, or by keyword")
+    raise ValueError(f"{_called(module)}: its input is no tensor: expected one as its first argument, or by keyword")
 
 
 def with_first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, new: Tensor) -> Arguments:
@@ -304,11 +308,40 @@ class FusedSequenceParallel(SequenceParallel):
         return module
 
 
+def _recomputes() -> bool:
+    """Return whether a backward pass runs, in which a layer computes again what it did not keep."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 @dataclass
 class SequenceLength:
-    """The length of the sequences of a forward pass, without padding, from where they are split to where they end."""
+    """The length of the sequences of a forward pass, without padding, from where they are split to where they end.
+
+    waiting: those of the passes that the next backward pass may recompute layers of.
+    """
 
     value: int | None = None
+    waiting: set[int] = field(default_factory=set)
+
+    def wait(self, x: Tensor) -> None:
+        """Let the length wait for a backward pass if x, a tensor of the forward pass, will have one."""
+        if not torch.compiler.is_compiling() and self.value is not None and x.requires_grad and not _recomputes():
+            self.waiting.add(self.value)
+
+    def of_recomputed(self, called: str, share: int, ranks: int) -> int | None:
+        """Return the length of a pass of which a layer is recomputed, from a rank's share of the tokens.
+
+        Raise ValueError, with the name of the module, if it may be any of several.
+        """
+        fitting = [length for length in self.waiting or {self.value or 0} if -(-length // ranks) == share]
+        Variable._execution_engine.queue_callback(self.waiting.clear)
+        if self.value is not None and len(fitting) != 1:
+            self.waiting.clear()
+            raise ValueError(
+                f"{called}: it is recomputed after forward passes of several lengths, and not told of which: give the"
+                " layer position_ids by keyword, or call backward before a forward pass of another length"
+            )
+        return fitting[0] if fitting else None
 
 
 @dataclass(eq=False)
@@ -335,6 +368,7 @@ class SequenceShards:
         if self.gather_output is not None:
             if self.mesh.size() == 1:
                 return out
+            self.gather_output.wait(out)
             return gather_sequence(out, self.dim, self.mesh.get_group(), self.gather_output.value)
         if self.use_local_output:
             return out
@@ -485,8 +519,8 @@ class SplitOutput:
         flat = out.shape[:-1] == (tokens.numel(),) and len(tokens) > 1
         if not flat and out.shape[:-1] != tokens:
             raise ValueError(
-                f"{module.__dict__.get('module_name', type(module).__name__)}: it returns {tuple(out.shape)} for tokens"
-                f" {tuple(tokens)}: expected the same tokens, or sequence_parallel=False"
+                f"{_called(module)}: it returns {tuple(out.shape)} for tokens {tuple(tokens)}: expected the same"
+                " tokens, or sequence_parallel=False"
             )
         out = split_sequence(out.view(*tokens, -1), self.dim, self.mesh.get_group())
         return out.flatten(0, -2) if flat else out
@@ -530,8 +564,8 @@ class PreparedInput:
             if x.shape[self.held] != share:
                 whole = f", not all {length}" if x.shape[self.held] == length else ""
                 raise ValueError(
-                    f"{module.__dict__.get('module_name', type(module).__name__)}: the input has {x.shape[self.held]}"
-                    f" tokens: expected the {share} of this rank{whole}"
+                    f"{_called(module)}: the input has {x.shape[self.held]} tokens: expected the {share} of this"
+                    f" rank{whole}"
                 )
         if self.wanted is not None and self.length is not None:
             self.length.value = x.shape[self.wanted]
@@ -539,11 +573,17 @@ class PreparedInput:
             return split_sequence(x, self.wanted, group)
         if self.wanted is not None or group is None:
             return as_local(x, self.wanted, self.mesh)[0]
-        if self.length is not None:
-            if length is None:
-                length = self.length.value
-            else:  # A layer that is recomputed may have had another length than the last forward pass.
+        if self.length is not None and self.held is not None:
+            again = _recomputes()
+            if length is not None:  # A layer that is recomputed may have had another one than the last forward pass.
                 self.length.value = length
+                if again:
+                    self.length.waiting.clear()  # modules that follow in the layer have this length too
+            elif again:
+                length = self.length.of_recomputed(_called(module), x.shape[self.held], group.size())
+            else:
+                length = self.length.value
+                self.length.wait(x)
         linears = [module.get_submodule(name) for name in self.projections]
         fits = all(isinstance(linear, ConvertedColumnLinear) and not _hooked(linear) for linear in linears)
         if not linears or not fits or _hooked(module, self):  # hooks would see the stand-in
