@@ -1,6 +1,7 @@
 """`plan="auto"` converts what it has proved, whatever the names of modules say. The ranks are run in this process."""
 
 import re
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.decoders import FAMILIES, SIZES, decoder
 from tests.support.tiers import exhaustive
@@ -99,6 +101,15 @@ def test_a_forward_that_cannot_be_tried_leaves_everything_alone() -> None:
     kept = _kept(model)
     expected = "the model's forward cannot be tried: RuntimeError: expected an image"
     assert kept["model.layers.0.self_attn"] == kept["model.layers.1.mlp"] == expected
+
+    class Checkpointed(type(model.model.layers[0])):  # type: ignore[misc]
+        def forward(self, x: Tensor, **others: Any) -> Any:
+            return checkpoint(partial(super().forward, **others), x, use_reentrant=True)
+
+    model = decoder("llama")
+    model.model.layers[0].__class__ = Checkpointed
+    expected = "on shards of the sequence its gradients cannot be tried: RuntimeError: When use_reentrant=True"
+    assert _kept(model)["model.layers.0"].startswith(expected)
 
 
 def test_a_count_of_heads_that_is_a_property_keeps_a_layer_whole() -> None:

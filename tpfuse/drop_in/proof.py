@@ -378,7 +378,10 @@ class _TriedBlock:
         found: Sequence[Tensor | None] = [None] * len(inputs)
         if seeds and inputs:
             outputs = [leaving[key][0] for key in seeds]
-            found = torch.autograd.grad(outputs, inputs, list(seeds.values()), allow_unused=True)
+            try:
+                found = torch.autograd.grad(outputs, inputs, list(seeds.values()), allow_unused=True)
+            except RuntimeError as error:  # torch's reentrant checkpoint allows no such call
+                raise NotImplementedError(f"its gradients cannot be tried: {line_of(error)}") from None
         for key, x, gradient in zip(run.entering, inputs, found, strict=True):
             run.gradients[key] = torch.zeros_like(x) if gradient is None else gradient
 
