@@ -612,3 +612,22 @@ def test_every_way_gives_the_result_of_the_whole_sequence(
     check: Callable[..., None], world: int, arguments: tuple[Any, ...]
 ) -> None:
     pool(world).run(check, *arguments)
+
+
+def _changed() -> None:
+    """Check that backward is refused after a tensor among the options was changed in place, as for `attention`."""
+    for name, schedule in itertools.product(("key", "head_rows", "cu_seqlens"), ("ring", "ulysses")):
+        sequence = MASKS[4 if name == "cu_seqlens" else 0]
+        options = sequence.options | {"schedule": schedule, "length": sequence.length}
+        if name != "cu_seqlens":
+            rows = torch.arange(2 * sequence.heads).view(2, -1)
+            options |= {"dropout_p": 0.3, "head_rows": rows, "key": torch.tensor(1)}
+        shards = _shards(_Way(schedule), sequence, sequence.inputs(1))
+        out = ring_attention(shards["q"].requires_grad_(), shards["k"], shards["v"], group=dist.group.WORLD, **options)
+        options[name].mul_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_options_changed_in_place_before_backward_are_refused() -> None:
+    pool(2).run(_changed)

@@ -22,7 +22,7 @@ class _Attend(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, with_lse: bool) -> tuple[Tensor, Tensor]:
         out, lse, kept = forward(q, k, v, plan, with_lse=with_lse)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*kept, plan.call.cu_seqlens, plan.call.head_rows, plan.call.key)
         ctx.mark_non_differentiable(lse)
         ctx.plan = plan
         return out, lse
@@ -30,7 +30,8 @@ class _Attend(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(grad_out, ctx.saved_tensors, ctx.plan), None, None
+        kept = ctx.saved_tensors[:5]  # the others are there so that torch refuses them if they changed in place
+        return *backward(grad_out, kept, ctx.plan), None, None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, *, with_lse: bool) -> tuple[Tensor, Tensor, Kept]:
