@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
@@ -188,6 +189,30 @@ def test_layers_made_from_linear_layers_compute_the_same() -> None:
     assert column.bias.grad is not None
     assert torch.equal(local_tensor(column.bias.grad), packed.bias.grad), "each rank has the whole gradient"
     assert RowParallelLinear.from_linear(linear, sequence_parallel=True, sequence_dim=0).sequence_dim == 0
+
+
+class _Squared(nn.Module):
+    """A parametrization whose result has Shard(0), as that of weight_norm, for which DTensor has no backward."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        weight = weight.redistribute(placements=[Shard(0)]) if isinstance(weight, DTensor) else weight
+        return weight * weight
+
+
+@EVERY_LAYER
+@on_ranks(2)
+def test_a_parametrized_weight_with_other_placements_computes_what_one_rank_does(kind: str) -> None:
+    options = {"column": {"parts": 2, "gather_output": True}, "row": {"input_is_parallel": False}}[kind]
+    alone, layer = (_layer(kind, 9, mesh, dtype=F64, **options) for mesh in (None, tensor_mesh()))
+    layer.load_state_dict(alone.state_dict())
+    for each in (alone, layer):
+        register_parametrization(each, "weight", _Squared())
+    x = normal(1, 3, alone.in_features, dtype=F64)
+    for each in (alone, layer):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(layer(x), alone(x), rtol=1e-12, atol=1e-12)
+    for parameter, whole in zip(layer.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2)

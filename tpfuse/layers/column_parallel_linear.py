@@ -127,10 +127,11 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         """Return [..., this rank's output features] of x [..., in_features], whole or (sequence_parallel) a shard."""
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
-        weight, bias = (local_of(self, name) for name in ("weight", "bias"))
         group = self.group
-        if self.parts > 1:
-            weight = weight.flatten(0, 1)
+        if self.parts == 1:
+            weight, bias = (local_of(self, name, 0) for name in ("weight", "bias"))
+        else:
+            weight, bias = local_of(self, "weight", 1).flatten(0, 1), local_of(self, "bias")
             sum_over = group if self.sum_gradients else None
             bias = None if bias is None else packed_bias(bias, self.parts, group, sum_over)
         if self.sequence_parallel and group is not None:

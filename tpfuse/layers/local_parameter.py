@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpfuse.comm.layout import local_tensor
 from tpfuse.ops.autograd import apply
@@ -74,10 +74,11 @@ class _FromLocal(Function):
         return local(grad.redistribute(placements=ctx.spec.placements)), None
 
 
-def local_of(layer: Any, name: str) -> Any:
-    """Return `local` of a layer's parameter, or None. Raise ValueError if the parameter is not on the layer's mesh.
+def local_of(layer: Any, name: str, dim: int | None = None) -> Any:
+    """Return this rank's shard along `dim` (None: the whole) of a layer's parameter, or None if there is none.
 
-    layer: a `tpfuse.layers.on_mesh.OnMesh`.
+    layer: a `tpfuse.layers.on_mesh.OnMesh`. The call is a collective of its mesh if the parameter has other placements,
+    as one that torch.nn.utils.parametrize computes may have. Raise ValueError for a parameter on another mesh.
     """
     parameter: Tensor | None = getattr(layer, name)
     device_mesh: DeviceMesh | None = layer.device_mesh
@@ -87,6 +88,10 @@ def local_of(layer: Any, name: str) -> Any:
             f"{name} is on {mesh}: expected {device_mesh}, the mesh of its layer; fully_shard gathers it for forward"
             " alone, and for methods that torch.distributed.fsdp.register_fsdp_forward_method names"
         )
+    if isinstance(parameter, DTensor):
+        held = parameter.placements[0]
+        if not (held.is_replicate() if dim is None else held.is_shard(dim)):
+            parameter = parameter.redistribute(placements=[Replicate() if dim is None else Shard(dim)])
     return None if parameter is None else local(parameter)
 
 

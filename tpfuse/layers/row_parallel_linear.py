@@ -96,7 +96,7 @@ class RowParallelLinear(OnMesh, nn.Linear):
         """
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
-        weight, bias = (local_of(self, name) for name in ("weight", "bias"))
+        weight, bias = local_of(self, "weight", 1), local_of(self, "bias")
         group = self.group
         if not self.input_is_parallel:
             x = split_last(x, group)

@@ -92,7 +92,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
         The result is whole, or with sequence_parallel this rank's shard.
         """
-        table = local_of(self, "weight"), self.num_embeddings, self.group
+        table = local_of(self, "weight", 0), self.num_embeddings, self.group
         if not self.sequence_parallel:
             return embedding(input, *table, scatter=False, padding_idx=self.padding_idx)
         check_sequence_dim(input.unsqueeze(-1), self.sequence_dim)
@@ -106,7 +106,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
         gather_output: return [..., num_embeddings] on every rank instead.
         """
-        weight, group = local_of(self, "weight"), self.group
+        weight, group = local_of(self, "weight", 0), self.group
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
             self._look(x)
@@ -136,7 +136,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
             raise ValueError(f"loss: target has shape {tuple(target.shape)}: expected {tuple(tokens)}, as x has")
         x, target = x.reshape(-1, self.embedding_dim), target.flatten()
         weights = x.new_full(x.shape[:1], weight, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-        table = local_of(self, "weight")
+        table = local_of(self, "weight", 0)
         return linear_cross_entropy(x, table, target, self.num_embeddings, group, weights=weights)[0]
 
     def _look(self, x: Tensor) -> None:
