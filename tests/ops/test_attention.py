@@ -1,5 +1,7 @@
 """attention by torch and by the kernels: results, gradients, dropout, documents and refusals."""
 
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -75,12 +77,13 @@ CASES: tuple[Options, ...] = (
     {"q_offset": 7, "k_offset": 20},  # queries that see no key
     {"dropout_p": 0.3, "key": KEY, "head_rows": HEAD_ROWS},
     {"dropout_p": 0.3, "key": KEY, "head_rows": HEAD_ROWS, "q_offset": 50, "k_offset": 10, "dropout_width": 200},
+    {"causal": False, "window": sys.maxsize, "q_offset": 20},
 )
 
 
 ROWS = [
     *(("torch", torch.float64, options) for options in CASES),
-    *(("triton", torch.float32, options) for options in (*CASES[1:3], CASES[4], CASES[6])),
+    *(("triton", torch.float32, options) for options in (*CASES[1:3], CASES[4], *CASES[6:8])),
 ]
 MORE_ROWS = [
     ("torch", torch.bfloat16, CASES[2]),
@@ -92,6 +95,14 @@ MORE_ROWS = [
 @pytest.mark.parametrize(("name", "dtype", "options"), [*ROWS, *exhaustive(*MORE_ROWS)])
 def test_results_and_gradients_match_the_reference(name: Kernels, dtype: torch.dtype, options: Options) -> None:
     _check(name, _inputs(dtype), options)
+
+
+def test_windows_that_nearly_reach_all_keys() -> None:
+    q, k, v = _inputs(torch.float64, 5, 9).values()
+    for causal, q_offset, k_offset, window in itertools.product((True, False), (0, 4, 20), (0, 11), range(1, 26)):
+        options = {"causal": causal, "q_offset": q_offset, "k_offset": k_offset, "window": window}
+        expected = _reference(q, k, v, options)
+        torch.testing.assert_close(attention(q, k, v, **options, return_lse=True), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -112,6 +112,8 @@ def attention(
         if q_offset < 0:
             expected = "expected at least as many keys as queries, or a q_offset"
             raise ValueError(f"attention: {tq} queries and {tk} keys: {expected}")
+    if window is not None and window >= max(q_offset + tq - k_offset, k_offset + tk - q_offset):
+        window = None  # no key is so far away; kernels count positions in 32 bits
     call = AttentionCall(
         cu_seqlens_q, cu_seqlens_k, head_rows, key,
         causal=causal, window=window, q_offset=q_offset, k_offset=k_offset, scale=scale,

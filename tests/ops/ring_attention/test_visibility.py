@@ -1,6 +1,7 @@
 """The visible ranges say the same as a mask that is written out, for any positions of the tokens."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +21,7 @@ DOCUMENTS: tuple[list[int] | None, ...] = (
     [0, 0],
     [0],
 )
-WINDOWS = (None, 1, 2, 6, LENGTH, 1000)
+WINDOWS = (None, 1, 2, 6, LENGTH, 1000, 2**31, sys.maxsize)
 
 
 def _visible(causal: bool, window: int | None, documents: list[int] | None, padded: int) -> Tensor:

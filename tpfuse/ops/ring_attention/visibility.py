@@ -38,7 +38,7 @@ def visible_ranges(
         document = torch.searchsorted(bounds, positions, right=True)
         begin = bounds[(document - 1).clamp(max=len(bounds) - 1)]
         end = bounds[document.clamp(max=len(bounds) - 1)]
-    far = length if window is None else window - 1
+    far = length if window is None else min(window - 1, length)  # ends are int32
     ahead = 0 if causal else far
     hidden = positions >= stop
 
