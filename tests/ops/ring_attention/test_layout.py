@@ -141,6 +141,16 @@ def test_impossible_layouts_are_refused(arguments: tuple[int, int, Balance, int]
     assert str(caught.value) == complaint
 
 
+@pytest.mark.parametrize("balance", BALANCES)
+def test_ranks_outside_of_the_world_are_refused(balance: Balance) -> None:
+    layout = SequenceLayout(8, 4, balance, 2)
+    for rank in (-1, 4):
+        with pytest.raises(ValueError, match=f"rank {rank} of 4: expected 0 to 3"):
+            layout.positions(rank)
+        with pytest.raises(ValueError, match=f"rank {rank} of 4: expected 0 to 3"):
+            layout.shard(torch.zeros(8), rank, 0)
+
+
 def test_a_tensor_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="x has 7 tokens in dimension 1: expected 8"):
         SequenceLayout(8, 2).shard(torch.zeros(2, 7), 0, 1)

@@ -65,7 +65,12 @@ class SequenceLayout:
         return self.local_length * self.world
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return [local_length] int64: the positions of a rank's tokens, increasing; from `length` on: padding."""
+        """Return [local_length] int64: the positions of a rank's tokens, increasing; from `length` on: padding.
+
+        Raise ValueError for a rank outside of the world, as `shard` does.
+        """
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} of {self.world}: expected 0 to {self.world - 1}")
         if self.balance != "striped":
             return SequenceLayout(self.length, self.world, self.balance).runs.positions(rank, device)
         # Ranks that exchange heads each hold a part of one ring rank's stripe, so that together they have all of it.
