@@ -275,6 +275,21 @@ def test_one_of_two_results_may_be_unused(name: Kernels) -> None:
         torch.testing.assert_close(a if b is None else a + b, whole)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 8), (torch.float16, 32)])
+def test_large_scores_of_half_types_are_as_exact_as_torchs(dtype: torch.dtype, size: int) -> None:
+    """Scores rounded to bfloat16 have errors of many units, and float16 has none above 65504."""
+    inputs = {name: normal(seed, 1, 2, 64, 64, dtype=dtype) for seed, name in enumerate("qkv")}
+    inputs["q"] *= size
+    inputs["k"] *= size
+    inputs["k"][:, :, ::5] = inputs["q"][:, :, ::5]
+    distance = torch.arange(64).unsqueeze(1) - torch.arange(64)
+    mask = (distance >= 0) & (distance < 16)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = Expected(lambda q, k, v: sdpa(q, k, v, mask), inputs, normal(4, 1, 2, 64, 64, dtype=dtype))
+    with torch.autocast("cpu", dtype):
+        expected.check_function(partial(attention, window=16))
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_autocast_computes_in_its_dtype(name: Kernels) -> None:
     leaves = [x.requires_grad_() for x in _inputs(torch.float32, 20, 20).values()]

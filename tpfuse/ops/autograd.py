@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.library import custom_op
 from torch.nn import Parameter
 
-_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def apply(function: type[Function], *args: object) -> Tensor:
@@ -120,7 +120,7 @@ class _FirstDerivative(Function):
         )
 
 
-def once_differentiable(backward: _Backward) -> _Backward:
+def once_differentiable(backward: _Called) -> _Called:
     """Return `backward`, computed without a graph, such that a second derivative is an error.
 
     backward: the backward of a Function, or of an operator of torch.library.
@@ -142,7 +142,7 @@ def once_differentiable(backward: _Backward) -> _Backward:
             gradients[index] = gradient
         return gradients[0] if isinstance(results, Tensor) else tuple(gradients)
 
-    return cast(_Backward, first_derivative)
+    return cast(_Called, first_derivative)
 
 
 def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
@@ -180,3 +180,16 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+
+
+def without_autocast(function: _Called) -> _Called:
+    """Return `function`, whose first argument is a tensor, computed in the dtypes of its tensors under autocast too."""
+
+    @functools.wraps(function)
+    def in_own_dtypes(x: Tensor, *args: Any, **options: Any) -> Any:
+        if not is_autocast(x.device):
+            return function(x, *args, **options)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args, **options)
+
+    return cast(_Called, in_own_dtypes)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpfuse.comm.layout import is_traced
+from tpfuse.ops.autograd import without_autocast
 from tpfuse.ops.dropout import keep_mask
 
 
@@ -76,6 +77,7 @@ def flash_obstacle(q: Tensor) -> str:
     return "deterministic algorithms are requested" if torch.are_deterministic_algorithms_enabled() else ""
 
 
+@without_autocast
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, return_lse: bool) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty if unasked."""
     tq, tk = q.shape[2], k.shape[2]
@@ -89,8 +91,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, ret
         return _by_document(q, k, v, cu_seqlens_q.tolist(), call, return_lse)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    dtype = q.dtype
+    if dtype in (torch.float16, torch.bfloat16):  # their products would round the scores, and take longer on CPUs
+        q, k, v = q.float(), k.float(), v.float()
     scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
-    scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
     document_q, q_pos = _positions(tq, call.q_offset, cu_seqlens_q, q.device)
     document_k, k_pos = _positions(tk, call.k_offset, cu_seqlens_k, q.device)
     hidden = _hidden(q_pos.unsqueeze(1), k_pos, call.causal, call.window)
@@ -99,7 +103,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, ret
         hidden |= (document_q.unsqueeze(1) != document_k) | (document_k == documents)
     blind = hidden.all(dim=-1, keepdim=True)
     scores = scores.masked_fill(hidden & ~blind, float("-inf"))
-    probabilities = scores.softmax(dim=-1).to(q.dtype)
+    probabilities = scores.softmax(dim=-1)
     if call.dropout_p:
         assert call.head_rows is not None and call.dropout_key is not None
         heads = call.head_rows.unsqueeze(-1)
@@ -109,7 +113,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, ret
             heads * call.dropout_width + q_pos, call.dropout_width, call.dropout_p, call.dropout_key, k_pos
         )
         probabilities = probabilities * (keep.to(q.dtype) / (1.0 - call.dropout_p))
-    out = torch.matmul(probabilities, v).masked_fill(blind, 0.0)
+    out = torch.matmul(probabilities, v).masked_fill(blind, 0.0).to(dtype)
     if not return_lse:
         return out, out.new_empty(0)
     return out, scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), float("-inf"))

@@ -277,6 +277,17 @@ def _dropped(
             _check(way, sequence, _run(way, sequence, truth.inputs, **dropout), truth)
 
 
+def _under_autocast() -> None:
+    """Check that autocast, whose dtype the tensors have, changes nothing."""
+    rows, found = torch.arange(8).view(2, 4), []
+    dropout = {"dropout_p": 0.3, "key": torch.tensor(3), "head_rows": rows}
+    sequence = _Sequence(dtype=BF16)
+    for enabled in (True, False):
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            found.append(_run(_Way("ring"), sequence, sequence.inputs(6), **dropout))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in NAMES)
+
+
 def _twice(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]) -> None:
     """Check that two runs agree to the bit."""
     late = random.Random(dist.get_rank())
@@ -570,6 +581,7 @@ FIRST: list[Row] = [
     (_dropped, 3, ("direct", F64, ("zigzag",), (0, 4))),
     (_dropped, 2, ("direct", F64, ("striped",), (2,))),
     (_twice, 4, ("direct", BF16, ("zigzag",))),
+    (_under_autocast, 2, ()),
     (_rare_cases, 3, ("direct", 7)),
     (_packed, 4, ("direct",)),
     (_some_gradients, 3, ("direct",)),

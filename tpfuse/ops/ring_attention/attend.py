@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from tpfuse.ops.autograd import once_differentiable
+from tpfuse.ops.autograd import once_differentiable, without_autocast
 from tpfuse.ops.ring_attention.placement import RingPlan
 
 Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -34,6 +34,7 @@ class _Attend(Function):
         return *backward(grad_out, kept, ctx.plan), None, None
 
 
+@without_autocast
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, *, with_lse: bool) -> tuple[Tensor, Tensor, Kept]:
     """Return (out, lse, what `backward` takes). lse must not be used unless `with_lse`."""
     exchange, call = plan.exchange, plan.call
@@ -51,6 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, *, with_lse: bool) 
     return exchange.to_tokens(op, out)[0], lse, kept
 
 
+@without_autocast
 def backward(grad_out: Tensor, kept: Kept, plan: RingPlan, *, exchanged: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv). exchanged: whether `kept` has this rank's heads, not its tokens, if heads are exchanged."""
     exchange, call, (q, k, v, out, lse) = plan.exchange, plan.call, kept
