@@ -111,7 +111,7 @@ class _FirstDerivative(Function):
     @staticmethod
     def forward(ctx: Any, operator: str, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
         ctx.operator = operator
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
+        return tuple(gradient.clone() for gradient in gradients)  # views could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:

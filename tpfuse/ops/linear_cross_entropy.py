@@ -247,7 +247,8 @@ def _(x: Tensor, weight: Tensor, *call: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:])
+    # Only the gradient of `weights` needs the losses, which may otherwise be changed in place.
+    ctx.save_for_backward(output[1] if ctx.needs_input_grad[3] else None, *output[2:])
 
 
 @once_differentiable
