@@ -237,6 +237,9 @@ def test_bad_arguments_are_refused_on_several_ranks() -> None:
     ):
         with naming(message), pytest.raises(ValueError, match=message):
             LAYERS[kind](*sizes, device_mesh=mesh, **options)
+    row = RowParallelLinear(4, 8, sequence_parallel=True, device_mesh=mesh)
+    with pytest.raises(ValueError, match=r"residual has shape \(\): expected \(1, 8\)"):
+        row(torch.ones(2, 2), residual=torch.tensor(1.0))
     layer = ColumnParallelLinear(4, 8, device_mesh=mesh)
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
     layer.bias = nn.Parameter(distribute_tensor(torch.zeros(8), other, [Shard(0)]))

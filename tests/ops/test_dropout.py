@@ -58,6 +58,7 @@ def test_triton_has_the_same_mask_and_gradient(dtype: torch.dtype, p: float) -> 
     expected = dropout(plain, p, rows, KEY)
     with use(kernels="triton"):
         out = dropout(own, p, rows, KEY)
+        assert torch.equal(dropout(x[0, 0], p, rows[0, 0], KEY), out[0, 0]), "one row, without a dimension of rows"
     truth = x.double() * keep_mask(rows, 100, p, KEY) / (1 - p)
     check_error("out", out, expected, truth, torch.finfo(dtype).eps * truth.abs().max().item())
     out.backward(x)

@@ -104,7 +104,7 @@ class RowParallelLinear(OnMesh, nn.Linear):
             look(self, x, "features")
         if self.sequence_parallel and group is not None:
             look(self, residual, "sequence")
-            if residual is not None:
+            if residual is not None and residual.ndim == x.ndim:  # the operator refuses another
                 residual = sequence_first(residual, self.sequence_dim)
             x = sequence_first(x, self.sequence_dim)
             out = linear_reduce_scatter(x, weight, bias, group, residual=residual)

@@ -22,6 +22,7 @@ from tpfuse.comm.layout import is_traced
 from tpfuse.kernels.checks import check_tensor
 from tpfuse.kernels.dropout import dropout_forward, threshold
 from tpfuse.ops.autograd import registered
+from tpfuse.ops.gemm import flat
 from tpfuse.switches import use_triton
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
@@ -104,7 +105,7 @@ def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     check_tensor("dropout", "rows", rows, tuple(x.shape[:-1]), (torch.int64,), ("x", x))
     check_tensor("dropout", "key", key, (), (torch.int64,), ("x", x))
     if use_triton(x):
-        out: Tensor = _dropout(x.flatten(0, -2), p, rows.flatten(), key)
+        out: Tensor = _dropout(flat(x), p, rows.flatten(), key)
         return out.view(x.shape)
     return x * (keep_mask(rows, x.shape[-1], p, key).to(x.dtype) / (1.0 - p))
 
