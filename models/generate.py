@@ -35,7 +35,7 @@ def generate(
 ) -> Tensor:
     """Return the prompts, each with its continuation: [B, T + tokens] int64.
 
-    ids_BT: [B, T] int64, equal on all ranks. temperature: 0 takes the most probable token; otherwise the logits are
+    ids_BT: [B, T] integers, equal on all ranks. temperature: 0 takes the most probable token; otherwise the logits are
     divided by it. top_k: draw from the top_k most probable tokens (from more if logits are equal). top_p: draw from the
     smallest set of most probable tokens whose probabilities, after temperature and top_k, sum to at least top_p
     (nucleus sampling, arXiv:1904.09751). eos: a sequence that has produced this token is filled with it; once all
@@ -59,6 +59,7 @@ def generate(
             raise ValueError(message)
     batch, length = ids_BT.shape
     window = model.config.n_positions
+    ids_BT = ids_BT.long()
     text_BN = torch.cat([ids_BT, ids_BT.new_full((batch, tokens), 0 if eos is None else eos)], dim=1)
     ended_B = torch.zeros(batch, dtype=torch.bool, device=ids_BT.device)
     generators = [torch.Generator("cpu").manual_seed(seed + row) for row in range(batch)]

@@ -185,19 +185,27 @@ class GPT(nn.Module):
         stage: a pipeline stage of this rank, by default the whole model; unless it is the first one, x_mC is the output
         [m, C] of the stage before it; unless it is the last one, its output [m, C] is returned. starts_BT: bool, equal
         on all ranks, where a document begins; the tokens of a document see each other alone and have positions of their
-        own. By default each sequence is one document. Raise ValueError if there are no tokens, or fewer than
+        own. By default each sequence is one document. Raise ValueError for other shapes or dtypes of
+        these, loss_weight without targets, and starts with a cache; if there are no tokens, or fewer than
         context-parallel ranks, if the context is too short, or if an id is not in the vocabulary.
         """
         stage = stage or self.stages[0]
-        if not ids_BT.numel():
-            raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected at least one token")
+        if ids_BT.ndim != 2 or not ids_BT.numel():
+            raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected [B, T] with at least one token")
+        for name, given in (("targets", targets_BT), ("starts", starts_BT)):
+            if given is not None and given.shape != ids_BT.shape:
+                raise ValueError(f"{name} of shape {tuple(given.shape)}: expected {tuple(ids_BT.shape)}, as ids")
+        if starts_BT is not None and (starts_BT.dtype != torch.bool or cache is not None):
+            found = f"of {starts_BT.dtype}" if cache is None else "with a cache"
+            raise ValueError(f"starts {found}: expected bool, and no cache")
+        if loss_weight is not None and targets_BT is None and stage.last:
+            raise ValueError(f"loss_weight {loss_weight} without targets: expected both")
         past = 0 if cache is None else cache.length
         shape = batch, length = ids_BT.shape
         if past + length > self.config.n_positions:
             raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
         documents = None if starts_BT is None else Documents(starts_BT)
         if documents is not None:
-            assert cache is None
             ids_BT, targets_BT = ids_BT.reshape(1, -1), None if targets_BT is None else targets_BT.reshape(1, -1)
         sharded = (self.context if cache is None else ONE_RANK).sharded_batch(ids_BT, documents)
         share = -(-sharded.tokens // self.tp)

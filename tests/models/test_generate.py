@@ -107,6 +107,11 @@ def test_tokens_are_drawn_from_the_distribution(top_k: int | None, top_p: float 
     assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-12).all()
 
 
+def test_prompts_of_other_integers_are_converted() -> None:
+    model = _model()
+    assert torch.equal(generate(model, PROMPTS.int(), 2), generate(model, PROMPTS, 2))
+
+
 def test_generating_no_tokens_returns_the_prompt() -> None:
     assert torch.equal(generate(_model(), PROMPTS, 0), PROMPTS)
 

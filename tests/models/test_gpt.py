@@ -263,9 +263,20 @@ def test_bad_input_is_refused() -> None:
     model = _model()
     for arguments, message in (
         ([torch.zeros(1, 17, dtype=torch.int64)], "17 tokens do not fit a context of 16"),
-        ([torch.zeros(1, 0, dtype=torch.int64)], "expected at least one token"),
+        ([torch.zeros(1, 0, dtype=torch.int64)], "with at least one token"),
         ([torch.tensor([[101]])], "do not fit a table of 101 rows"),
         ([torch.tensor([[0, 1]]), torch.tensor([[0, 101]])], "targets from 0 to 101"),
+        ([torch.tensor([0, 1])], r"ids of shape \(2,\): expected \[B, T\]"),
+        ([torch.tensor([[0, 1]]), torch.tensor([[0], [1]])], r"targets of shape \(2, 1\): expected \(1, 2\), as ids"),
     ):
         with pytest.raises(ValueError, match=message):
             model(*arguments)
+    ids, starts = torch.tensor([[0, 1]]), torch.tensor([[True, False]])
+    for options, message in (
+        ({"loss_weight": 1.0}, "loss_weight 1.0 without targets"),
+        ({"starts_BT": starts[:, :1]}, r"starts of shape \(1, 1\): expected \(1, 2\), as ids"),
+        ({"starts_BT": starts.long()}, "starts of torch.int64: expected bool"),
+        ({"starts_BT": starts, "cache": KeyValueCache(CONFIG, 1, 2, "cpu", torch.float64)}, "starts with a cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, **options)
