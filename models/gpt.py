@@ -185,9 +185,9 @@ class GPT(nn.Module):
         stage: a pipeline stage of this rank, by default the whole model; unless it is the first one, x_mC is the output
         [m, C] of the stage before it; unless it is the last one, its output [m, C] is returned. starts_BT: bool, equal
         on all ranks, where a document begins; the tokens of a document see each other alone and have positions of their
-        own. By default each sequence is one document. Raise ValueError for other shapes or dtypes of
-        these, loss_weight without targets, and starts with a cache; if there are no tokens, or fewer than
-        context-parallel ranks, if the context is too short, or if an id is not in the vocabulary.
+        own. By default each sequence is one document. Raise ValueError for other shapes or dtypes of these,
+        loss_weight without targets, and starts with a cache; if there are no tokens, or fewer than context-parallel
+        ranks, if the context is too short, or if an id is not in the vocabulary.
         """
         stage = stage or self.stages[0]
         if ids_BT.ndim != 2 or not ids_BT.numel():

@@ -99,9 +99,8 @@ class PowerSGDCompression(Compression):
     Nor does any in a step without an update. Gradients of all steps must have one scale: `scale_errors` changes it.
 
     The state belongs to one rank and takes as much memory as the matrices, and until the update twice as much.
-    Checkpoints hold it for the same layout
-    (`state_dict`). A run that resumes in another layout starts with new factors and without the remainders of its last
-    step: it loses, once, as much of a gradient as every step defers to the next.
+    Checkpoints hold it for the same layout (`state_dict`). A run that resumes in another layout starts with new factors
+    and without the remainders of its last step: it loses, once, as much of a gradient as every step defers to the next.
     """
 
     def __init__(self, rank: int = 4, seed: int = 0) -> None:
