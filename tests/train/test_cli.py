@@ -345,7 +345,7 @@ def test_the_goodput_is_that_of_all_starts(
 def test_a_ruined_model_does_not_replace_a_good_checkpoint(commands: Commands) -> None:
     """The update of step 4 overflows, although its loss was still finite."""
     commands.train(*"--train.save-every 1 --train.keep 1 --train.steps 3".split())
-    explosion = "--optim.lr 1e38 --optim.clip 0 --train.steps 6 --optim.weight-decay 10".split()
+    explosion = "--optim.lr 1e38 --optim.clip 0 --train.steps 6 --optim.decay-steps 6 --optim.weight-decay 10".split()
     assert "step 4: after the update the loss is nan; not saved" in commands.fail_to_resume(*explosion, status=1)
     assert steps(commands.out) == [3]
 

@@ -253,7 +253,7 @@ def test_one_rank_prints(models: Path, commands: Commands) -> None:
 
 
 def test_a_disk_that_is_full_takes_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = mock.Mock(write=mock.Mock(side_effect=OSError(28, "No space left on device")))
+    full = mock.Mock(encoding="utf-8", write=mock.Mock(side_effect=OSError(28, "No space left on device")))
     monkeypatch.setattr(sys, "stdout", full)
     options = options_of(LayoutOptions(), CommOptions(), None)
     with pytest.raises(RunError, match=r"^No space left on device$"):

@@ -71,7 +71,7 @@ def activations(sizes: ModelSizes, share: RankShare, program: TrainingProgram) -
     if sizes.is_gpt:
         masked = share.tp > 1  # a mask of one byte per token says which ids are in this rank's shard of the vocabulary
         first += rows * masked + between * _INT64  # positions
-        last += rows * (program.state_bytes + width * size) + vocabulary * width * size
+        last += (rows + vocabulary) * width * size  # the gradients of the loss
         loss = min(rows, LOSS_CHUNK) * vocabulary * size
         loss += vocabulary * width * 4 if rows > LOSS_CHUNK else 0  # the sum of the chunks' gradients
         if sizes.dropout and program.triton:  # the numbers of rows and heads, and the keys of all sites
@@ -165,8 +165,9 @@ class _Rank:
             element = size + ((size + 1) if sizes.dropout else 0)
             return total + heads * tokens * sizes.tokens * element
         if sizes.dropout and not program.triton and cp == 1:  # context-parallel ranks compute probabilities again
-            copies = 3 if size >= 4 else 2 + 4 // size
-            return total + heads * tokens * sizes.tokens * copies * size + sizes.tokens * (sizes.tokens + 1)
+            wide = max(size, 4)  # half types are converted
+            total += self.rows * (query + 2 * key) * (wide - size) // tp
+            return total + heads * tokens * sizes.tokens * 3 * wide + sizes.tokens * (sizes.tokens + 1)
         return total + tokens * heads * program.state_bytes
 
     def _exchanges_heads(self) -> bool:
