@@ -70,8 +70,8 @@ class GPTModel(LanguageModel):
         forward = self.module if at is None else self._forward
         starts = None if targets is None or self.document_start is None else ids == self.document_start
         y: Tensor = forward(
-            ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences, cache=cache, stage=stage, x_mC=x,
-            starts_BT=starts,
+            ids, targets, loss_weight=None if targets is None else weight, dropout_at=at, sequences_B=sequences,
+            cache=cache, stage=stage, x_mC=x, starts_BT=starts,
         )  # fmt: skip
         return y
 
