@@ -26,10 +26,6 @@ def _process() -> int:
     return os.getpid()
 
 
-def _number() -> int:
-    return os.getpid()
-
-
 def test_results_are_in_rank_order_and_processes_are_reused() -> None:
     ranks = pool(3)
     assert ranks.run(_sum, 10) == [(0, 3, 33), (1, 3, 33), (2, 3, 33)]
@@ -42,10 +38,9 @@ def _stopped(ranks: list[int]) -> bool:
 
 
 def test_ranks_at_rest_are_stopped_and_end_with_the_process_of_their_pool() -> None:
-    program = "import tests.testing.test_ranks as t; print(*t.pool(2).run(t._number), flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    program = "import tests.testing.test_ranks as t; print(*t.pool(2).run(t._process), flush=True); input()"
+    command = [sys.executable, "-c", "import torch; torch.use_deterministic_algorithms(True); " + program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         ranks = [int(rank) for rank in process.stdout.readline().split()]
         assert len(ranks) == 2

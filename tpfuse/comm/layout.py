@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -12,6 +12,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tpfuse.comm.mesh import check_order, shard_range
 
 Slices = tuple[tuple[int, int], ...]
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter; without parameters the CPU."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def local_tensor(x: Tensor) -> Tensor:

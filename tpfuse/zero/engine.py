@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tpfuse.choices import Accumulate, GradientDtype, MomentDtype
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.layout import local_tensor, model_device
 from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.zero.bucket_layout import BUCKET_BYTES
@@ -137,7 +137,7 @@ def shard(
     _, ranks = rank_and_size(data)
     if replicas < 1 or ranks % replicas:
         raise ValueError(f"replicas {replicas}: expected a number that divides the {ranks} data-parallel ranks")
-    device, fully = next((x.device for x in model.parameters()), torch.device("cpu")), stage == 3 and ranks > 1
+    device, fully = model_device(model), stage == 3 and ranks > 1
     groups = RankGroups(data, data, data)
     if mesh is not None:
         kept = () if fully else DATA_AXES

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.choices import Accumulate, GradientDtype
-from tpfuse.comm.layout import is_sharded, local_tensor
+from tpfuse.comm.layout import is_sharded, local_tensor, model_device
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.local_parameter import offer_leaf, withdraw_leaf
@@ -129,7 +129,7 @@ class GradientBuckets(MicroBatches):
         trained = trained_parameters(model)
         _check_tied(tied, trained)
         broadcast_model(model, groups.data, tied, groups.ends)
-        self.device = next((local_tensor(x).device for x in model.parameters()), torch.device("cpu"))
+        self.device = model_device(model)
         group_of: dict[Kind, dist.ProcessGroup | None] = dict.fromkeys(KINDS, groups.data)
         group_of |= {"partial": groups.stage, "tied": groups.ends}
         layouts = plan_buckets(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import Slices
+from tpfuse.comm.layout import Slices, model_device
 from tpfuse.comm.mesh import shown
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 
@@ -96,8 +96,8 @@ def hidden_matrices(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         found[name] = _rows_of(model, path, module, parameter)
     somewhere = bool(found)
     if group is not None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        somewhere = bool(collectives.all_reduce(torch.tensor([float(somewhere)], device=device), group).item())
+        own = torch.tensor([float(somewhere)], device=model_device(model))
+        somewhere = bool(collectives.all_reduce(own, group).item())
     if not somewhere:
         raise ValueError(
             "Muon found no matrices of hidden layers, which it looks for in an nn.ModuleList of blocks: name the"

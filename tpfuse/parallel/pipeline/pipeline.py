@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import broadcast_, set_timeout
-from tpfuse.comm.layout import has_values, local_tensor
+from tpfuse.comm.layout import has_values, local_tensor, model_device
 from tpfuse.comm.member_groups import free_number, new_group
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size
 from tpfuse.parallel.pipeline.cut import Stage
@@ -93,10 +93,9 @@ class Pipeline:
                     sent = x.contiguous()
                     broadcast_([sent], self._ends)
                     x.copy_(sent)
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         modules = {stage.index: as_modules(parts.of(stage)) for stage in self.stages}
         self._stage_of = {stage.index: stage for stage in self.stages}
-        self._runner = Runner(self.order, self._compute, modules, group, device)
+        self._runner = Runner(self.order, self._compute, modules, group, model_device(model))
         self.shared = self._runner.shared_parameters(model, trained)
 
     @property

@@ -219,8 +219,7 @@ class Runner:
         losses: list[Tensor] = []
         self.intervals, self.most_in_flight = [], 0
         try:
-            self._compare(batches)
-            self._open(batches[0])
+            self._open(batches, compares=True)
             self.began, began = time(), perf_counter()
             for action in self.order.actions[self.rank]:
                 taken = self._take(action)
@@ -246,9 +245,7 @@ class Runner:
             raise ValueError(f"{len(batches)} micro-batches: expected 1 or {self.order.micro_batches}")
         outputs: dict[int, Tensor] = {}
         try:
-            if tuple(_described(batches[0])) not in self._shapes:
-                self._compare(batches)
-            self._open(batches[0])
+            self._open(batches, compares=False)
             for action in self.order.forwards(self.rank):
                 if action.micro_batch >= len(batches):
                     continue
@@ -386,14 +383,17 @@ class Runner:
         else:
             self._messages.send(route, x.detach().contiguous())
 
-    def _open(self, batch: Any) -> None:
+    def _open(self, batches: Sequence[Any], *, compares: bool) -> None:
         """Open the routes for messages of such micro-batches. Collective.
 
-        The first time, only the rank of the first stage can tell the shape of the messages, after its first pass.
+        compares: whether ranks compare the micro-batches, as they do in any case the first time. Only the rank of the
+        first stage can then tell the shape of the messages, after its first pass.
         """
         if self.group is None:
             return
-        self._key = tuple(_described(batch))
+        self._key = tuple(_described(batches[0]))
+        if compares or self._key not in self._shapes:
+            self._compare(batches, self.group)
         if self._key in self._shapes:
             self._choose_messages()
         elif 0 not in self.stages:
@@ -408,15 +408,13 @@ class Runner:
         self._shapes[self._key] = torch.Size(shape), dtype
         self._choose_messages()
 
-    def _compare(self, batches: Sequence[Any]) -> None:
+    def _compare(self, batches: Sequence[Any], group: dist.ProcessGroup) -> None:
         """Raise ValueError on every rank of the pipeline if ranks have begun with different micro-batches."""
-        if self.group is None:
-            return
         own = torch.tensor([_digest(batches)], device=self.device)
-        digests = collectives.all_gather(own, self.group).tolist()
+        digests = collectives.all_gather(own, group).tolist()
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
-            ranks = dist.get_process_group_ranks(self.group)
+            ranks = dist.get_process_group_ranks(group)
             raise ValueError(
                 f"{named(ranks[0])} and {named(ranks[other])} pass different micro-batches: expected the same on all"
                 " ranks of a pipeline, from a sampler that knows only the data-parallel ranks"
