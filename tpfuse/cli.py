@@ -7,7 +7,6 @@ errors need it.
 import contextlib
 import gc
 import io
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,7 +18,7 @@ from tpfuse._version import __version__
 from tpfuse.nearest import nearest
 from tpfuse.train.child import quick_imports
 from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
-from tpfuse.train.messages import fail, is_first_rank, put, say, show_cursor, warn
+from tpfuse.train.messages import accept_all_texts, discard_output, fail, is_first_rank, say, show_cursor, warn
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
@@ -191,6 +190,16 @@ COMMANDS = {
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    if name in ("", "-h", "--help"):
+        print(_usage())
+        return 0 if name else 2
+    if name == "--version":
+        print(f"tpfuse {__version__}")
+        return 0
+    if name == "--completion":
+        return _completion(arguments)
+    if name not in COMMANDS:
+        raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
     command = COMMANDS[name]
     module, _, attribute = command.function.partition(":")
     if command.parses:
@@ -213,7 +222,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         function = getattr(import_module(module), attribute)
     result = function(*values)
     if isinstance(result, str):
-        put(result)
+        print(result)
     return result if isinstance(result, int) else 0
 
 
@@ -249,25 +258,18 @@ def _completion(arguments: Sequence[str]) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else 2
-    name = arguments[0]
+    accept_all_texts()
+    name = arguments[0] if arguments else ""
     try:
-        if name == "--version":
-            print(f"tpfuse {__version__}")
-            return 0
-        if name == "--completion":
-            return _completion(arguments[1:])
-        if name not in COMMANDS:
-            raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
-        return _run(name, arguments[1:])
+        status = _run(name, arguments[1:])
+        sys.stdout.flush()
+        return status
     except (UserError, CheckpointError, RunError) as error:
         missing = error.missing if isinstance(error, PeerLost) else ()
         fail(name, str(error), missing, isinstance(error, RunError) and error.alone)
         return error.status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 1
     except OSError as error:
         fail(name, of_disk(error))

@@ -182,6 +182,7 @@ def test_commands_can_be_printed_alone(
         (f"-- {sys.executable} train.py", "use tpfuse.profile.record"),
         (f"-- {sys.executable} tpfuse.py train", "use tpfuse.profile.record"),
         ("-- tpfuse train --resume --out run", "leave out --resume"),
+        ("-- tpfuse train --resume=yes --out run", "leave out --resume"),
         ("--steps 5:3 -- tiny", "steps '5:3'"),
         ("--steps 0 -- tiny", "steps '0'"),
         ("--out FULL -- tiny", "expected a new or an empty folder"),

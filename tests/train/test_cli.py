@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -350,26 +350,43 @@ def test_a_ruined_model_does_not_replace_a_good_checkpoint(commands: Commands) -
     assert steps(commands.out) == [3]
 
 
-def test_training_continues_without_a_reader_of_its_output(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def nobody_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let stdout be a pipe that nobody reads."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
+        yield
+
+
+def test_a_command_ends_without_a_word_if_nobody_reads_its_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nobody_reads(monkeypatch):
+        assert run(["--help"]) == 1
+    assert not capsys.readouterr().err
+
+
+def test_training_continues_without_a_reader_of_its_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nobody_reads(monkeypatch):
         for line in ("one", "two", "three"):
             say(line)
     warned = "tpfuse: warning: cannot write to standard output: Broken pipe; training continues without it\n"
     assert capsys.readouterr().err == warned
 
 
-def test_what_standard_output_cannot_express_becomes_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_output_takes_what_it_cannot_express_and_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
-    monkeypatch.setattr("tpfuse.tools.doctor.run", lambda json: "\udcff☃")
-    say("déjà ☃")
-    assert run(["doctor"]) == 0
+    monkeypatch.setattr("tpfuse.tools.verify.run", lambda *_: sys.stdout.isatty() or print("déjà ☃", flush=True))
+    assert run(["verify"]) == 0
+    say("\udcff☃")
     assert printed.getvalue() == "déjà ?\n??\n".encode("latin-1")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(["verify"]) == 0
 
 
 def damage(file: Path) -> None:

@@ -131,7 +131,7 @@ def _trained(command: Sequence[str], options: ProfileCommand, flags: Sequence[st
             f"--with {options.with_} records the steps of `tpfuse train`, and this command is another program: in that"
             " program, use tpfuse.profile.record(FOLDER, model, group), and then: tpfuse profile summary FOLDER"
         )
-    if "--resume" in command:
+    if any(word.partition("=")[0] == "--resume" for word in command):
         raise UserError("a profile is a run of its own: leave out --resume, or give `tpfuse train` --profile.trace")
     steps, last = options.steps, profiled_steps(options.steps)[-1]
     ending = ["--train.steps", str(last), "--train.eval-every", "0", "--out", str(out / RUN)]

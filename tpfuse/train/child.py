@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.messages import accept_all_texts
 
 
 @contextlib.contextmanager
@@ -41,6 +42,7 @@ def begin(parent: int, reports: Connection, work: bytes) -> None:
     for all ranks why the run has ended. Any other exception is printed here.
     """
     _end_with(parent, signal.SIGKILL)  # nothing is lost before training has begun
+    accept_all_texts()
     status = 1
     try:
         with quick_imports():

@@ -1,6 +1,7 @@
 """Print lines for people: warnings and errors on stderr, results and progress on stdout."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -14,20 +15,27 @@ def warn(message: str) -> None:
     print(f"tpfuse: warning: {message}", file=sys.stderr, flush=True)
 
 
-def put(text: str) -> None:
-    """Print a text on stdout, with ? for what its encoding cannot express. Raise OSError."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), flush=True)
+def accept_all_texts() -> None:
+    """Let stdout take every text: with ? for what its encoding cannot express, and nowhere if it is closed."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - it stays open
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def discard_output() -> None:
+    """Discard what stdout has not written yet, and all that follows."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def say(line: str = "") -> None:
     """Print one line on stdout. If stdout is closed or its disk is full, warn once and print nothing more."""
     try:
-        put(line)
+        print(line, flush=True)
     except OSError as error:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # the buffer of sys.stdout is then discarded too
-        os.close(nowhere)
+        discard_output()
         with contextlib.suppress(OSError):
             warn(f"cannot write to standard output: {error.strerror}; training continues without it")
 

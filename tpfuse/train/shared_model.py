@@ -32,7 +32,6 @@ from tpfuse.train.hardware import set_threads
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, start_ranks, torchrun_rank
-from tpfuse.train.messages import put
 from tpfuse.train.options import CommOptions, LayoutOptions, ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import rank_count
 from tpfuse.train.rank_model import Drawing, LanguageModel
@@ -228,7 +227,7 @@ def _print_result(info: RankInfo, work: Callable[..., str], options: TrainComman
     result = _joined(info, work, options, arguments)
     try:
         if info.rank == 0:
-            put(result)
+            print(result, flush=True)
     except OSError as error:
         raise RunError(of_disk(error)) from None
     return 0
