@@ -305,7 +305,9 @@ def test_the_command_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypat
     assert run(["tune", "gemm", "--minutes", "1"]) == 2
     assert run(["tune", "softmax"]) == 2
     assert run(["tune", "--minute", "1"]) == 2
+    assert run(["tune", "--minutes", "-1"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "tpfuse tune: error: there is no CUDA GPU here to measure on"
     assert lines[1].startswith("tpfuse tune: error: no search space for softmax: expected operators of gemm, ")
-    assert "did you mean --minutes?" in lines[2] and len(lines) == 3
+    assert "did you mean --minutes?" in lines[2]
+    assert lines[3:] == ["tpfuse tune: error: --minutes -1.0: expected at least 0"]

@@ -295,6 +295,7 @@ def test_a_folder_without_weights_gives_random_ones(tmp_path: Path, text: Path, 
         ),
         ("--model.preset tiny --init-from /tmp", "leave out --model.preset, --init-from"),
         ("--model.n_layer=3 --model.no_bias --init_from /t", "leave out --model.n-layer, --model.no-bias, --init-from"),
+        ("--config FILE", "model = 3: expected a table"),
         ("--model.n-positions 65", "n_positions 65: expected 1 to 64, the model's context"),
         ("--parallel.tp 5", "model.layers.0.self_attn: 12 heads cannot be divided among 5 ranks"),
         ("--train.cuda-graph", "--train.cuda-graph is not for --model.from, whose code may compute on the host: leave"),
@@ -309,6 +310,8 @@ def test_bad_options_are_refused_in_one_line(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat " * 100)
+    (tmp_path / "my.toml").write_text("model = 3")
+    flags = flags.replace("FILE", str(tmp_path / "my.toml"))
     said = commands.fail("train", "--model.from", llama, "--data.path", text, "--out", tmp_path / "new", *flags.split())
     assert message in said
     assert not (tmp_path / "new").exists()

@@ -104,6 +104,11 @@ def test_commands_mask_documents(tmp_path: Path, commands: Commands) -> None:
     assert "the tokenizer bytes has no token such as" in commands.fail(*text)
     said = commands.fail(*text, "--data.tokenizer", tmp_path)
     assert re.search("none of the first 2997 tokens of .*a.txt is token 0", said)
+    tokens_of_another = np.full(40_000, 3, "<u2")
+    tokens_of_another[3000] = 99
+    tokens_of_another.tofile(tmp_path / "b.bin")
+    said = commands.fail(*text, "--data.path", tmp_path / "b.bin", "--data.tokenizer", tmp_path)
+    assert "b.bin: token 99 at 3000 is outside the vocabulary of 10: name the tokenizer" in said
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".staging*"))
 
 

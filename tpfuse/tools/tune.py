@@ -34,7 +34,7 @@ from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
 from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import UserError, refusing
+from tpfuse.train.errors import UserError, check_at_least, refusing
 
 
 def tune(
@@ -191,6 +191,7 @@ def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype
     unknown = [name for name in operators if name not in SPACES]
     if unknown:
         raise UserError(f"no search space for {', '.join(unknown)}: expected operators of {', '.join(SPACES)}")
+    check_at_least({"minutes": (minutes, 0)})
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA GPU here to measure on")
     if launch.INTERPRETED:
@@ -199,7 +200,7 @@ def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"cannot write {out}: give another file with --out")
     device = torch.device("cuda", torch.cuda.current_device())
-    deadline = monotonic() + 60 * minutes if minutes else float("inf")
+    deadline = float("inf") if minutes is None else monotonic() + 60 * minutes
     tuner = tuner_of(device, dtype, lambda line: print(line, flush=True), deadline)
     rows = tune(operators or list(SPACES), tuner, trials(), SPACES, out)
     print(f"{len(rows)} rows measured and written to {out}")

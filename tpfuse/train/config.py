@@ -303,7 +303,8 @@ def _check_alone(decoder: str, arguments: Sequence[str], sources: Sequence[tuple
     given += ["no-bias"] if "--model.no-bias" in arguments else []
     flags = [f"--model.{name.replace('_', '-')}" for name in given]
     for file, table in sources:
-        keys = {key.replace("-", "_") for key in table.get("model", {})}
+        model = table.get("model")
+        keys = {key.replace("-", "_") for key in model} if isinstance(model, dict) else set()
         flags += [f"{file}: model.{name}" for name in _SHAPE if name in keys]
         flags += [f"{file}: init_from"] if {"init_from", "init-from"} & set(table) else []
     if flag_value(arguments, "--init-from") is not None:

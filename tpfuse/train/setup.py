@@ -40,7 +40,7 @@ from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipe
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import lowest, steps_of
 from tpfuse.train.step_graph import graph_obstacle
-from tpfuse.train.token_file import TokenFiles, read_descriptions, token_paths
+from tpfuse.train.token_file import DamagedTokens, TokenFiles, read_descriptions, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.zero.compression import compression_of
@@ -454,6 +454,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
             data = store(folder / "data", data, staging)
+    except DamagedTokens as error:
+        raise UserError(str(error)) from None
     except OSError as error:
         if not resumes:
             shutil.rmtree(folder / "data", ignore_errors=True)  # so that the next run may use the folder
