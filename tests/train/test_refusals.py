@@ -45,6 +45,7 @@ REFUSED = {
     "train --out=~/runs/x": "--out=~/runs/x: shells leave ~ as it is here: write --out ~/runs/x",
     "train --out r\udcff": "the name is not UTF-8: rename it",
     "train --model.dropout 1.0": "dropout 1.0",
+    "train --train.seed 9223372036854775808": "9223372036854775808: expected a number of 64 bits with a sign",
     "train --data.path a.txt b.txt": "unexpected 'b.txt' after --data.path, which takes one value",
     "train --data.path '/nowhere/*.bin'": "no file matches /nowhere/*.bin",
     "train --data.val-path v.txt --data.val-fraction 0.2": "--data.val-fraction and --data.val-path were both",

@@ -126,6 +126,8 @@ def _check_ranges(options: TrainCommand) -> None:
             " give less, or None for a tenth"
         )
     check_timeout(options.comm.timeout)
+    if not -(2**63) <= train.seed < 2**63:
+        raise UserError(f"--train.seed {train.seed}: expected a number of 64 bits with a sign")
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
