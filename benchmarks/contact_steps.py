@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -25,13 +24,10 @@ import triton
 
 from benchmarks.apart import ALL, Later, Row, Rows, Step, failed, read
 from benchmarks.harness import OURS, Bench, BenchCase, measure, new_bench, provenance
-from benchmarks.timing import Candidate, Ceilings, Timing, alternate, seconds_of
+from benchmarks.timing import Ceilings
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
-from tpfuse.models.gpt import GPT
 from tpfuse.models.gpt_config import GPTConfig
-from tpfuse.parallel.initialize import initialize
-from tpfuse.switches import use
 from tpfuse.testing.compare import unwritten_memory_is_nan
 from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
 from tpfuse.tools import doctor, tune, verify
@@ -159,7 +155,6 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
         ],
         "other timings": timed("timings", 1, [name for name in TIMED if name not in FIRST_TIMED]),
         "nodes": [Step("nodes", partial(time_node, plan), 600.0, least=60.0)],
-        "graph": [one_row("graph", "a step of a GPT", time_graph)],
         "torch.compile": timed("torch.compile", 2, COMPILED),
         "tune": [
             Step(f"tune: {name}", partial(tune_operator, plan, name), 900.0, least=60.0)
@@ -466,49 +461,6 @@ def time_node(plan: Plan, rows: Rows) -> None:
     rows.each("node", partial(run, "benchmarks.node", "--scale", scale, "--minutes", "5"))
     if not plan.rehearse:
         rows.each("collectives", partial(run, "benchmarks.collectives"))
-
-
-def time_graph(plan: Plan, rows: Rows) -> Row:
-    """Return the microseconds of forward and backward of two blocks of a GPT, launched each time, and as one graph."""
-    sizes = TINY_GPT if plan.rehearse else GPTConfig(n_layer=2)
-    torch.manual_seed(plan.seed)
-    model = GPT(sizes, device=plan.device, dtype=torch.float32 if plan.rehearse else torch.bfloat16)
-    initialize(model, plan.seed)
-    tokens = torch.randint(sizes.vocab_size, (1 if plan.rehearse else 8, sizes.n_positions), device=plan.device)
-    bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=Ceilings(1.0, 1.0))
-
-    def step() -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        model(tokens, tokens).mean().backward()
-
-    def gradients() -> list[torch.Tensor]:
-        return [x.grad.clone() for x in model.parameters() if x.grad is not None]
-
-    candidates = [Candidate("launched each time", lambda _: step())]
-    with use(kernels="triton"):
-        if plan.rehearse:
-            times = alternate(candidates, bench.clock, bench.seconds, least=1, most=1)
-            return {"note": "a CPU has no graphs", "us": _medians(times)}
-        stream, graph = torch.cuda.Stream(plan.device), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):  # torch records the stream of each gradient's first sum
-            step()
-            step()
-            wanted = gradients()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-        graph.replay()
-        far = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(gradients(), wanted, strict=True)]
-        candidates.append(Candidate("one graph", lambda _: graph.replay()))
-        times = alternate(candidates, bench.clock, bench.seconds)
-    row: Row = {"passed": max(far) < 1e-2, "largest": max(far), "us": _medians(times)}
-    return row if row["passed"] else row | {"error": "the graph's gradients differ from those of single launches"}
-
-
-def _medians(times: Mapping[str, Timing | str]) -> dict[str, float]:
-    """Return the median microseconds of each candidate."""
-    return {name: median(seconds) * 1e6 for name, seconds in seconds_of(times).items()}
 
 
 def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
