@@ -9,7 +9,6 @@ first rounds are compared with float64, and those of later rounds must equal the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.one_process import set_epochs
+from tpfuse.tools.operators.adamw import RATES
 
 VARIANTS = 3
 _WRAP = 2**31  # the epoch that becomes negative
@@ -255,7 +255,6 @@ def _attention(layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor)
     }
 
 
-_RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEP, _LR, _CLIP = 3, 1e-3, 0.5
 _SUMS = ("summed by the update", "summed before")
 
@@ -292,7 +291,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
                 separate_master = None if sizes.dtype == torch.float32 else master
                 sharded_adamw_(
                     values.local, values.addresses, sent, addresses, separate_master, mean, square,
-                    start=start, decay_end=sizes.shard // 2, lr=lr, step=step, clip=clip, endpoint=endpoint, **_RATES,
+                    start=start, decay_end=sizes.shard // 2, lr=lr, step=step, clip=clip, endpoint=endpoint, **RATES,
                 )  # fmt: skip
                 results |= {f"values, {when}": values.local.clone(), f"moments, {when}": square}
             return results
@@ -311,7 +310,7 @@ def _adamw(world: int, rank: int, first: Tensor, every: list[Tensor]) -> Expecta
         parts = []
         for owner in range(world):
             parameter, *gradients = (x.chunk(world)[owner].to(dtype) for x in (first, *every))
-            numbers = _RATES | {"decay_end": len(parameter) // 2, "clip": _CLIP, "lr": _LR, "step": _STEP}
+            numbers = RATES | {"decay_end": len(parameter) // 2, "clip": _CLIP, "lr": _LR, "step": _STEP}
             parts.append(reference.sharded_adamw(parameter, gradients, *_moments(parameter), **numbers))
         return {"values": torch.cat([part[0] for part in parts]), "moments": parts[rank][2]}
 

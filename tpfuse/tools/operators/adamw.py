@@ -11,9 +11,9 @@ from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors, seeded_draw
 
-_OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-_STEPS = 3
 RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_OPTIONS = RATES | {"lr": 1e-2}
+_STEPS = 3
 LR, STEP = 1e-3, 3
 NUMBERS = {"lr": LR, "step": STEP}  # scalars on the device in training
 

@@ -14,7 +14,7 @@ from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.tools.operator import CallCost, Draw, Given, Launchers, Operator, Outputs, Shape, Tensors
-from tpfuse.tools.operators.attention_forward import launch_options
+from tpfuse.tools.operators.attention_forward import empty_heads, launch_options
 
 ENDS = [0, 25, 26, 60]  # ends of documents, in tokens
 DROPOUT = 0.3
@@ -116,14 +116,11 @@ def launches(dtype: torch.dtype) -> None:
 
 def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
     """Launch the backward pass of 8192 positions with 32 heads of queries, and 8 of keys and values."""
-
-    def empty(heads: int) -> Tensor:
-        return torch.empty(1, 8192, heads, size, dtype=dtype, device="meta").transpose(1, 2)
-
+    q, k = (empty_heads(heads, size, dtype) for heads in (32, 8))
     lse = torch.empty(1, 32, 8192, device="meta")
     options |= launch_options(documents, dropout_p)
     options |= {"max_seqlen_k": 2048, "grad_lse": lse} if documents else {}
-    attention_backward(empty(32), empty(32), empty(8), empty(8), empty(32), lse, **options)
+    attention_backward(q, q, k, k, q, lse, **options)
 
 
 OPERATOR = Operator(

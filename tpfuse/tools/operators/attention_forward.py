@@ -98,13 +98,14 @@ def launches(dtype: torch.dtype) -> None:
         _launch(dtype, size)
         _launch(dtype, size, documents=8, window=256, dropout_p=0.1)
     _launch(dtype, 80, causal=False)
-    q = _empty(32, 256, dtype)
+    q = empty_heads(32, 256, dtype)
     lse = torch.empty(1, 32, q.shape[2], device="meta")
     for out in (q, q.float()):
         attention_merge(out, lse, q, lse)
 
 
-def _empty(heads: int, size: int, dtype: torch.dtype) -> Tensor:
+def empty_heads(heads: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Return 8192 positions of these heads on the meta device, in the memory order of a projection."""
     return torch.empty(1, 8192, heads, size, dtype=dtype, device="meta").transpose(1, 2)
 
 
@@ -118,7 +119,7 @@ def launch_options(documents: int, dropout_p: float) -> dict[str, Any]:
 
 def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
     """Launch 32 heads of queries, and 8 of keys and values."""
-    q, k, v = (_empty(heads, size, dtype) for heads in (32, 8, 8))
+    q, k, v = (empty_heads(heads, size, dtype) for heads in (32, 8, 8))
     attention_forward(q, k, v, **launch_options(documents, dropout_p), **options)
 
 

@@ -1,7 +1,6 @@
 """sharded_adamw, alone or after shard_sum: its launches have groups of several sizes and gradients of both types."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +8,7 @@ from torch import Tensor
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.tools.operator import CallCost, Draw, OneRank, Operator, Shape, Tensors, on_meta
-
-RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+from tpfuse.tools.operators.adamw import RATES
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,11 @@ def launches(dtype: torch.dtype) -> None:
         _launch(dtype, world, torch.bfloat16 if world == 4 else torch.float32, clipped=world == 8)
 
 
-def _launch(dtype: torch.dtype, world: int, kept: torch.dtype, *, clipped: bool, m: int = 1 << 22) -> None:
+def _launch(dtype: torch.dtype, world: int, kept: torch.dtype, *, clipped: bool) -> None:
     def empty(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n, dtype=dtype, device="meta")
 
+    m = 1 << 22
     table, scalar = empty(world, torch.int64), torch.empty((), device="meta")
     endpoint = on_meta(world, flags=4096, programs=64, slot_bytes=16)
     values, sums, start = empty(world * m, dtype), empty(m), (world - 1) * m
