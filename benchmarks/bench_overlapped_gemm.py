@@ -69,11 +69,9 @@ class Group:
         return torch.stack([slot[half].view(torch.bfloat16)[RANK * n : (RANK + 1) * n] for slot in self._slots.peers])
 
 
-def _narrow(x: Tensor, activation: str | None, dim: int = 0) -> Tensor:
+def _narrow(x: Tensor, activation: str | None) -> Tensor:
     """Return the part of a weight or a bias that the first columns of the output depend on."""
-    if activation not in GATED:
-        return x.narrow(dim, 0, min(_COLUMNS, x.shape[dim]))
-    return torch.cat([half.narrow(dim, 0, min(_COLUMNS, half.shape[dim])) for half in x.chunk(2, dim)], dim)
+    return torch.cat([part[:_COLUMNS] for part in x.chunk(2 if activation in GATED else 1)])
 
 
 def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:

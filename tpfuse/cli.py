@@ -273,4 +273,8 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except OSError as error:
         fail(name, of_disk(error))
+        try:
+            sys.stdout.flush()
+        except OSError:  # it would be tried again at the end of Python
+            discard_output()
         return 1

@@ -368,6 +368,16 @@ def test_a_command_ends_without_a_word_if_nobody_reads_its_output(
     assert not capsys.readouterr().err
 
 
+def test_a_command_fails_if_the_disk_takes_no_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpfuse.tools.doctor.examine", lambda machine: [])
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run(["doctor", "--json"]) == 1
+    assert capsys.readouterr().err == "tpfuse doctor: error: No space left on device\n"
+
+
 def test_training_continues_without_a_reader_of_its_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

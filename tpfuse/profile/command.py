@@ -19,7 +19,6 @@ from tpfuse.profile.summary import summarise, table
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.train.config import PRESETS, profiled_steps
 from tpfuse.train.errors import RunError, UserError
-from tpfuse.train.messages import say
 from tpfuse.train.options import ProfileCommand
 
 TRACE, RUN = "trace", "run"  # folders within a profile
@@ -37,20 +36,20 @@ def profile(options: ProfileCommand, words: Sequence[str]) -> int:
     commands = commands_of(options, words, out, options.with_)
     if options.print:
         for command in commands:
-            say(shlex.join(command))
+            print(shlex.join(command))
         return 0
     tool = _tool(options)
     commands = commands_of(options, words, out, tool)
     out.mkdir(parents=True, exist_ok=True)
     for command in commands:
-        say(f"running  {shlex.join(command)}")
+        print(f"running  {shlex.join(command)}", flush=True)
         status = _run(command)
         if status:
             raise RunError(f"the command ended with exit status {status}; what was recorded is in {out}", status)
     for checkpoint in (out / RUN).glob("step-*"):  # nobody continues a run that was only profiled
         shutil.rmtree(checkpoint)
-    say()
-    say(_result(options, out, tool))
+    print()
+    print(_result(options, out, tool))
     return 0
 
 

@@ -34,7 +34,6 @@ from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
 from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels
 from tpfuse.tools.assembler import ptxas
-from tpfuse.train.messages import say
 
 # The Triton that belongs to each torch, for builds of torch that do not require one.
 TRITON_OF_TORCH: dict[tuple[int, ...], str] = {(2, 11): "3.6.0", (2, 12): "3.7.1", (2, 13): "3.7.1", (2, 15): "3.9.0"}
@@ -313,11 +312,8 @@ def _software(machine: Machine, versions: Mapping[str, str], gpus: bool) -> Iter
         if versions["ptxas"]:
             yield "ok", f"ptxas {versions['ptxas']} assembles the kernels"
         else:
-            yield (
-                "fails",
-                f"Triton finds no ptxas that runs, {text}",
-                "install Triton again, or unset TRITON_PTXAS_PATH",
-            )
+            way = "install Triton again, or unset TRITON_PTXAS_PATH"
+            yield "fails", f"Triton finds no ptxas that runs, {text}", way
         if folder := machine.unwritable_cache():
             yield "fails", f"Triton cannot write its cache {folder}, {text}", "name another folder in TRITON_CACHE_DIR"
         compiler = machine.environment.get("CC", "") or machine.program("gcc") or machine.program("clang")
@@ -510,7 +506,7 @@ def run(as_json: bool, machine: Machine | None = None) -> int:
     findings = examine(Machine() if machine is None else machine)
     failed = any(finding.status == "fails" for finding in findings)
     if as_json:
-        say(json.dumps({"passed": not failed, "findings": [asdict(finding) for finding in findings]}))
+        print(json.dumps({"passed": not failed, "findings": [asdict(finding) for finding in findings]}))
     else:
-        say(f"{report(findings)}\n\n{verdict(findings)}")
+        print(f"{report(findings)}\n\n{verdict(findings)}")
     return int(failed)

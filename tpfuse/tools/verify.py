@@ -39,7 +39,6 @@ from tpfuse.tools.recorded import DTYPES
 from tpfuse.tools.search import copies, one_line, widened
 from tpfuse.tools.training import TrainingRun, train_each
 from tpfuse.train.errors import RunError, UserError
-from tpfuse.train.messages import say
 
 _LONGEST = 600.0  # seconds of a program, with the compilation of its kernels
 TRAINING = "training"  # a name that may be given besides those of the operators
@@ -304,7 +303,7 @@ def run(operators: Sequence[str], as_json: bool) -> int:
         verification = verify(operators)
         print(json.dumps(document(verification)))
     else:
-        say(f"comparing {', '.join(operators)}: without a GPU about half a minute each on two cores\n")
+        print(f"comparing {', '.join(operators)}: without a GPU about half a minute each on two cores\n", flush=True)
         verification = verify(operators)
         show(verification, Console(width=None if sys.stdout.isatty() else 160))
     return int(not verification.passed)

@@ -155,10 +155,8 @@ class Checkpoint:
         with safe_open(str(file), framework="pt") as reader:
             for key, saved, both, shard in reads:
                 source = reader.get_slice(key)
-                stored, expected = (
-                    (source.get_dtype(), source.get_shape()),
-                    (DTYPES[shard.tensor.dtype], [*extent(saved)]),
-                )
+                stored = source.get_dtype(), source.get_shape()
+                expected = DTYPES[shard.tensor.dtype], [*extent(saved)]
                 if stored != expected:
                     raise CheckpointError(file, f"{key} as {expected}", str(stored))
                 shard.tensor.detach()[index_within(both, shard.slices)].copy_(source[index_within(both, saved)])

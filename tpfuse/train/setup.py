@@ -549,8 +549,6 @@ def _flock(folder: Path) -> int | None:
 
 def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _lock(folder)
         remove_stacks(folder)
         replace_file(folder / "config.toml", tomli_w.dumps(resolved(options)))
         replace_file(folder / "tokenizer.json", json.dumps(tokenizer.as_json()))
