@@ -14,6 +14,7 @@ alternate. The bound is the copy: no collective of these sizes can read and writ
 
 import os
 import warnings
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from tpfuse.testing.ranks import RankPool
 SIZES = (2**12, 2**16, 2**18, 2**22, 2**26)  # bytes
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _SECONDS = 0.04  # the approximate duration of a round
-_ours: dict[str, DirectCollectives | FusedCollectives] = {}  # by the kind of device
 
 
 def bus_factor(op: str, ranks: int) -> float:
@@ -44,13 +44,12 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
+@cache
 def _symmetric() -> DirectCollectives | FusedCollectives:
     device, group = _device(), dist.group.WORLD
     assert group is not None
-    if device.type not in _ours:
-        memory = symmetric_memory(group, device)
-        _ours[device.type] = FusedCollectives(memory) if device.type == "cuda" else DirectCollectives(memory)
-    return _ours[device.type]
+    memory = symmetric_memory(group, device)
+    return FusedCollectives(memory) if device.type == "cuda" else DirectCollectives(memory)
 
 
 def _by_tpfuse(op: str, x: Tensor, out: Tensor) -> Call:

@@ -477,7 +477,7 @@ def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
         tuner = Tuner(plan.device, torch.bfloat16, everything, measure, say, "a rehearsal", until)
         spaces: dict[str, tuple[Space, ...]] = {operator: ({"num_stages": (1, 2)},)}
     else:
-        tuner, spaces = tune.tuner_of(plan.device, torch.bfloat16, say, rows.until), SPACES
+        tuner, spaces = tune.tuner_of(plan.device, say, rows.until), SPACES
 
     def search(tuned: tune.TunedRow) -> Row:
         said.clear()

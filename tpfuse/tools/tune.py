@@ -183,7 +183,7 @@ def measure_on_device(call: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")) / 1e3
 
 
-def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype: torch.dtype = torch.bfloat16) -> int:
+def run(operators: Sequence[str], out: Path | None, minutes: float | None) -> int:
     """Run the command.
 
     Raise UserError if there is no GPU, if an operator has no search space, or if `out` cannot be written.
@@ -201,18 +201,18 @@ def run(operators: Sequence[str], out: Path | None, minutes: float | None, dtype
         raise UserError(f"cannot write {out}: give another file with --out")
     device = torch.device("cuda", torch.cuda.current_device())
     deadline = float("inf") if minutes is None else monotonic() + 60 * minutes
-    tuner = tuner_of(device, dtype, lambda line: print(line, flush=True), deadline)
+    tuner = tuner_of(device, lambda line: print(line, flush=True), deadline)
     rows = tune(operators or list(SPACES), tuner, trials(), SPACES, out)
     print(f"{len(rows)} rows measured and written to {out}")
     return 0
 
 
-def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], deadline: float) -> Tuner:
-    """Return a tuner that measures on a GPU until the deadline, in seconds of time.monotonic."""
+def tuner_of(device: torch.device, say: Callable[[str], None], deadline: float) -> Tuner:
+    """Return a tuner that measures in bfloat16 on a GPU until the deadline, in seconds of time.monotonic."""
     return Tuner(
         device=device,
-        dtype=dtype,
-        inspect=inspect_compiled(dtype, launch.family(device)),
+        dtype=torch.bfloat16,
+        inspect=inspect_compiled(torch.bfloat16, launch.family(device)),
         measure=measure_on_device,
         say=say,
         place=f"{torch.cuda.get_device_name(device)}, {date.today().isoformat()}, triton {triton.__version__}",
