@@ -366,7 +366,8 @@ def test_under_torchrun_the_first_rank_reports_unless_it_is_missing_or_another_a
     alone: bool,
     speaks: bool,
 ) -> None:
-    monkeypatch.setenv("RANK", str(rank))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     waited: list[float] = []
     monkeypatch.setattr(signal, "pthread_sigmask", lambda how, signals: None)
@@ -374,6 +375,9 @@ def test_under_torchrun_the_first_rank_reports_unless_it_is_missing_or_another_a
     fail("train", "why", missing, alone)
     assert capsys.readouterr().err == ("tpfuse train: error: why\n" if speaks else "")
     assert bool(waited) != speaks, "torchrun would kill the first rank before it reports"
+    monkeypatch.delenv("LOCAL_RANK")
+    fail("train", "a container", missing, alone)
+    assert capsys.readouterr().err == "tpfuse train: error: a container\n", "torchrun has not started this process"
 
 
 @pytest.mark.processes

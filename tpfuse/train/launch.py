@@ -31,6 +31,7 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.train.child import begin
 from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
 from tpfuse.train.hardware import is_out_of_memory
+from tpfuse.train.messages import launched_rank
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 10.0  # seconds that the other ranks get to end after one has failed
@@ -58,11 +59,11 @@ class RankInfo:
 
 def torchrun_rank() -> RankInfo | None:
     """Return the rank of this process if torchrun, or a similar launcher, has started it, else None."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    if not all(name in os.environ for name in names):
+    found = launched_rank()
+    if found is None:
         return None
-    rank, world, local_rank = (int(os.environ[name]) for name in names[:3])
-    return RankInfo(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)), None)
+    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", found[1]))
+    return RankInfo(*found, local_rank, local_world, None)
 
 
 def device_of(info: RankInfo) -> torch.device:

@@ -46,9 +46,19 @@ def program() -> str:
     return os.path.relpath(name) if name.name == "tpfuse" else "python -m tpfuse"
 
 
+def launched_rank() -> tuple[int, int] | None:
+    """Return (rank, number of ranks) if torchrun, or a similar launcher, has started this process, else None.
+
+    Some of its variables alone are not enough: the containers of a cluster may have a rank of their own.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    present = all(name in os.environ for name in names)
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if present else None
+
+
 def is_first_rank() -> bool:
     """Return whether this is the only process, or the first rank of torchrun."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return (launched_rank() or (0, 1))[0] == 0
 
 
 def fail(command: str, message: str, missing: tuple[int, ...] = (), alone: bool = False) -> None:
@@ -59,8 +69,8 @@ def fail(command: str, message: str, missing: tuple[int, ...] = (), alone: bool 
     The other ranks wait until torchrun stops them, or for a while: when another one ends, torchrun kills the first one,
     which may not have come so far.
     """
-    ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
-    if not alone and int(os.environ.get("RANK", "0")) != next((rank for rank in ranks if rank not in missing), 0):
+    own, world = launched_rank() or (0, 1)
+    if not alone and own != next((rank for rank in range(world) if rank not in missing), 0):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.sigtimedwait({signal.SIGTERM}, _FOR_THE_FIRST)
         return
