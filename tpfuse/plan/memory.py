@@ -47,21 +47,19 @@ def uncounted(sizes: ModelSizes, program: TrainingProgram) -> str:
     return "models of transformers under autocast" if program.autocast_bytes and not sizes.is_gpt else ""
 
 
-def rank_memory(
-    sizes: ModelSizes, layout: RankLayout, program: TrainingProgram, blocks: tuple[int, ...] = ()
-) -> RankMemory:
-    """Return the memory of the rank that needs the most. It must be fast, as `step_times` must.
-
-    blocks: the number of blocks of each stage of a pipeline; () for the cut of `tpfuse train`. Raise ValueError for
-    stages or micro-batches that the pipeline's schedule does not accept.
-    """
-    return max(memories(sizes, layout, program, blocks).values(), key=lambda memory: memory.total)
+def rank_memory(sizes: ModelSizes, layout: RankLayout, program: TrainingProgram) -> RankMemory:
+    """Return the memory of the rank that needs the most. It must be fast, as `step_times` must. Raise ValueError."""
+    return max(memories(sizes, layout, program).values(), key=lambda memory: memory.total)
 
 
 def memories(
     sizes: ModelSizes, layout: RankLayout, program: TrainingProgram, blocks: tuple[int, ...] = ()
 ) -> dict[int, RankMemory]:
-    """Return the memory of each pipeline rank, by its number."""
+    """Return the memory of each pipeline rank, by its number.
+
+    blocks: the number of blocks of each stage of a pipeline; () for the cut of `tpfuse train`. Raise ValueError for
+    stages or micro-batches that the pipeline's schedule does not accept.
+    """
     kept = activations(sizes, layout.share, program)
     pipeline = layout.schedule, layout.pp, layout.stages_per_rank
     found, slots = parts(sizes, pipeline, layout.micro_batches, program.equal_stages, blocks)

@@ -126,10 +126,8 @@ def _distances(weights: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[fl
     return every.abs().max().item(), every.norm().item()
 
 
-def train_each(
-    names: Sequence[Implementation] = get_args(Implementation)[1:], sizes: GPTConfig = SIZES
-) -> list[TrainingRun]:
-    """Train one rank with torch's kernels, then RANKS ranks with each of the implementations, at these sizes.
+def train_each(sizes: GPTConfig = SIZES) -> list[TrainingRun]:
+    """Train one rank with torch's kernels, then RANKS ranks with each of the implementations but auto, at these sizes.
 
     The ranks run on the GPUs of this machine (several ranks may share one), or on its CPU if it has none; this process
     must then interpret kernels. If the one rank fails, there is nothing to compare the others with, and the result is
@@ -147,7 +145,7 @@ def train_each(
         scale = torch.cat([weight.flatten() for weight in truth.values()]).norm().item()
         allowed = 2 * distance + torch.finfo(torch.float32).eps * scale
         runs = [TrainingRun(_ALONE, tuple(plain[0][0]), largest, distance, allowed, plain[0][2])]
-        for name in names:
+        for name in get_args(Implementation)[1:]:
             try:
                 trained: list[_Trained] = ranks.run(_train, name, "auto", "float32", RANKS, sizes)
             except RankError as error:
