@@ -18,7 +18,16 @@ from tests.support.meshes import mesh_of
 from tpfuse.comm import mesh as mesh_module
 from tpfuse.comm.errors import named
 from tpfuse.comm.layout import local_slices
-from tpfuse.comm.mesh import build_mesh, check_order, context_mesh, flat_group, group_of, rank_and_size, shard_range
+from tpfuse.comm.mesh import (
+    build_mesh,
+    check_order,
+    context_mesh,
+    flat_group,
+    group_of,
+    group_of_ends,
+    rank_and_size,
+    shard_range,
+)
 from tpfuse.kernels.launch import RESERVED
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.ranks import on_ranks, pool
@@ -69,6 +78,20 @@ def test_the_ranks_of_a_pipeline_are_farthest_apart() -> None:
     for group in (flat_group(mesh, "dp", "tp"), mesh.get_group("tp")):
         assert dist.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert named(rank) == f"rank {rank} (pp {rank // 2}, tp {rank % 2})"
+
+
+@on_ranks(4)
+def test_only_the_ranks_of_a_mesh_make_the_group_of_its_ends() -> None:
+    rank, default = dist.get_rank(), dist.distributed_c10d._get_default_group()
+    mesh = DeviceMesh("cpu", torch.arange(3), mesh_dim_names=("pp",))
+    default.bound_device_id = torch.device("cuda", 0)
+    splits = AssertionError("a communicator of all ranks is split")
+    with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=splits):
+        ends = group_of_ends(mesh, 0, 2) if rank < 3 else None
+    assert default.bound_device_id == torch.device("cuda", 0)
+    default.bound_device_id = None
+    assert (ends and dist.get_process_group_ranks(ends)) == (None if rank % 2 else [0, 2])
+    dist.barrier(dist.new_group())  # all ranks still count as many groups
 
 
 def test_sums_by_nccl_have_no_more_programs_than_products_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 torch names such a group after its members and after the number of groups that the process has. That number differs
 between ranks that are in different numbers of groups, which would then wait for each other in vain. So the members
 agree on a number first.
+
+If a device is bound to the default group, torch splits NCCL's communicator of all ranks for a new group, and waits for
+every rank. So no device is bound while such a group is made, whose communicator NCCL then makes anew.
 """
 
 import contextlib
@@ -32,7 +35,7 @@ def new_group(ranks: list[int], group: dist.ProcessGroup, number: int) -> dist.P
     It has the backend of `group` and the deadline of the settings. number: that of `free_number`, plus the number of
     groups that any rank may have made since; the same for all of these ranks.
     """
-    with _counting(number):
+    with _counting(number), _unbound():
         new = dist.new_group(
             ranks,
             timeout=timedelta(seconds=settings().timeout),
@@ -55,6 +58,17 @@ def _counting(number: int) -> Iterator[None]:
         _next_number = len(_names())
         for filler in fillers:
             del _names()[filler]
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """Bind no device to the default group within a with block."""
+    default = dist.distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def _names() -> dict[object, str]:

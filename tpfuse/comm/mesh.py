@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpfuse.comm.errors import set_coordinates
+from tpfuse.comm.member_groups import free_number, new_group
 from tpfuse.kernels.launch import RESERVED
 
 
@@ -98,17 +99,13 @@ def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -
     """
     if first == last:
         return None
-    axes = _names(device_mesh)
-    kept = [axis for axis, name in enumerate(axes) if name == "pp" or name in names]
-    rest = [axis for axis in range(len(axes)) if axis not in kept]
-    ends = device_mesh.mesh.index_select(axes.index("pp"), torch.tensor(sorted((first, last))))
-    rows = ends.permute(*rest, *kept).flatten(len(rest)).flatten(0, len(rest) - 1) if rest else ends.flatten()[None]
-    found = None
-    for row in rows.tolist():
-        group = dist.new_group(row)
-        if dist.get_rank() in row:
-            found = group
-    return found
+    group = flat_group(device_mesh, "pp", *names)
+    assert group is not None, "the mesh has two ranks along pp"
+    axis = _names(device_mesh).index("pp")
+    ends = set(device_mesh.mesh.index_select(axis, torch.tensor([first, last])).flatten().tolist())
+    ranks = [rank for rank in dist.get_process_group_ranks(group) if rank in ends]
+    number = free_number(group, "group of both ends of a pipeline")
+    return new_group(ranks, group, number) if dist.get_rank() in ranks else None
 
 
 def check_order(device_mesh: DeviceMesh | None) -> None:

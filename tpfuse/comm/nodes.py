@@ -45,9 +45,7 @@ def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
     """Return the nodes of `group`, or None if a split gains nothing (`why_not_split` gives the reason).
 
     The result is the same on every rank and is kept as long as the group. The first call is collective, over this group
-    alone. The new groups have the deadline of the settings. Under NCCL with a device bound to the default group, all
-    groups of a mesh dimension must be split at the same time, because NCCL splits its communicators among all ranks.
-    Raise PeerTimeout if a rank does not come.
+    alone. The new groups have the deadline of the settings. Raise PeerTimeout if a rank does not come.
     """
     if group not in _splits:
         _splits[group] = _make_split(group)
