@@ -12,8 +12,8 @@
     attention_merge   y = y_a exp(lse_a - lse) + y_b exp(lse_b - lse), lse = log(exp lse_a + exp lse_b)
 
 Each function runs in the dtype of its inputs: float64 gives the exact result up to its rounding, a half type shows the
-error that plain PyTorch makes. The functions use only torch's own operators, so that autograd computes every gradient;
-none of them is fast.
+error that plain PyTorch makes. Only attention of half types is computed in float32, as `tpfuse.ops` does without Triton
+kernels. The functions use only torch's own operators, so that autograd computes every gradient; none of them is fast.
 """
 
 from collections.abc import Sequence
@@ -183,19 +183,22 @@ def attention(
     """Return softmax(mask(q kᵀ scale)) v, [B, H, Tq, D], and the log-sum-exp [B, H, Tq] of the scores.
 
     q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], head h of q using head h // (H / Hk). A query that sees no key has 0 and
-    -inf.
+    -inf. Half types are computed in float32, and the result is rounded; their log-sum-exp is float32.
 
     Query i has position q_offset + i, key j has k_offset + j. causal: no query sees a key after its position; window:
     none sees a key at a distance of window or more. dropout_mask: [B, H, Tq, Tk], the factors of the probabilities, 0
     or 1 / (1 - p). Documents of different lengths need one call each.
     """
+    dtype = q.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        q, k, v = q.float(), k.float(), v.float()
     v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)
     bounds = {"causal": causal, "window": window, "q_offset": q_offset, "k_offset": k_offset}
     scores, hidden = attention_scores(q, k, scale=scale, **bounds)  # type: ignore[arg-type]
     probabilities = scores.softmax(dim=3).masked_fill(hidden.all(dim=1, keepdim=True), 0)
     if dropout_mask is not None:
         probabilities = probabilities * dropout_mask.to(probabilities.dtype)
-    return torch.matmul(probabilities, v), scores.logsumexp(dim=3)
+    return torch.matmul(probabilities, v).to(dtype), scores.logsumexp(dim=3)
 
 
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def test_halves_of_the_keys_are_the_whole(dtype: torch.dtype) -> None:
         parts = [
             reference.attention(x["q"], x["k"][:, :, r], x["v"][:, :, r], k_offset=r.start, **options) for r in ranges
         ]
-        return reference.attention_merge(*parts[0], *parts[1])[0]
+        return reference.attention_merge(*parts[0], *parts[1])[0].to(x["q"].dtype)
 
     expected = Expected(whole, {"q": q, "k": k, "v": v}, torch.zeros_like(q))
     truth = reference.attention(q.double(), k.double(), v.double(), **options)[0]
