@@ -148,13 +148,6 @@ def forget() -> None:
     forget_plans()
 
 
-def _instead_of(row: Configuration) -> Configuration:
-    if row.key not in _overriding:
-        return row
-    _served.append(_overriding[row.key])
-    return _overriding[row.key]
-
-
 def choose_configuration(
     operator: str, device: torch.device, dtype: torch.dtype, *, other_tiles: bool = False, **sizes: int
 ) -> Configuration:
@@ -165,4 +158,7 @@ def choose_configuration(
     """
     find = _with_other_tiles if other_tiles else _first_that_fits
     row = find(operator, family(device), dtype.itemsize * 8, tuple(sizes.items()))
-    return _instead_of(row) if _overriding else row
+    if _overriding and row.key in _overriding:
+        row = _overriding[row.key]
+        _served.append(row)
+    return row

@@ -15,9 +15,8 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 
-_LEAST_BLOCKS = (
-    4  # blocks of the reduction in one part: with fewer, filling and draining the pipeline costs more than it gains
-)
+# Blocks of the reduction in one part: with fewer, filling and draining the pipeline costs more than it gains.
+_LEAST_BLOCKS = 4
 _MOST_SPLITS = 16  # partial sums are float32: their traffic grows with the number of parts
 
 

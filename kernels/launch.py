@@ -42,21 +42,14 @@ def interpreter_problem(triton_version: str = triton.__version__, numpy_version:
     )
 
 
-def _skip_overflow_checks() -> None:
-    """Turn off the interpreter's checks of integers for overflow.
-
-    It drops their results unless its option `debug` is on, and the checks take a third of its time.
-    """
-    from triton.runtime.interpreter import interpreter_builder
-
-    if not interpreter_builder.options.debug:
-        interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
-
-
 if INTERPRETED:
     if interpreter_problem():
         raise ImportError(interpreter_problem())  # once, in the module that every launcher imports
-    _skip_overflow_checks()
+    from triton.runtime.interpreter import interpreter_builder
+
+    # Its checks of integers for overflow take a third of its time, and it drops their results without `debug`.
+    if not interpreter_builder.options.debug:
+        interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
 
 # Multiprocessors of A100, H100 and B200, for launches that are recorded without a GPU (NVIDIA's whitepapers).
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}

@@ -187,15 +187,10 @@ def ended_in(file: Path, machine_name: str) -> dict[str, str]:
     return {trial["candidate"]: trial["case"] for trial in _trials(_document(file).get(machine_name), job())}
 
 
-@cache
-def _token() -> str:
-    return uuid.uuid4().hex
-
-
 def job() -> str:
     """Return an identifier of the job, the same on all of its ranks."""
     store = dist.distributed_c10d._get_default_store()
-    return str(store.compare_set("tpfuse job", "", _token()).decode())
+    return str(store.compare_set("tpfuse job", "", uuid.uuid4().hex).decode())
 
 
 def _trials(entries: Any, job: str = "") -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ HALF = (torch.bfloat16, torch.float16)  # summed in float32
 
 
 def summed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of `dtype` are summed and their master copies and moments are kept."""
+    """Return the dtype in which floats of `dtype` are computed and summed, and their master copies are kept."""
     return torch.float32 if dtype in HALF else dtype
 
 

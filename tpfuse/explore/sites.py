@@ -29,14 +29,9 @@ class Site:
     program: tuple[int, ...] | None
     lines: tuple[Line, ...]
 
-    @property
-    def actor(self) -> str:
-        """Return the description of the rank, or of its program, that performs the operation."""
-        return actor(self.rank, self.program)
-
     def __str__(self) -> str:
         callers = "".join(f"\n      called from {text_of(line)}" for line in self.lines[1:])
-        return f"{self.operation} by {self.actor} at {text_of(self.lines[0])}{callers}"
+        return f"{self.operation} by {actor(self.rank, self.program)} at {text_of(self.lines[0])}{callers}"
 
 
 def actor(rank: int, program: tuple[int, ...] | None) -> str:

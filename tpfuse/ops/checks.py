@@ -74,8 +74,8 @@ def check_attention(
     check_scores(operator, q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")
 
 
-def check_range(x: Tensor, lowest: int, highest: int, message: str, besides: Iterable[int] = ()) -> None:
-    """Raise ValueError unless all integers in x are from `lowest` to `highest`, both included, or in `besides`.
+def check_range(x: Tensor, highest: int, message: str, besides: Iterable[int] = ()) -> None:
+    """Raise ValueError unless all integers in x are from 0 to `highest`, both included, or in `besides`.
 
     message: the text of the error, with the fields {low} and {high} for the extremes of the others. Tensors on CUDA are
     not checked, which would stop the stream, nor traced ones, which would break the graph.
@@ -87,7 +87,7 @@ def check_range(x: Tensor, lowest: int, highest: int, message: str, besides: Ite
     if not x.numel():
         return
     low, high = int(x.min()), int(x.max())
-    if low < lowest or high > highest:
+    if low < 0 or high > highest:
         raise ValueError(message.format(low=low, high=high))
 
 

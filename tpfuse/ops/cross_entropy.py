@@ -22,6 +22,7 @@ from torch import Tensor
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.kernels.cross_entropy import (
     IGNORE,
     TORCH_IGNORE,
@@ -79,7 +80,7 @@ def check_target(target: Tensor, rows: Tensor, vocabulary: int) -> None:
         raise ValueError(f"target is on {target.device}: expected {rows.device}")
     expected = f"expected 0 to {vocabulary - 1}, or {IGNORE} or {TORCH_IGNORE} for no loss"
     message = f"targets from {{low}} to {{high}}: {expected}"
-    check_range(target, 0, vocabulary - 1, message, besides=(IGNORE, TORCH_IGNORE))
+    check_range(target, vocabulary - 1, message, besides=(IGNORE, TORCH_IGNORE))
 
 
 def as_torch(target: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ def _forward(
 
 @_forward.register_fake
 def _(logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: str | None) -> tuple[Tensor, Tensor]:
-    rows, dtype = logits.shape[0], torch.float64 if logits.dtype == torch.float64 else torch.float32
+    rows, dtype = logits.shape[0], summed_dtype(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(2, rows, dtype=dtype)
 
 

@@ -30,7 +30,7 @@ def embedding(
     check_group("embedding", group)
     check_local("embedding", ids=ids, weight=weight)
     check_range(
-        ids, 0, num_embeddings - 1, f"ids between {{low}} and {{high}} do not fit a table of {num_embeddings} rows"
+        ids, num_embeddings - 1, f"ids between {{low}} and {{high}} do not fit a table of {num_embeddings} rows"
     )
     if group is None:
         return F.embedding(ids, weight, padding_idx)

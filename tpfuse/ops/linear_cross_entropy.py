@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.ops.autograd import autocast, once_differentiable, registered, wanted_gradients
 from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
 from tpfuse.switches import use_triton
@@ -71,7 +72,7 @@ def linear_cross_entropy(
     _check(x_, weight_, vocabulary, group, weights, chunk_tokens)
     check_target(target, x, vocabulary)
     chunk = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
-    weights = None if weights is None else weights.to(_computed(x_.dtype))
+    weights = None if weights is None else weights.to(summed_dtype(x_.dtype))
     grad = torch.is_grad_enabled()
     needs = (grad and x_.requires_grad, grad and weight_.requires_grad)
     name = None if group is None else group.group_name
@@ -126,7 +127,7 @@ def chunks(
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted sum, the losses, and dX and dW for an upstream gradient of 1, empty if not needed."""
-    tokens, computed, wanted = len(x), _computed(x.dtype), needs_x or needs_weight
+    tokens, computed, wanted = len(x), summed_dtype(x.dtype), needs_x or needs_weight
     parts = _parts(len(weight), triton)
     each = x.new_empty(tokens, dtype=computed)
     grad_x = x.new_empty(x.shape if needs_x else 0)
@@ -163,15 +164,10 @@ def _parts(width: int, triton: bool) -> list[slice]:
     return [slice(large, width), slice(0, large)] if triton and 0 < large < width else [slice(0, width)]
 
 
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which losses, and sums over chunks, are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _logits(x: Tensor, weight: Tensor, parts: list[slice], triton: bool) -> Tensor:
     """Return x Wᵀ, rounded to x's dtype; torch computes losses of half types in float32."""
     if not triton:
-        return (x @ weight.t()).to(_computed(x.dtype))
+        return (x @ weight.t()).to(summed_dtype(x.dtype))
     logits = x.new_empty(len(x), -(-len(weight) // _ALIGNMENT) * _ALIGNMENT)[:, : len(weight)]
     for part in parts:
         torch.mm(x, weight[part].t(), out=logits[:, part])
@@ -236,7 +232,7 @@ def _forward(x: Tensor, weight: Tensor, target: Tensor, weights: Any, *call: Any
 @_forward.register_fake
 def _(x: Tensor, weight: Tensor, *call: Any) -> tuple[Tensor, ...]:
     needs_x, needs_weight = call[-2:]
-    each = x.new_empty(x.shape[0], dtype=_computed(x.dtype))
+    each = x.new_empty(x.shape[0], dtype=summed_dtype(x.dtype))
     return (
         each.new_empty(()),
         each,

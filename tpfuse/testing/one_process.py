@@ -36,10 +36,8 @@ Result = TypeVar("Result")
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 _FROM_PEERS = ("flags", "ready, stamp", "ready, stamp, stored")  # the signals of a channel that other ranks set
 _FREE = 4  # multiprocessors for kernels that run beside the grids that wait: copies, sums, delays
-_LARGE, _SMALL = (
-    2**31,
-    [2**19] * 32,
-)  # bytes reserved for a rank: one large allocation, and many from torch's small pool
+# Bytes reserved for a rank: one large allocation, and many from torch's small pool.
+_LARGE, _SMALL = 2**31, [2**19] * 32
 _GRACE = 10.0  # seconds in which ranks must end once their waits were ended
 
 

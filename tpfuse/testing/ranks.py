@@ -163,12 +163,11 @@ class RankPool:
     """`world` processes that form a Gloo group. They are stopped (SIGSTOP) between two calls of `run`.
 
     timeout: seconds for one `run`. grace: seconds that the other ranks have to fail by themselves once one has failed.
-    Both hold for an idle machine (see `patience`). most_groups: how many process groups a rank may have at the end of a
-    run; if it has more, the ranks end, and the next run starts new ones.
+    Both hold for an idle machine (see `patience`).
     """
 
-    def __init__(self, world: int, timeout: float = 120.0, grace: float = 5.0, most_groups: float = math.inf) -> None:
-        self.world, self.timeout, self.grace, self._most_groups = world, timeout, grace, most_groups
+    def __init__(self, world: int, timeout: float = 120.0, grace: float = 5.0) -> None:
+        self.world, self.timeout, self.grace = world, timeout, grace
         self.groups = 0  # the most process groups that a rank had after the last run
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -230,8 +229,6 @@ class RankPool:
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
         self.groups = max(groups for _, groups in results.values())
-        if self.groups > self._most_groups:
-            self.close()
         # A thread of Gloo wakes up 100 times a second for each group: ranks that rest take time from those that work.
         self._signal(signal.SIGSTOP)
         return [results[rank][0] for rank in range(self.world)]

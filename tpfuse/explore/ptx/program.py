@@ -167,12 +167,6 @@ class Program:
             values = whole
         self.registers[slot] = values
 
-    def warps_of(self, mask: Mask | None) -> list[int]:
-        """Return the numbers of the warps with a thread in a mask."""
-        active = self._everyone if mask is None else mask
-        warps: list[int] = np.flatnonzero(active.reshape(-1, LANES).any(1)).tolist()
-        return warps
-
     def wait_again(self, threads: Array, why: str) -> None:
         """Let threads for whom an mbarrier's phase has not ended wait, after this block, until an mbarrier changes."""
         self._failed = np.zeros(self.threads, bool)
@@ -280,7 +274,7 @@ class Program:
         """Let the threads at a barrier continue if all have come that have not ended."""
         arrived = np.logical_or.reduce(list(self._waiting[number].values()))
         if (arrived == self._alive).all():
-            self.shared.barrier(self.warps_of(arrived))
+            self.shared.barrier(np.flatnonzero(arrived.reshape(-1, LANES).any(1)).tolist())
             self.global_order.barrier()
             self.memory.barrier()
             for place, threads in self._waiting.pop(number).items():

@@ -117,8 +117,3 @@ def _visible_ranges(
 def joined_heads(parts: Sequence[Tensor]) -> Tensor:
     """Return the results of rounds of some heads each, [B, some H, ...], as one [B, H, ...]."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
-
-
-def computed(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of `dtype` are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import operator
-from tpfuse.ops.ring_attention.call import RingCall, computed
+from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.triton_blocks import block_backward, block_forward
 
 
@@ -39,7 +40,7 @@ class CollectiveRing:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         block = block_backward(grad_out, q, out, lse, call)
-        own = k.new_zeros(2, *k.shape, dtype=computed(k.dtype))
+        own = k.new_zeros(2, *k.shape, dtype=summed_dtype(k.dtype))
         total: Tensor | None = None
         handle: Handle = DONE
         for source, keys, values in self._blocks(k, v, call):

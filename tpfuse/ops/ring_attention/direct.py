@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.channel import Channel, slot_size
-from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.rank_order import sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
-from tpfuse.ops.ring_attention.call import RingCall, computed, joined_heads
+from tpfuse.ops.ring_attention.call import RingCall, joined_heads
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 
 ROUND_BYTES = 2**24  # the size of a slot's half; a head that needs more has a larger slot
@@ -52,7 +52,7 @@ class DirectRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        op, own, wide = "ring_attention backward", self.memory.rank, computed(k.dtype)
+        op, own, wide = "ring_attention backward", self.memory.rank, summed_dtype(k.dtype)
         dqs, gradients = [], _empty(k, k.dtype)
         with self.memory.guard(call.described(op, q, k)):
             for channel, heads, q_heads in self._rounds(q, k, 2 * self.memory.world * wide.itemsize):

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.ops.dense_attention import flash_obstacle
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.ops.ring_attention.call import RingCall, computed
+from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.rectangles import LEAST, Rectangle
 from tpfuse.switches import use_triton
 
@@ -189,7 +190,7 @@ class BlockForward:
         return self._out.to(self._dtype), self._lse
 
     def _state(self) -> tuple[Tensor, Tensor]:
-        wide = computed(self._dtype)
+        wide = summed_dtype(self._dtype)
         if self._out is None:
             batch, heads, length, size = self._q.shape
             self._out = self._q.new_zeros(batch, length, heads, size, dtype=wide).transpose(1, 2)
@@ -229,7 +230,7 @@ class BlockBackward:
             k, v = _keys(k, self._operator), _keys(v, self._operator)
             dk, dv = self._of_rectangle(rectangles[0], source, k, v)
         else:
-            parts = k.new_zeros(2, *k.shape, dtype=computed(k.dtype))
+            parts = k.new_zeros(2, *k.shape, dtype=summed_dtype(k.dtype))
             self.add(source, k, v, parts)
             dk, dv = parts.unbind()
         return dk.to(self._dtype), dv.to(self._dtype)
@@ -250,7 +251,7 @@ class BlockBackward:
         if self._dq is None and dq.shape == self._q.shape:
             self._dq = dq
         else:
-            wide = computed(self._dtype)
+            wide = summed_dtype(self._dtype)
             self._dq = torch.zeros_like(self._q, dtype=wide) if self._dq is None else self._dq.to(wide)
             self._dq[:, :, rows] += dq
         return dk, dv
@@ -295,7 +296,7 @@ def _is_of_gpu(operator: AttentionOperator | None) -> bool:
 
 def _rows(x: Tensor) -> Tensor:
     """Return x with contiguous rows, in the dtype in which it is computed."""
-    x = x.to(computed(x.dtype))
+    x = x.to(summed_dtype(x.dtype))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from tpfuse.comm.mesh import named_group
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.ring_attention.attend import backward, forward
-from tpfuse.ops.ring_attention.call import computed
 from tpfuse.ops.ring_attention.placement import Group, RingOptions, RingPlan, placement
 
 _TENSORS = ("cu_seqlens", "head_rows", "key")
@@ -51,7 +51,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    return _empty_like(q), q.new_empty(q.shape[:3], dtype=computed(q.dtype))
+    return _empty_like(q), q.new_empty(q.shape[:3], dtype=summed_dtype(q.dtype))
 
 
 @custom_op(

@@ -31,9 +31,8 @@ def visible_ranges(
         begin, end = torch.zeros_like(positions), torch.full_like(positions, length)
         stop = positions.new_full((), length)
     else:
-        bounds = cu_seqlens.to(torch.int64).clamp(
-            0, length
-        )  # values are not read on the host: it would wait for the GPU
+        # Values are not read on the host: it would wait for the GPU.
+        bounds = cu_seqlens.to(torch.int64).clamp(0, length)
         stop = bounds[-1]
         document = torch.searchsorted(bounds, positions, right=True)
         begin = bounds[(document - 1).clamp(max=len(bounds) - 1)]
