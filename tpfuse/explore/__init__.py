@@ -14,25 +14,17 @@ clocks follow every release and acquire: two conflicting accesses that only the 
 either order.
 """
 
-from tpfuse.explore.errors import DeadlockError, ExploreError, ProtocolError, RaceError
-from tpfuse.explore.explorer import Report, explore, explore_bounded
-from tpfuse.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential
-from tpfuse.explore.simulated_memory import SimulatedMemory
-from tpfuse.explore.torch_handle import TorchHandle
-
-__all__ = [
-    "PCT",
-    "Choices",
-    "DeadlockError",
-    "ExploreError",
-    "ProtocolError",
-    "RaceError",
-    "Report",
-    "RoundRobin",
-    "Schedule",
-    "Sequential",
-    "SimulatedMemory",
-    "TorchHandle",
-    "explore",
-    "explore_bounded",
-]
+from tpfuse.explore.errors import DeadlockError as DeadlockError
+from tpfuse.explore.errors import ExploreError as ExploreError
+from tpfuse.explore.errors import ProtocolError as ProtocolError
+from tpfuse.explore.errors import RaceError as RaceError
+from tpfuse.explore.explorer import Report as Report
+from tpfuse.explore.explorer import explore as explore
+from tpfuse.explore.explorer import explore_bounded as explore_bounded
+from tpfuse.explore.schedules import PCT as PCT
+from tpfuse.explore.schedules import Choices as Choices
+from tpfuse.explore.schedules import RoundRobin as RoundRobin
+from tpfuse.explore.schedules import Schedule as Schedule
+from tpfuse.explore.schedules import Sequential as Sequential
+from tpfuse.explore.simulated_memory import SimulatedMemory as SimulatedMemory
+from tpfuse.explore.torch_handle import TorchHandle as TorchHandle

@@ -13,30 +13,14 @@ All threads of a program run at once, as NumPy arrays, and the programs of a gri
 missing barrier or an instruction that is not known raises a PtxError, which names the line of PTX and of the source.
 """
 
-from tpfuse.explore.ptx.faults import (
-    Divergence,
-    GlobalRace,
-    MbarrierFault,
-    MemoryFault,
-    PtxError,
-    SharedRace,
-    Stuck,
-    Unsupported,
-    WgmmaHazard,
-)
-from tpfuse.explore.ptx.kernel import Kernel
-from tpfuse.explore.ptx.launches import compiled
-
-__all__ = [
-    "Divergence",
-    "GlobalRace",
-    "Kernel",
-    "MbarrierFault",
-    "MemoryFault",
-    "PtxError",
-    "SharedRace",
-    "Stuck",
-    "Unsupported",
-    "WgmmaHazard",
-    "compiled",
-]
+from tpfuse.explore.ptx.faults import Divergence as Divergence
+from tpfuse.explore.ptx.faults import GlobalRace as GlobalRace
+from tpfuse.explore.ptx.faults import MbarrierFault as MbarrierFault
+from tpfuse.explore.ptx.faults import MemoryFault as MemoryFault
+from tpfuse.explore.ptx.faults import PtxError as PtxError
+from tpfuse.explore.ptx.faults import SharedRace as SharedRace
+from tpfuse.explore.ptx.faults import Stuck as Stuck
+from tpfuse.explore.ptx.faults import Unsupported as Unsupported
+from tpfuse.explore.ptx.faults import WgmmaHazard as WgmmaHazard
+from tpfuse.explore.ptx.kernel import Kernel as Kernel
+from tpfuse.explore.ptx.launches import compiled as compiled
