@@ -53,6 +53,11 @@ ROWS = [  # device, dtype, implementation, kernels; what is taken, and why
 ]
 
 
+def test_symmetric_memory_needs_a_group() -> None:
+    with pytest.raises(ValueError, match=r"^symmetric_memory: group is None: expected a process group"):
+        dispatch.symmetric_memory(None, "cpu")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("device", "dtype", "wanted", "kernel", "found", "reason"), ROWS)
 def test_the_choice_for_each_device_dtype_and_switch(
     group: Any,

@@ -123,12 +123,15 @@ def connected(group: dist.ProcessGroup | None = None) -> list[SymmetricMemory]:
     return [memory for memory in memories if isinstance(memory, SymmetricMemory)]
 
 
-def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device | str) -> SymmetricMemory:
     """Return the symmetric memory of `group` on `device`, "cpu" or this rank's "cuda:…", kept as long as the group.
 
-    The first call for a group and a type of device is collective. Raise Unavailable, with the same reason on every
-    rank.
+    The first call for a group and a type of device is collective. Raise ValueError without a group, and Unavailable,
+    with the same reason on every rank.
     """
+    if group is None:  # as dist.group.WORLD is before init_process_group
+        raise ValueError("symmetric_memory: group is None: expected a process group, as init_process_group makes it")
+    device = torch.device(device)
     by_device = _memories.setdefault(group, {})
     memory = by_device.get(device.type)
     if memory is None:
