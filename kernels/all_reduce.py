@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tpfuse.kernels.checks import check_dtype
 from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
+from tpfuse.kernels.endpoint import SUMMED, Endpoint, configured, slot, stage, sum_of_slots
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
 from tpfuse.kernels.trace import COMPUTING, COPYING, now, record
@@ -114,7 +115,7 @@ def all_reduce_forward(x: Tensor, out: Tensor, endpoint: Endpoint, *, two_shot: 
     """
     n = x.numel()
     endpoint.check("all_reduce", x, (n,), out, (n,))
-    check_summed("all_reduce", x)
+    check_dtype("all_reduce", "x", x, SUMMED)
     row = choose_configuration("all_reduce", x.device, configured(x.dtype))
     # Parts are whole groups of 16 elements, so that each begins at an address where wide accesses can begin.
     part = cdiv(n, endpoint.world * 16) * 16 if two_shot else n

@@ -127,11 +127,6 @@ def launch_words(kernel: Any, operator: str, x: Tensor, out: Tensor, n: int, end
     )
 
 
-def check_summed(operator: str, x: Tensor) -> None:
-    """Raise ValueError unless x has a dtype that can be summed."""
-    check_dtype(operator, "x", x, SUMMED)
-
-
 def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
     """Raise ValueError unless `ready` is int32 words, at least one for each rank, on the channel's device."""
     check_device(operator, "the channel", endpoint.slots, "ready", ready)

@@ -21,15 +21,7 @@ from tpfuse.kernels.activations import GATED, check_activation
 from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import (
-    allows_tma,
-    load_tile,
-    matrix,
-    new_partials,
-    store_result,
-    store_tile,
-    tile_options,
-)
+from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, store_result, store_tile, tile_options
 from tpfuse.kernels.launch import Launch, cdiv, multiprocessors, planned
 from tpfuse.kernels.tiles import dot, grouped_tile
 
@@ -115,7 +107,9 @@ def gemm_forward(
     plan = _plan(x, weight, bias, residual, activation)
     out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
     preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
-    partials = new_partials(plan.splits, plan.rows, plan.columns, x.device)
+    partials = None
+    if plan.splits > 1:
+        partials = torch.empty(plan.splits, plan.rows, plan.columns, dtype=torch.float32, device=x.device)
     plan.product.run(
         x_ptr=x,
         weight_ptr=weight,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -175,8 +174,3 @@ def store_result(
             first_m, first_n + part * (BLOCK_N // EPILOGUE_PARTS), M, N,
             stride_bias, stride_rm, stride_rn, stride_om, stride_on, ACTIVATION, BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
         )  # fmt: skip
-
-
-def new_partials(splits: int, rows: int, columns: int, device: torch.device) -> Tensor | None:
-    """Allocate the float32 workspace of a product whose reduction is split; return None where it is not split."""
-    return None if splits == 1 else torch.empty(splits, rows, columns, dtype=torch.float32, device=device)

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tpfuse.kernels.checks import check_dtype
 from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
+from tpfuse.kernels.endpoint import SUMMED, Endpoint, configured, slot, stage, sum_of_slots
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
 from tpfuse.kernels.trace import COMPUTING, COPYING, now, record
@@ -57,7 +58,7 @@ def reduce_scatter_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     """
     n = x.numel() // endpoint.world
     endpoint.check("reduce_scatter", x, (endpoint.world, n), out, (n,))
-    check_summed("reduce_scatter", x)
+    check_dtype("reduce_scatter", "x", x, SUMMED)
     row = choose_configuration("reduce_scatter", x.device, configured(x.dtype))
     launch(
         reduce_scatter_forward_kernel,
