@@ -200,6 +200,11 @@ def test_messages_are_explained_as_they_were_opened() -> None:
     assert pool(2).run(_carriers) == [["collective"] * 3] * 2
 
 
+def test_only_models_are_explained() -> None:
+    with pytest.raises(ValueError, match=r"^explain: model is a list: expected a module, a Pipeline or an engine"):
+        tpfuse.explain([nn.Linear(2, 2)])  # type: ignore[arg-type]
+
+
 def test_only_the_first_rank_prints() -> None:
     first, second = pool(2).run(_printed)
     assert first.count("\n") == 5 and "CPU ranks of one host" in first

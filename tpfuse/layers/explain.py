@@ -10,6 +10,7 @@ from torch import nn
 
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import shown
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.partial_gradients import warnings_of
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
@@ -125,6 +126,8 @@ def explain(model: nn.Module | ExplainedTraining) -> list[LayerPlan]:
     are any. The call is collective, as `plans` is. Raise ValueError as `plans` does.
     """
     lines, module = (model.explanation(), model.model) if isinstance(model, ExplainedTraining) else ([], model)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"explain: model is {shown(model)}: expected a module, a Pipeline or an engine of tpfuse.zero")
     layer_plans = plans(module)
     head = ("layer", "kind", "weight", "on a rank", "operator", "implementation", "reason")
     rows = [head, *(["-" if value == () else str(value) for value in vars(plan).values()] for plan in layer_plans)]
