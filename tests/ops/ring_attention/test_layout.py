@@ -111,6 +111,13 @@ def test_whole_is_the_inverse_of_shard(dim: int) -> None:
             assert bool((part.movedim(dim, 0)[~kept] == -9).all()), layout
 
 
+def test_shards_of_another_layout_are_no_whole() -> None:
+    for shards in ((3, 4), (4, 5), (4, 3)):
+        expected = f"{shards[0]} shards of {shards[1]} tokens in dimension 0: expected 4 of 4"
+        with pytest.raises(ValueError, match=expected):
+            SequenceLayout(13, 4).whole(torch.zeros(shards), -1)
+
+
 def test_shards_keep_integers_and_gradients() -> None:
     """Integers stay integers; a token's gradient returns to it, and that of padding is dropped."""
     layout = SequenceLayout(13, 4)

@@ -93,9 +93,13 @@ class SequenceLayout:
     def whole(self, shards: Tensor, dim: int) -> Tensor:
         """Return all tokens along `dim`, in order and without padding: the inverse of `shard`.
 
-        shards: [world, ...]; shards[r] has rank r's tokens along `dim`.
+        shards: [world, ...]; shards[r] has rank r's tokens along `dim`. Raise ValueError for another number of either.
         """
         dim %= shards.ndim - 1
+        expected = self.world, self.local_length
+        if (shards.shape[0], shards.shape[1 + dim]) != expected:
+            given = f"{shards.shape[0]} shards of {shards.shape[1 + dim]} tokens"
+            raise ValueError(f"{given} in dimension {dim}: expected {expected[0]} of {expected[1]}")
         order = torch.cat([self.positions(rank, shards.device) for rank in range(self.world)])
         index = torch.empty_like(order)
         index[order] = torch.arange(len(order), device=order.device)
