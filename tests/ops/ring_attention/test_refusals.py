@@ -100,6 +100,16 @@ def _complaint(changes: dict[str, Any], group: Any, pair: Any) -> str:
     return str(caught.value)
 
 
+def test_groups_that_are_no_pair_are_refused() -> None:
+    x = torch.ones(SHAPE)
+    for groups in ((None,), (None, None), (None, None, None)):
+        expected = (
+            rf"^ring_attention: group is \({', '.join(['None'] * len(groups))}\): expected a process group, or two"
+        )
+        with pytest.raises(ValueError, match=expected):
+            ring_attention(x, x, x, group=groups)  # type: ignore[arg-type]
+
+
 def _works(n: int, group: Any, schedule: Any = "auto") -> None:
     """Check a call with equal keys: every query gets the mean of the values that it sees, which are 1."""
     x = torch.ones(1, 1 if schedule == "ring" else 4, n, 16, requires_grad=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tpfuse.choices import Balance, Schedule
 from tpfuse.comm.layout import is_traced
-from tpfuse.comm.mesh import check_group
+from tpfuse.comm.mesh import check_group, shown
 from tpfuse.ops.autograd import autocast
 from tpfuse.ops.checks import check_attention
 from tpfuse.ops.ring_attention.attend import attend
@@ -117,6 +117,9 @@ def _check_groups(group: Group, schedule: Schedule) -> None:
         raise ValueError(f"{name}: group is None: expected a process group (tpfuse.ops.attention serves one rank)")
     for each in group if isinstance(group, tuple) else (group,):
         check_group(name, each)
+    if isinstance(group, tuple) and (len(group) != 2 or None in group):
+        given = ", ".join(map(shown, group))
+        raise ValueError(f"{name}: group is ({given}): expected a process group, or two, (ring, ulysses)")
     if schedule not in SCHEDULES:
         raise ValueError(f"{name}: schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
     if schedule != "auto" and isinstance(group, tuple) != (schedule == "ulysses_ring"):
