@@ -423,7 +423,7 @@ def test_a_handle_refuses_what_it_does_not_have() -> None:
         assert (handle.buffer_size, handle.signal_pad_size, handle.world_size) == (32, 9216, 1)
         with pytest.raises(ValueError, match="bytes 32 to 48 of symmetric buffer 'inbox': expected a part of its 32"):
             handle.get_buffer(0, (2, 2), torch.float32, 8)
-        with pytest.raises(ValueError, match="word 2304 of signals"):
+        with pytest.raises(ValueError, match="signal 2304 of rank"):
             handle.put_signal(0, channel=2304)
 
     explore(program, 1, seeds=())

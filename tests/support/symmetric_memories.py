@@ -62,6 +62,8 @@ def check_names(memory: SymmetricMemory) -> None:
             memory.signal(flags, owner, index, 1)
         with pytest.raises(ValueError, match=expected):
             memory.wait_signal(flags, owner, index, 1, op="test")
+    with pytest.raises(ValueError, match=r"signal in 'x', which is torch.int64 \(\): expected a buffer that `signals`"):
+        memory.signal(x, 0, 0, 1)
     x.local.fill_(3)
     memory.free("x")
     memory.free("flags")

@@ -41,7 +41,10 @@ class SymmetricBuffer:
         raise AttributeError(name)
 
     def check_signal(self, owner: int, index: int) -> None:
-        """Raise ValueError unless rank `owner` has a word `index`. Backends call this."""
+        """Raise ValueError unless these are signals, and rank `owner` has a word `index`. Backends call this."""
+        if (self.dtype, len(self.shape)) != (torch.int32, 1):
+            made = f"{self.dtype} {tuple(self.shape)}"
+            raise ValueError(f"signal in {self.key!r}, which is {made}: expected a buffer that `signals` has made")
         words, world = self.shape.numel(), len(self.peers)
         if not (0 <= owner < world and 0 <= index < words):
             raise ValueError(

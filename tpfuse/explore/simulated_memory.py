@@ -99,10 +99,7 @@ class SimulatedMemory(SymmetricMemory):
                 raise self._timeout(op, peer)
 
     def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> Region:
-        if flags.dtype != torch.int32 or not 0 <= index < flags.shape.numel():
-            shape = f"{flags.dtype} {tuple(flags.shape)}"
-            raise ValueError(f"word {index} of signals {flags.key!r}, {shape}: expected int32 and an index within them")
-        flags.local  # raises if the buffer was freed  # noqa: B018
+        flags.check_signal(owner, index)
         return self._regions[flags.key][owner]
 
     def barrier(self, op: str = "barrier") -> None:
