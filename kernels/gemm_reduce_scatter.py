@@ -299,7 +299,11 @@ def _configuration(
     """Return (blocks, num_warps, num_stages); tiles are those of aligned tensors, so that all ranks have the same."""
     sizes = {"M": chunk, "N": n, "chunks": endpoint.world, "programs": endpoint.programs}
     shared = choose_configuration(operator, x.device, x.dtype, other_tiles=other_tiles, **sizes, unaligned=0)
-    row = shared if aligned else choose_configuration(operator, x.device, x.dtype, **sizes, unaligned=1)
+    row = (
+        shared
+        if aligned
+        else choose_configuration(operator, x.device, x.dtype, other_tiles=False, **sizes, unaligned=1)
+    )
     tile = {name: shared.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "GROUP_M", "EPILOGUE_PARTS")}
     blocks = dict(row.blocks) | tile | {"TMA": aligned and row.blocks["TMA"]}
     return blocks, row.num_warps, row.num_stages
