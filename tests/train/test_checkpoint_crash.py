@@ -24,7 +24,7 @@ def swept(kind: str, world: int, damaged: bool, every: int, folder: str) -> dict
     [
         ("kill", 2, "absent", 5),
         ("fail", 1, "damaged", 5),
-        *exhaustive(("kill", 2, "damaged", 1), ("fail", 2, "damaged", 1)),
+        *exhaustive(("kill", 2, "damaged", 1), ("fail", 2, "damaged", 2)),
     ],
 )
 def test_a_save_struck_at_every_operation_leaves_the_old_or_the_new_step(kind, world, step_10, every):
