@@ -62,11 +62,8 @@ MORE: list[dict[str, Any]] = [
         for schedule, balance, name in (
             ("ring", "zigzag", "direct"),
             ("ring", "contiguous", "collective"),
-            ("all_gather", "zigzag", "direct"),
             ("all_gather", "striped", "collective"),
             ("ulysses", "striped", "direct"),
-            ("ulysses", "zigzag", "collective"),
-            ("ulysses_ring", "striped", "direct"),
         )
     ),
     {"offload": "a folder", "accumulation": 3},
@@ -75,13 +72,6 @@ MORE: list[dict[str, Any]] = [
     {"cp": 3, "stage": 3},
     {"dp": 2, "tp": 2, "stage": 3, "accumulation": 3},
     {"dp": 4, "stage": 3, "replicas": 2, "accumulation": 3},
-]
-BESIDE: list[dict[str, Any]] = [  # what divides the stages of a pipeline; each schedule has two of them
-    {"tp": 2, "cp": 2},
-    {"dp": 2, "tp": 2, "stage": 3},
-    {"dp": 2, "cp": 2, "stage": 2},
-    {"dp": 2, "stage": 1, "recompute": "selective"},
-    {"dp": 2, "stage": 3, "recompute": "full"},
 ]
 PIPELINES: list[dict[str, Any]] = [
     {"pp": 2, "pp_schedule": "zero_bubble", "cp": 2, "stage": 1, "accumulation": 6, "recompute": "full"},
@@ -97,11 +87,16 @@ PIPELINES: list[dict[str, Any]] = [
     {"pp": 2, "pp_layers": "1,3", "dp": 2, "stage": 2, "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "pp_layers": "2,1,3,1", "layers": 7, "accumulation": 6},
     *(
-        {"pp": 2, "pp_schedule": schedule, "accumulation": 6, **BESIDE[(number + turn) % len(BESIDE)]}
-        for number, schedule in enumerate(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"))
-        for turn in (0, 2)
+        {"pp": 2, "pp_schedule": schedule, "accumulation": 6, **beside}
+        for schedule, beside in (
+            ("gpipe", {"tp": 2, "cp": 2}),
+            ("1f1b", {"dp": 2, "tp": 2, "stage": 3}),
+            ("interleaved_1f1b", {"dp": 2, "cp": 2, "stage": 2}),
+            ("zero_bubble", {"dp": 2, "stage": 1, "recompute": "selective"}),
+            ("zbv", {"dp": 2, "stage": 3, "recompute": "full"}),
+        )
     ),
-    {"pp": 2, "pp_schedule": "zbv", "dp": 4, "stage": 3, "replicas": 2, "offload": "host", "accumulation": 3},
+    {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 3, "replicas": 2, "offload": "host", "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 2, "offload": "a folder", "accumulation": 3},
     {"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 6, "name": "collective"},
 ]
@@ -291,7 +286,7 @@ def trained_in(options: dict[str, Any]) -> tuple[list[float], set[torch.dtype], 
     """Return losses, the dtypes of products in steps and in an evaluation, and the dtypes in a checkpoint."""
     trainer, windows = new_trainer(options_of(**options))
     with ProductDtypes() as products:
-        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(20)]
+        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
         losses.append(trainer.evaluate(windows, 1))
     return losses, products.found, {shard.tensor.dtype for shards in trainer.shards().values() for shard in shards}
 
