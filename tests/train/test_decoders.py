@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.command import Commands, full_disk
 from tests.support.decoders import decoder, exact
 from tests.support.tiers import exhaustive
-from tests.support.training import looped, new_trainer, options_of, prepared, trained_decoder
+from tests.support.training import check_same, looped, new_trainer, options_of, prepared, trained_decoder
 from tpfuse.cli import run
 from tpfuse.testing.ranks import pool
 from tpfuse.train.config import read_toml
@@ -41,32 +41,23 @@ def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainComma
 
 # GPT-2 packs q, k and v in a transposed matrix, Phi-3 packs rows, and a Llama has fewer key/value heads than queries.
 @pytest.mark.parametrize(
-    ("family", "layouts"),
+    ("family", "options"),
     [
-        ("phi3", [_layout(1, 2, 1, 1)]),
+        ("phi3", _layout(1, 2, 1, 1)),
         *exhaustive(
-            ("gpt2", [_layout(2, 2, 1, 3), _layout(2, 1, 2, 2, accumulation=2)]),
-            ("phi3", [_layout(2, 1, 2, 3), _layout(3, 1, 1, 1, recompute="full")]),
-            ("llama", [_layout(4, 1, 1, 1), _layout(2, 2, 1, 2, recompute="full")]),
-            ("llama_tied", [_layout(1, 2, 2, 3)]),
-            ("mistral", [_layout(2, 2, 1, 0)]),
-            ("qwen3", [_layout(2, 1, 2, 3)]),
-            ("gemma", [_layout(2, 1, 1, 1)]),
-            ("phi", [_layout(2, 1, 2, 2)]),
-            ("neox", [_layout(2, 2, 1, 3)]),
+            ("gpt2", _layout(2, 2, 1, 3)),
+            ("phi3", _layout(3, 1, 1, 1, recompute="full")),
+            ("llama", _layout(2, 2, 1, 2, recompute="full")),
+            ("llama_tied", _layout(1, 2, 2, 3)),
+            ("qwen3", _layout(2, 1, 2, 2, accumulation=2)),
         ),
     ],
 )
-def test_every_layout_trains_as_one_rank(family: str, layouts: list[TrainCommand]) -> None:
+def test_every_layout_trains_as_one_rank(family: str, options: TrainCommand) -> None:
     config = _config(family)
     alone = trained_decoder(config, options_of(batch=4, order="random"), 3)
     assert alone[0][-1] < alone[0][0]
-    for options in layouts:
-        found = trained_decoder(config, options, 3)
-        assert found[0] == pytest.approx(alone[0], rel=1e-9)
-        assert found[1] == pytest.approx(alone[1], rel=1e-9)
-        for name, weight in alone[2].items():
-            torch.testing.assert_close(found[2][name].reshape(weight.shape), weight, rtol=1e-9, atol=1e-11, msg=name)
+    check_same(trained_decoder(config, options, 3), alone, 1e-9)
 
 
 def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +84,7 @@ def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) ->
         *exhaustive(
             ("phi3", _layout(1, 1, 2, 2), _layout(3, 1, 1, 0)),
             ("llama_tied", _layout(1, 1, 1, 0), _layout(1, 2, 1, 1, pp=2, pp_schedule="zero_bubble", accumulation=2)),
-            ("phi3", _layout(1, 1, 1, 0, pp=2, accumulation=2), _layout(2, 1, 2, 3, pp=2, accumulation=2)),
+            ("phi3", _layout(1, 1, 1, 0, pp=2, accumulation=2), _layout(1, 1, 2, 3, pp=2, accumulation=2)),
         ),
     ],
 )
@@ -104,9 +95,7 @@ def test_a_run_resumes_in_another_layout(
     whole = trained_decoder(config, after, 5)
     trained_decoder(config, before, 3, tmp_path)
     found = trained_decoder(config, after, 2, None, tmp_path)
-    assert found[0] == pytest.approx(whole[0][3:], rel=1e-9)
-    for name, weight in whole[2].items():
-        torch.testing.assert_close(found[2][name], weight, rtol=1e-9, atol=1e-11, msg=name)
+    check_same(found, (whole[0][3:], whole[1][3:], whole[2]), 1e-9)
 
 
 def _evaluated(config: DecoderConfig, options: TrainCommand) -> float:
