@@ -38,10 +38,10 @@ def _trained(model: torch.nn.Module, ids: Tensor, at: tuple[int, int] | None) ->
     return [total.detach(), *(_local(parameter.grad).clone() for parameter in model.parameters())]
 
 
-def _check(model: GPT, batches: Sequence[int], length: int, names: Sequence[Implementation] = ("auto",)) -> None:
+def _check(model: GPT, batches: Sequence[int], length: int, names: Sequence[Implementation] = ("auto",)) -> Any:
     """Check that one graph serves all steps and implementations, and computes the numbers of the eager model.
 
-    Each step has other dropout masks. Other sizes of a batch compile a new graph.
+    Each step has other dropout masks. Other sizes of a batch compile a new graph. Return the compiled model.
     """
     initialize(model, 1)
     torch._dynamo.utils.counters.clear()
@@ -51,24 +51,31 @@ def _check(model: GPT, batches: Sequence[int], length: int, names: Sequence[Impl
         at = (7, step) if model.config.dropout else None
         with use(implementation=names[step % len(names)]):
             assert all(map(torch.equal, _trained(compiled, ids, at), _trained(model, ids, at)))
-            if step == 0:
-                with torch.no_grad():
-                    assert torch.equal(compiled(ids), model(ids))
-                    assert torch.equal(compiled(ids, ids), model(ids, ids))
     assert len(torch._dynamo.utils.counters["graph_break"]) == 0
+    return compiled
 
 
-@pytest.mark.parametrize(("name", "dropout"), [("torch", 0.2), *exhaustive(("triton", 0.0))])
-def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "dropout", "batches"), [("torch", 0.2, (2, 2, 2)), *exhaustive(("triton", 0.0, (2,)))]
+)
+def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float, batches: tuple[int, ...]) -> None:
     with use(kernels=name):
-        _check(GPT(GPTConfig(61, 8, 32, 1, 2, dropout=dropout)), (2, 2, 2), 8)
+        model = GPT(GPTConfig(61, 8, 32, 1, 2, dropout=dropout))
+        compiled = _check(model, batches, 8)
+        ids = integers(0, 2, 8, low=0, high=60, dtype=torch.int64)
+        with torch.no_grad():
+            assert torch.equal(compiled(ids), model(ids))
+            assert torch.equal(compiled(ids, ids), model(ids, ids))
 
 
 @pytest.mark.exhaustive
 @on_ranks(2)
 def test_tensor_parallel_models_are_one_graph() -> None:
     model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), device_mesh=tensor_mesh())
-    _check(model, (2, 3, 4), 8, ("direct", "collective", "fused"))
+    compiled = _check(model, (2, 3, 4), 8, ("direct", "collective", "fused"))
+    ids = integers(0, 2, 8, low=0, high=60, dtype=torch.int64)
+    with torch.no_grad():
+        assert torch.equal(compiled(ids, ids), model(ids, ids))
 
 
 @pytest.mark.exhaustive
@@ -76,7 +83,7 @@ def test_tensor_parallel_models_are_one_graph() -> None:
 def test_context_parallel_models_are_one_graph() -> None:
     """Attention with its exchange is one node of the graph."""
     mesh = context_mesh(mesh_of(1, 1, 4, ulysses=2))
-    _check(GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh), (2, 2), 7)
+    _check(GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh), (2,), 7)
 
 
 @on_ranks(2)

@@ -60,7 +60,6 @@ def test_compiled_steps_of_a_decoder_have_the_same_dropout() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"dp": 2, "stage": 2},
         {"dp": 2, "tp": 2, "stage": 3},
         {"pp": 2, "pp_schedule": "gpipe", "dp": 2, "stage": 3},
     ],
