@@ -110,9 +110,9 @@ def _train(layout: dict[str, Any], family: str | None, layers: int) -> tuple[Res
         ({"dp": 1}, "llama", 2),
         *exhaustive(
             ({"pp": 2, "accumulation": 4, "pp_schedule": "zbv"}, None, 8),
-            ({"pp": 2, "accumulation": 6, "pp_schedule": "interleaved_1f1b", "stage": 3, "dp": 2}, None, 8),
+            ({"pp": 2, "accumulation": 6, "pp_schedule": "interleaved_1f1b", "stage": 3, "dp": 2}, None, 4),
             ({"pp": 2, "accumulation": 4}, "gpt2", 2),
-            ({"cp": 2, "dp": 2, "stage": 3}, "phi3", 2),
+            ({"cp": 2, "stage": 3}, "phi3", 2),
         ),
     ],
 )

@@ -139,11 +139,9 @@ def computed(folder: Path, layout: LayoutOptions, world: int) -> tuple[float, st
         ("folder", {"tp": 2}, 0.6),
         *exhaustive(
             ("gpt", {"tp": 2, "pp": 2}, 0.4),
-            ("gpt", {"pp": 3}, 0.55),
             ("gpt", {"cp": 2, "pp": 2}, 0.75),
             ("run", {"tp": 2, "cp": 2}, 0.6),
-            ("run", {"dp": 2, "pp": 2}, 0.75),
-            ("folder", {"tp": 2, "pp": 2}, 0.4),
+            ("folder", {"dp": 2, "pp": 2}, 0.75),
         ),
     ],
     ids=str,

@@ -156,7 +156,7 @@ MESSAGES = {
         *exhaustive(
             ({"pp": 2, "pp_schedule": "zbv", "accumulation": 4}, "parameter", 1),
             *(({"pp": 2, "dp": 2, "stage": 3, "accumulation": 3}, kind, 2) for kind in MESSAGES),
-            *(({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 3}, kind, 2) for kind in MESSAGES),
+            ({"pp": 2, "pp_schedule": "zbv", "tp": 2, "accumulation": 3}, "output", 2),
         ),
     ],
     ids=str,

@@ -169,8 +169,9 @@ FIRST_TIER = [
 ]
 MORE = [
     (pp, schedule, count, ("", TIED, HEAD_FIRST)[index % 3], 1 + index % 2 if pp < 3 else 1, None)
-    for index, (pp, (schedule, count)) in enumerate([(1, SCHEDULES[-2]), *itertools.product((2, 3), SCHEDULES)])
-    if pp * (count or 1) <= BLOCKS
+    for index, (pp, (schedule, count)) in enumerate(
+        [(1, SCHEDULES[-2]), *((2, each) for each in SCHEDULES), (3, ("1f1b", None)), (3, ("zbv", None))]
+    )
 ]
 
 
