@@ -9,6 +9,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+# It must be set before torch is imported; commands inherit it. A command on one rank would take all cores, and its
+# threads would wait for each other in every product, for milliseconds each, since other tests compute on these cores.
+os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+# It must be set before triton is imported; the ranks of the pools inherit it. Tests marked gpu need no interpreter, and
+# not every Triton has one for every numpy: run them by TRITON_INTERPRET=0 pytest -m gpu.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 import pytest_timeout
 import torch
@@ -16,9 +23,6 @@ import torch
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 
-# It must be set before triton is imported; the ranks of the pools inherit it. Tests marked gpu need no interpreter, and
-# not every Triton has one for every numpy: run them by TRITON_INTERPRET=0 pytest -m gpu.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ranks inherit it and keep all tests' groups.
