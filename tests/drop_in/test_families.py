@@ -120,14 +120,13 @@ def _tokens_agree(families: list[str], sequence_parallel: bool) -> None:
         assert expected.shape[1] > 6 and torch.equal(actual, expected), family
 
 
-def test_generate_with_its_cache_gives_the_tokens_of_one_rank() -> None:
-    pool(2).run(_tokens_agree, ["llama"], True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), (3, False)])
-def test_every_family_generates_the_tokens_of_one_rank(world: int, sequence_parallel: bool) -> None:
-    pool(world).run(_tokens_agree, list(FAMILIES), sequence_parallel)
+@pytest.mark.parametrize(
+    ("families", "world", "sequence_parallel"), [(["llama"], 2, True), *exhaustive((list(FAMILIES), 3, False))]
+)
+def test_generate_with_its_cache_gives_the_tokens_of_one_rank(
+    families: list[str], world: int, sequence_parallel: bool
+) -> None:
+    pool(world).run(_tokens_agree, families, sequence_parallel)
 
 
 @on_ranks(2)

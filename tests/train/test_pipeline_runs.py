@@ -1,12 +1,11 @@
-"""A pipeline resumes, evaluates, generates, scales its loss and names what is not finite as one rank does."""
+"""A pipeline evaluates, generates, scales its loss and names what is not finite as one rank does."""
 
 import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import inf, prod
-from pathlib import Path
+from math import inf
 from typing import Any
 
 import pytest
@@ -14,56 +13,16 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tests.support.training import CONFIG, Result, check_same, new_trainer, options_of, ranks_of, trained
+from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import TIED
 from tpfuse.models.gpt_block import Block
 from tpfuse.testing.ranks import pool
-from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.errors import RunError
 from tpfuse.train.trainer import Trainer
 
 Layout = dict[str, Any]
 FOUR = replace(CONFIG, n_layer=4)
-
-# (tp, cp, dp, pp) as in the ids, each with stages of ZeRO.
-P4: Layout = {"pp": 4, "accumulation": 4}
-T2D2: Layout = {"tp": 2, "dp": 2}
-T2C2: Layout = {"tp": 2, "cp": 2}
-D2P2: Layout = {"dp": 2, "pp": 2, "accumulation": 6}
-ZBV: Layout = {"pp": 2, "pp_schedule": "zbv", "accumulation": 4}
-CHAINS: list[tuple[Layout, ...]] = [
-    *exhaustive(
-        # Ranks with several stages have prefetched parameters that have not been used when a checkpoint is loaded.
-        ([{**T2C2, "stage": 2}, {**D2P2, "pp_schedule": "zbv", "stage": 3}, {**P4, "pp_schedule": "zero_bubble"}],),
-        ([{**T2D2, "stage": 3}, P4, {**T2C2, "stage": 1}],),
-        ([{}, ZBV, {**D2P2, "pp_schedule": "zbv", "stage": 1}],),
-    ),
-]
-
-
-@functools.cache
-def one_rank() -> Result:
-    return trained(options_of(), 10, "auto", None, None, FOUR)[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layouts", [[{**D2P2, "pp_schedule": "zbv", "stage": 3}, {"tp": 2}], *CHAINS], ids=str)
-def test_a_checkpoint_resumes_with_and_without_a_pipeline(tmp_path: Path, layouts: list[Layout]) -> None:
-    losses, norms, weights = one_rank()
-    ends = (4, 7, 10) if len(layouts) == 3 else (4, 10)
-    done, source = 0, None
-    for layout, end in zip(layouts, ends, strict=True):
-        folder = tmp_path / str(end)
-        for found in trained(options_of(**layout), end - done, "auto", folder, source, FOUR):
-            check_same(found, (losses[done:end], norms[done:end], weights if end == 10 else found[2]), 1e-9)
-        saved = newest_good(folder, warn=pytest.fail)
-        assert saved is not None
-        for name, entry in saved.manifest["tensors"].items():
-            written = sum(prod(stop - start for start, stop in part["ranges"]) for part in entry["slices"])
-            assert written == prod(entry["shape"]), f"{name} is written once"
-        assert {len([name for name in saved.manifest["tensors"] if name.endswith(".transformer.wte.weight")])} == {3}
-        done, source = end, folder
 
 
 def evaluated_and_generated(layout: Layout) -> tuple[float, list[list[list[int]]]]:
