@@ -63,9 +63,13 @@ ADAPTER = ROOT / "tpfuse" / "drop_in" / "huggingface.py"  # it alone knows trans
 
 
 @functools.cache
-def _imports(file: Path) -> list[tuple[int, str]]:
-    """Return (line, module) of every import, also inside functions; `from a import b` counts as a.b."""
+def _contents(file: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """Return (line, module) of every import, also inside functions, and the names of classes.
+
+    `from a import b` counts as a.b.
+    """
     found: list[tuple[int, str]] = []
+    classes: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name) for alias in node.names)
@@ -75,7 +79,13 @@ def _imports(file: Path) -> list[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tpfuse":
             # tpfuse imports a public name when it is first used.
             found.append((node.lineno, f"tpfuse.{node.attr}"))
-    return found
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node.name)
+    return found, classes
+
+
+def _imports(file: Path) -> list[tuple[int, str]]:
+    return _contents(file)[0]
 
 
 def _part(module: str) -> str | None:
@@ -179,7 +189,6 @@ def test_a_class_name_has_one_meaning() -> None:
     files: dict[str, set[str]] = {}
     for folder in ("kernels", "models", "tpfuse", "benchmarks", "examples"):
         for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    files.setdefault(node.name, set()).add(str(file.relative_to(ROOT)))
+            for name in _contents(file)[1]:
+                files.setdefault(name, set()).add(str(file.relative_to(ROOT)))
     assert {name: found for name, found in files.items() if len(found) > 1} == {}

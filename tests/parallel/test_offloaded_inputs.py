@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from tests.support.cuda_stand_in import CopyStandIn
-from tests.support.decoders import decoder
 from tests.support.tiers import exhaustive
-from tests.support.training import CONFIG, Result, options_of, ranks_of, train, train_decoder
+from tests.support.training import CONFIG, Result, decoder_config, options_of, ranks_of, train, train_decoder
 from tpfuse.models.gpt import GPT
 from tpfuse.parallel import offloaded_inputs
 from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.recompute import recomputed_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
-from tpfuse.train.decoder import DecoderConfig
 
 
 def _offloaded() -> tuple[OffloadedInputs, list[str]]:
@@ -99,7 +97,7 @@ def _train(layout: dict[str, Any], family: str | None, layers: int) -> tuple[Res
             result = train(options_of(recompute="full", **layout), 3, config=config)
         else:
             options = options_of(recompute="full", order="random", batch=8, **layout)
-            result = train_decoder(DecoderConfig.of(decoder(family).config.to_dict(), n_positions=7), options, 3)
+            result = train_decoder(decoder_config(family), options, 3)
     return result, any("to device" in each.log for each in made)
 
 

@@ -15,6 +15,7 @@ from typing import IO
 import pytest
 
 from tpfuse.testing.patience import patient, wait_until
+from tpfuse.train.metrics import read_metrics
 
 
 @contextlib.contextmanager
@@ -26,6 +27,11 @@ def full_disk(most: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def losses(run: Path) -> list[float]:
+    """Return the losses in the metrics of a run, but for rows without one."""
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
 
 
 class Command:

@@ -5,6 +5,7 @@ No tp divides its vocabulary, no cp its sequences, and the tokens of a micro-bat
 
 import contextlib
 import io
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import nan
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.support.decoders import exact
+from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of
 from tpfuse.choices import Implementation
 from tpfuse.comm.collectives.collective import gather_objects
@@ -148,6 +149,11 @@ def train(
 def trained(options: TrainCommand, steps: int, *more: Any) -> list[Result]:
     """Return the results of `train` on the ranks of a pool."""
     return pool(ranks_of(options)).run(train, options, steps, *more)
+
+
+def decoder_config(family: str, n_positions: int = 7, **settings: Any) -> DecoderConfig:
+    """Describe a model of transformers as the file config.json of its folder does. settings: as of `decoder`."""
+    return DecoderConfig.of(json.loads(decoder(family, **settings).config.to_json_string()), n_positions)
 
 
 def train_decoder(

@@ -1,6 +1,5 @@
 """`--train.compile`: the losses of a run without it, at every stage of ZeRO and layout, and its errors in one line."""
 
-import json
 import threading
 from typing import Any
 from unittest import mock
@@ -11,11 +10,9 @@ import torch
 from tqdm import tqdm
 
 from tests.support.command import Commands
-from tests.support.decoders import decoder
-from tests.support.training import Result, check_same, options_of, ranks_of, train, trained_decoder
+from tests.support.training import Result, check_same, decoder_config, options_of, ranks_of, train, trained_decoder
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
-from tpfuse.train.decoder import DecoderConfig
 
 
 def _trained(layout: dict[str, Any], dropout: float, backend: str) -> Result:
@@ -50,8 +47,7 @@ def test_compiled_steps_have_the_same_losses(layout: dict[str, Any], dropout: fl
 
 @pytest.mark.compile
 def test_compiled_steps_of_a_decoder_have_the_same_dropout() -> None:
-    model = decoder("gpt2", num_hidden_layers=1, resid_pdrop=0.2, embd_pdrop=0.3, attn_pdrop=0.1)
-    config = DecoderConfig.of(json.loads(model.config.to_json_string()), n_positions=7)
+    config = decoder_config("gpt2", num_hidden_layers=1, resid_pdrop=0.2, embd_pdrop=0.3, attn_pdrop=0.1)
     plain, compiled = (trained_decoder(config, options_of(tp=2, batch=4, compile=on), 2) for on in (False, True))
     check_same(compiled, plain)
 

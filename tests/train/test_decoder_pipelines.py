@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from tests.support.decoders import FAMILIES, decoder, exact
 from tests.support.tiers import exhaustive, pairwise
-from tests.support.training import Result, check_same, new_trainer, options_of, trained_decoder
+from tests.support.training import Result, check_same, decoder_config, new_trainer, options_of, trained_decoder
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
@@ -40,8 +39,7 @@ def _config(family: str, layers: int = 4, **settings: Any) -> DecoderConfig:
     """Describe a model of these layers. Most layers of Gemma 2 and 3 attend to 5 tokens, the others to all."""
     if family in ("gemma2", "gemma3"):
         settings["layer_types"] = KINDS * (layers // 4)
-    settings["num_hidden_layers"] = layers
-    return DecoderConfig.of(json.loads(decoder(family, **settings).config.to_json_string()), n_positions=7)
+    return decoder_config(family, num_hidden_layers=layers, **settings)
 
 
 def _options(layout: Layout, schedule: str = "1f1b", **more: Any) -> TrainCommand:

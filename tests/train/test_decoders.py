@@ -15,7 +15,15 @@ from torch import Tensor
 from tests.support.command import Commands, full_disk
 from tests.support.decoders import decoder, exact
 from tests.support.tiers import exhaustive
-from tests.support.training import check_same, looped, new_trainer, options_of, prepared, trained_decoder
+from tests.support.training import (
+    check_same,
+    decoder_config,
+    looped,
+    new_trainer,
+    options_of,
+    prepared,
+    trained_decoder,
+)
 from tpfuse.cli import run
 from tpfuse.testing.ranks import pool
 from tpfuse.train.config import read_toml
@@ -29,10 +37,6 @@ TRAINING = (
     "--train.steps 4 --train.batch 4 --model.n-positions 13 --train.eval-every 4 --train.eval-batches 2"
     " --train.log-every 2 --train.save-every 0 --optim.warmup 0"
 ).split()
-
-
-def _config(family: str, **settings: Any) -> DecoderConfig:
-    return DecoderConfig.of(json.loads(decoder(family, **settings).config.to_json_string()), n_positions=7)
 
 
 def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainCommand:
@@ -54,7 +58,7 @@ def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainComma
     ],
 )
 def test_every_layout_trains_as_one_rank(family: str, options: TrainCommand) -> None:
-    config = _config(family)
+    config = decoder_config(family)
     alone = trained_decoder(config, options_of(batch=4, order="random"), 3)
     assert alone[0][-1] < alone[0][0]
     check_same(trained_decoder(config, options, 3), alone, 1e-9)
@@ -62,7 +66,7 @@ def test_every_layout_trains_as_one_rank(family: str, options: TrainCommand) -> 
 
 def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss and the gradients of one rank are those of transformers' own model."""
-    config = _config("llama")
+    config = decoder_config("llama")
     with exact(config.empty(torch.float64)):
         trainer, windows = new_trainer(options_of(batch=4, clip=0.0), config)
         theirs = decoder("llama")
@@ -91,7 +95,7 @@ def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_resumes_in_another_layout(
     tmp_path: Path, family: str, before: TrainCommand, after: TrainCommand
 ) -> None:
-    config = _config(family)
+    config = decoder_config(family)
     whole = trained_decoder(config, after, 5)
     trained_decoder(config, before, 3, tmp_path)
     found = trained_decoder(config, after, 2, None, tmp_path)
@@ -105,7 +109,7 @@ def _evaluated(config: DecoderConfig, options: TrainCommand) -> float:
 
 
 def test_evaluation_holds_no_whole_logits() -> None:
-    assert all(5 > loss > 4 for loss in pool(2).run(_evaluated, _config("llama"), _layout(2, 1, 1, 0)))
+    assert all(5 > loss > 4 for loss in pool(2).run(_evaluated, decoder_config("llama"), _layout(2, 1, 1, 0)))
 
 
 def _folder(folder: Path, family: str, text: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:

@@ -12,9 +12,9 @@ import tokenizers
 import torch
 
 from tests.support.command import Commands
-from tests.support.decoders import decoder, exact
+from tests.support.decoders import exact
 from tests.support.tiers import exhaustive
-from tests.support.training import check_same, new_trainer, options_of, ranks_of, whole_weights
+from tests.support.training import check_same, decoder_config, new_trainer, options_of, ranks_of, whole_weights
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
@@ -28,7 +28,7 @@ LENGTH = 23
 def _config(family: str) -> ModelConfig:
     if family == "gpt":
         return GPTConfig(vocab_size=61, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=4, dropout=0.0)
-    return DecoderConfig.of(decoder(family).config.to_dict(), n_positions=LENGTH)
+    return decoder_config(family, LENGTH)
 
 
 def _ids(vocabulary: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tests.support.command import Command
+from tests.support.command import Command, losses
 from tpfuse import cli
 from tpfuse.comm.errors import Unavailable
 from tpfuse.testing.patience import patient, wait_until
@@ -64,10 +64,6 @@ def endless(start: Start) -> Callable[..., Command]:
         return command
 
     return begin
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
 
 
 def check_losses(run: Path, flags: list[str]) -> None:

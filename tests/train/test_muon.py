@@ -12,9 +12,8 @@ from tests.support import training
 from tests.support.command import Commands
 from tests.support.decoders import decoder
 from tests.support.tiers import exhaustive
-from tests.support.training import Result, new_trainer, options_of, trained, trained_decoder
+from tests.support.training import Result, decoder_config, new_trainer, options_of, trained, trained_decoder
 from tpfuse.testing.ranks import pool
-from tpfuse.train.decoder import DecoderConfig
 
 CONFIG = replace(training.CONFIG, n_layer=4, bias=False)  # AdamW makes of the rounding of keys' biases whole updates
 MUON = {"name": "muon", "muon_lr": 5e-2, "muon_adjust": "original", "muon_momentum": 0.9}
@@ -91,7 +90,7 @@ def test_a_run_goes_on_in_another_layout_as_on_one_rank(tmp_path: Path, layouts:
 )
 def test_models_of_transformers_train_as_on_one_rank(family: str, layout: Layout) -> None:
     settings = {"attention_bias": False, "mlp_bias": False} if "llama" in family else {}
-    config = DecoderConfig.of(decoder(family, torch.float32, **settings).config.to_dict(), 7)
+    config = decoder_config(family, **settings)
     expected = trained_decoder(config, options_of(batch=4, order="random", optim=MUON), STEPS)
     found = trained_decoder(config, options_of(batch=4, order="random", optim=MUON, **layout), STEPS)
     check_same(found, expected)

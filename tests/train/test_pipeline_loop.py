@@ -14,7 +14,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
-from tests.support.command import Commands
+from tests.support.command import Commands, losses
 from tests.support.training import looped, new_trainer, options_of, prepared
 from tpfuse import cli
 from tpfuse.parallel.pipeline.order import Kind, order
@@ -167,10 +167,6 @@ def test_a_run_explains_its_pipeline_as_the_page_shows(tmp_path: Path) -> None:
     words = " ".join(words).replace("README.md", str(ROOT / "README.md"))
     run = prepared(f"{words} --train.steps 1 --train.eval-every 0 --out {tmp_path / 'run'}".split(), 2)
     assert shown in pool(2).run(looped, run)[0]
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
 
 
 @pytest.mark.exhaustive

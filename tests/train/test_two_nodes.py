@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.command import losses
 from tests.support.meshes import mesh_of
 from tests.support.nodes import run_on_nodes, torchrun_on_nodes, why_not_permitted
 from tests.support.training import CONFIG, Result, check_same, options_of, train, trained
@@ -22,19 +23,14 @@ from tpfuse.cli import run
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.mesh import group_of
 from tpfuse.testing.patience import Deadline, patient
-from tpfuse.train.metrics import read_metrics
 
 pytestmark = [pytest.mark.nodes, pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())]
-
-
-def _losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["loss"] is not None]
 
 
 def _on_one_rank(flags: list[str]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         assert run(["train", *flags, "--parallel.dp", "1", "--out", f"{folder}/one"]) == 0
-        return _losses(Path(folder) / "one")
+        return losses(Path(folder) / "one")
 
 
 ZERO = {"3 --parallel.replicas 2": 1e-5, "2 --zero.compression bf16 --parallel.pp 2": 1e-3}
@@ -53,26 +49,26 @@ def test_two_nodes_train_to_the_losses_of_one_rank(flags: list[str], tmp_path: P
         while killed and deadline.left() and not (out / "step-10").exists():
             sleep(0.01)
         if killed:
-            os.kill(_process_of(3, str(out)), signal.SIGKILL)
+            os.kill(_process_of_rank_3(str(out)), signal.SIGKILL)
     for node, ended in enumerate(run.result()):
         assert ended.returncode == 0, ended.stderr
         assert (", continuing after step 10" in ended.stdout) == (killed and node == 0), ended.stdout
         layout = "dp 2 x pp 2" if "--parallel.pp 2" in stage else "dp 4"
         assert bool(re.search(f"^ranks .*{layout} on cpu", ended.stdout, re.M)) == (node == 0)
         assert ("2 nodes of 2 ranks" in ended.stdout) == (node == 0 and stage[0] != "3"), "the split that compresses"
-    one, two = _on_one_rank(flags), _losses(out)
+    one, two = _on_one_rank(flags), losses(out)
     assert len(one) == int(steps) and one[-1] < one[0]
     assert two == pytest.approx(one, rel=ZERO[stage])
 
 
-def _process_of(rank: int, mark: str) -> int:
-    """Return the process of a rank of the run in whose command `mark` is."""
+def _process_of_rank_3(mark: str) -> int:
+    """Return the process of rank 3 of the run in whose command `mark` is."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             ranks = (folder / "environ").read_bytes().split(b"\0")
-            if mark.encode() in (folder / "cmdline").read_bytes() and f"RANK={rank}".encode() in ranks:
+            if mark.encode() in (folder / "cmdline").read_bytes() and b"RANK=3" in ranks:
                 return int(folder.name)
-    raise LookupError(f"no process of rank {rank}")
+    raise LookupError("no process of rank 3")
 
 
 def test_a_killed_rank_of_another_node_is_named(flags: list[str], tmp_path: Path) -> None:
@@ -84,9 +80,9 @@ def test_a_killed_rank_of_another_node_is_named(flags: list[str], tmp_path: Path
     command = ["tpfuse", "train", *flags, *endless, *layout.split(), "--out", str(out)]
     with ThreadPoolExecutor(1) as executor:
         ended, deadline = executor.submit(torchrun_on_nodes, command), Deadline(60.0)
-        while deadline.left() and not ((out / "metrics.jsonl").exists() and len(_losses(out)) > 3):
+        while deadline.left() and not ((out / "metrics.jsonl").exists() and len(losses(out)) > 3):
             sleep(0.1)
-        os.kill(_process_of(3, str(out)), signal.SIGKILL)
+        os.kill(_process_of_rank_3(str(out)), signal.SIGKILL)
         first, second = ended.result()
     assert first.returncode and second.returncode
     said = [line for line in (first.stderr + second.stderr).splitlines() if line.startswith("tpfuse train: error:")]

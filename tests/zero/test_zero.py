@@ -139,11 +139,8 @@ BY_MUON: list[tuple[str, Layout, int, float, Implementation]] = [
     ("toy", Layout(dp=2, stage=0), 1, inf, "auto"),
     *exhaustive(
         ("gpt", Layout(stage=2), 3, CLIP, "auto"),
-        ("gpt", Layout(dp=3, stage=1), 3, CLIP, "auto"),
-        ("gpt", Layout(tp=4, stage=0), 1, CLIP, "collective"),
         ("gpt", Layout(tp=2, cp=2, stage=2), 3, inf, "auto"),
-        ("gpt", Layout(dp=2, cp=2, stage=1), 1, CLIP, "collective"),
-        ("gpt", Layout(tp=2, dp=2, replicas=2), 1, CLIP, "auto"),
+        ("gpt", Layout(dp=3, stage=1), 1, CLIP, "collective"),
         ("toy", Layout(dp=4, stage=3), 3, CLIP, "auto"),
     ),
 ]
