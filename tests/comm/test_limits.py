@@ -1,10 +1,13 @@
 """The memory and the time of cores that control groups leave to a process."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tpfuse.comm.limits import available_memory, core_time
+from tpfuse.train import hardware
 
 GIB = 2**30
 
@@ -88,5 +91,19 @@ def test_memory_that_control_groups_limit(files: dict[str, object], available: i
         ),
     ],
 )
-def test_time_that_control_groups_limit(files: dict[str, object], cores: float | None, tmp_path: Path) -> None:
-    assert core_time(_write(tmp_path, files)) == cores
+def test_time_that_control_groups_limit(
+    files: dict[str, object], cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    assert core_time(_write(tmp_path, files)) == (8 if cores is None else cores)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 1, 8), (8, 3, 2), (2.5, 1, 2), (0.5, 1, 1)])
+def test_ranks_share_the_cores_whose_time_they_may_take(
+    cores: float, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(hardware, "core_time", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    hardware.set_threads(ranks)
+    assert taken == [threads]

@@ -1,5 +1,6 @@
 """The memory and the time of cores that this process may still take, which control groups such as containers limit."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,12 +27,12 @@ def available_memory(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
-def core_time(root: Path = Path("/")) -> float | None:
-    """Return the number of cores whose time this process's control group may take; None if there is no limit.
+def core_time(root: Path = Path("/")) -> float:
+    """Return the number of cores whose time this process may take, by its affinity and its control groups.
 
     Sources: cgroup-v2.rst (cpu.max) and sched-bwc.rst (cpu.cfs_quota_us) of the kernel's documentation.
     """
-    limits = []
+    limits: list[float] = [len(os.sched_getaffinity(0))]
     for folder, version in _control_groups(root, "cpu"):
         try:
             if version == 2:
@@ -42,7 +43,7 @@ def core_time(root: Path = Path("/")) -> float | None:
             continue
         if quota > 0 < period:  # version 1 writes -1 for no limit
             limits.append(quota / period)
-    return min(limits, default=None)
+    return min(limits)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:

@@ -33,6 +33,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
+from tpfuse.comm.limits import core_time
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.tools import front_end, gate, resources, wgmma_hazards
@@ -122,11 +123,12 @@ def compile_jobs(
     folder to which the compiler's output is written, for which all jobs are compiled. examined: whether the results
     contain the resources that a kernel uses, for which ptxas may run a second time.
     """
+    most = max(1, int(core_time()))
     context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be pickled
     waiting = enumerate(jobs)
     running: dict[Any, tuple[int, Job, BaseProcess]] = {}
     while True:
-        while len(running) < len(os.sched_getaffinity(0)) and (taken := next(waiting, None)):
+        while len(running) < most and (taken := next(waiting, None)):
             index, job = taken
             if keep is None and (stored := _stored(job)) is not None:
                 yield index, stored

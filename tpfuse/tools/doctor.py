@@ -262,9 +262,7 @@ class Machine:
 
     def cores(self) -> float:
         """Return the number of cores whose time this process may take."""
-        usable = len(os.sched_getaffinity(0))
-        limit = core_time(self.root)
-        return usable if limit is None else min(usable, limit)
+        return core_time(self.root)
 
 
 def examine(machine: Machine) -> list[Finding]:

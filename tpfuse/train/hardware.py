@@ -1,13 +1,13 @@
 """Properties of this machine: devices, peak rate, memory in use."""
 
 import ctypes
-import os
 import resource
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from tpfuse.comm.limits import core_time
 from tpfuse.plan.hardware import known_gpu
 
 PROBE_SECONDS = 0.3
@@ -97,5 +97,5 @@ def expand_segments() -> None:
 
 
 def set_threads(ranks_on_this_host: int) -> None:
-    """Divide the cores of this host among its CPU ranks."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, ranks_on_this_host)))
+    """Divide the cores whose time the ranks of this host may take among them."""
+    torch.set_num_threads(max(1, int(core_time() / max(1, ranks_on_this_host))))
