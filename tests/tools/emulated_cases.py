@@ -215,12 +215,15 @@ def kernels_of(name: str) -> dict[Any, Kernel]:
     return dict(launches._kernels)
 
 
-def planted_in_protocol(name: str, mutation: str) -> str:
-    """Return the mutants of a program's kernels that the exploration does not find, and how many there were."""
+def planted_in_protocol(name: str, kernel: str, mutation: str) -> str:
+    """Return the mutants of a program's kernels that the exploration does not find, and how many there were.
+
+    kernel: the kernel that is changed, or "" for all.
+    """
     survivors, count = [], 0
     launches._kernels.update(kernels_of(name))
     for key, whole in kernels_of(name).items():
-        for line, text in mutants(whole.text, mutation, 99):
+        for line, text in mutants(whole.text, mutation, 99) if kernel in whole.name else ():
             count += 1
             launches._kernels[key] = Kernel(text, whole.shared, whole.scratch)
             if not program(name, 2, "float32", 1):
