@@ -109,7 +109,6 @@ class GatherSuite(ProtocolSuite):
     """The program for late ranks and the suites' common settings."""
 
     modules = (signals, endpoint, engine_gather, all_gather_gemm, engines)
-    seeds = 20
 
     def late_program(self, memory: SimulatedMemory) -> None:
         """Run both ways in turn, each without rank 0 in its second call.

@@ -44,7 +44,6 @@ class CollectiveSuite(ProtocolSuite):
     collectives: Mapping[str, Any]
     fixtures = ("collectives",)
     worlds = ((2, 2), (2, 1), (3, 2))
-    seeds = 30
 
     def epochs(self, memory: SimulatedMemory, sizes: Sequence[int]) -> None:
         """Run an epoch for each size."""

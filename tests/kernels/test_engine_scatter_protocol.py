@@ -93,7 +93,6 @@ class TestEngineScatter(ProtocolSuite):
     modules = (signals, endpoint, engine_gather, gemm_reduce_scatter, engine_scatter, engines)
     needed = (engine_scatter, engines, SIGNAL_COPIES)
     worlds = ((4, 2), (4, 1), (6, 2))
-    seeds = 20
     faults = (
         Fault("copied before it is stored", replace(SEND, AWAIT, by="pass")),
         Fault("signalled before it is copied", replace(SEND, f"{COPY}\n{SIGNAL}", by=f"{SIGNAL}\n{COPY}")),

@@ -190,7 +190,6 @@ class BackwardSuite(RingSuite):
     late_calls = (4, 5)
     modules = (signals, endpoint, block_exchange, ring_attention_dq, ring_attention_dkdv, ring_attention_backward)
     needed = (ring_attention_dq,)
-    seeds = 10
 
 
 DQ, DKDV = ring_attention_dq.ring_attention_dq_kernel, ring_attention_dkdv.ring_attention_dkdv_kernel

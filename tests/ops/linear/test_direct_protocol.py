@@ -58,7 +58,6 @@ class TestDirectLinear(ProtocolSuite):
     modules = (channel, direct_linear)
     needed = (channel, direct_linear)
     worlds = ((3, 1), (2, 1), (1, 1))
-    seeds = 50
     faults = (
         Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
         Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait_signal")),

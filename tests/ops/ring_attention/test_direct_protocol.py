@@ -58,7 +58,6 @@ class TestDirectRing(ProtocolSuite):
     modules = (channel, direct_ring)
     needed = (channel, direct_ring)
     worlds = ((3, 1), (2, 1))
-    seeds = 30
     faults = (
         Fault("keys that are staged after their signal", replace(FORWARD, LATE[0], by=LATE[1])),
         Fault("keys of backward that are staged after their signal", replace(BACKWARD, LATE[0], by=LATE[1])),
