@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,33 +15,23 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from tests.support.compilations import OTHER_TRITONS, compiling
 from tests.support.tiers import exhaustive
 from tpfuse.kernels import compiled_launch, configurations
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels.launch import Launch, launch, planned, recording
 from tpfuse.tools import operators as cases
 
-ROOT = Path(__file__).resolve().parents[2]
-SHORT = ("gemm", "gemm_reduce_scatter", "all_gather_gemm")
 
-
-@pytest.mark.parametrize(
-    ("version", "operators"),
-    [(triton.__version__, SHORT), *exhaustive(*((version, cases.names()) for version in ("3.6.0", "3.7.1", "3.9.0")))],
-)
-def test_launches_are_those_of_triton(version: str, operators: tuple[str, ...]) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if version != triton.__version__:
-        folder = ROOT / "build" / f"triton-{version}"
-        if not folder.is_dir():
-            pytest.skip(f"Triton {version} is not in {folder}: `make build/triton-{version}`")
-        environment["PYTHONPATH"] = str(folder)
+@pytest.mark.parametrize("version", [triton.__version__, *exhaustive(*OTHER_TRITONS)])
+def test_launches_are_those_of_triton(version: str) -> None:
     script = Path(__file__).with_name("compare_launches.py")
-    done = subprocess.run([sys.executable, str(script), *operators], env=environment, capture_output=True, text=True)
+    command = [sys.executable, str(script), *cases.names()]
+    done = subprocess.run(command, env=compiling(version), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["triton"] == version and report["wrong"] == []
-    assert len(report["kernels"]) >= len(operators) and min(report["kernels"].values()) > 50
+    assert len(report["kernels"]) >= len(cases.names()) and min(report["kernels"].values()) > 50
 
 
 class _Compiled(CompiledKernel):

@@ -9,7 +9,6 @@ scope and CCTL.IVALL, which empties the first cache. `make compiled-matrix` runs
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.compilations import compiling
 from tpfuse.kernels.launch import FAMILIES
 
 SCRIPT = """
@@ -68,7 +68,7 @@ for family in launch.FAMILIES:
     representatives, others, parts = kinds(recording.launches), [], []
     if family == "sm_90":
         with launch.recording(family) as worlds:
-            for world, n in ((1, 1), (2, 1003), (3, 64)):
+            for world, n in ((1, 1), (3, 1003)):
                 collectives.launches(torch.float32, world, n)
         with launch.recording(family) as traced, KernelTrace(most_bytes=2**50):
             every_operator()
@@ -97,8 +97,7 @@ class Program(NamedTuple):
 @pytest.fixture(scope="module")
 def programs() -> list[Program]:
     """Return the programs, compiled in a Python that does not interpret; for a trace one for each kind of launch."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=compiling(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [Program(*fields) for fields in json.loads(done.stdout)]
 

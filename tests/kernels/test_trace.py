@@ -2,12 +2,10 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.support.channels import connect
+from tests.support.compilations import OTHER_TRITONS, compiling
 from tests.support.tiers import exhaustive
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
@@ -41,7 +40,6 @@ from tpfuse.testing.patience import Deadline, patient
 from tpfuse.testing.ranks import pool
 from tpfuse.tools import operators
 
-ROOT = Path(__file__).resolve().parents[2]
 TILES = {
     "all_gather_gemm": {
         "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 1, "EPILOGUE_PARTS": 1, "COPIERS": 2, "BLOCK_COPY": 16,
@@ -211,8 +209,8 @@ def _check(name: str, traced: TracedLaunch, begin: int, end: int) -> set[int]:
 )
 def test_events_name_the_peers_and_results_are_the_same(name: str) -> None:
     world = 3
+    untraced = _side_by_side(name, world, Sequential())
     for schedule in (Sequential(), RoundRobin()):
-        untraced = _side_by_side(name, world, schedule)
         with KernelTrace() as trace:
             found = _side_by_side(name, world, schedule)
         launches, waited = trace.read(), set()
@@ -418,15 +416,10 @@ KERNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", exhaustive(triton.__version__, "3.6.0", "3.9.0"))
-def test_front_ends_accept_traced_kernels(version: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if version != triton.__version__:
-        folder = ROOT / "build" / f"triton-{version}"
-        if not folder.is_dir():
-            pytest.skip(f"Triton {version} is not in {folder}: `make build/triton-{version}`")
-        environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
+@pytest.mark.parametrize("version", exhaustive(*OTHER_TRITONS))
+def test_other_front_ends_accept_traced_kernels(version: str) -> None:
+    """The installed one compiles them for test_signal_ptx.py."""
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(250))
+    done = subprocess.run(command, env=compiling(version), capture_output=True, text=True, timeout=patient(250))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == dict.fromkeys(KERNELS, True)

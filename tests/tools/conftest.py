@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.compilations import compiling
+
 _COMPILING = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
@@ -33,7 +35,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(map(_wants_all_kernels, session.items)) and not session.config.option.collectonly:
         session.config.stash[_COMPILING] = subprocess.Popen(
             [sys.executable, "-m", "tpfuse.tools.compilation"],
-            env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+            env=compiling(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,

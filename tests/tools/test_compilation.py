@@ -4,7 +4,6 @@ Results are stored in Triton's cache, so that only kernels that have changed are
 table that a test compares with the results; `make compiled-matrix` runs this file under other versions of Triton.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.compilations import read_report
+from tests.support.compilations import compiling, read_report
 from tpfuse.kernels.configurations import TABLE, Configuration, read_table
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.tools import gate, operators
@@ -28,9 +27,8 @@ pytestmark = [pytest.mark.compile, pytest.mark.timeout(1800)]  # the first test 
 
 @pytest.fixture(scope="session")
 def report(compiled_beside: None) -> CompilationReport:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tpfuse.tools.compilation", "--json"]
-    report = read_report(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True).stdout)
+    report = read_report(subprocess.run(command, env=compiling(), stdout=subprocess.PIPE, text=True).stdout)
     print(table(report.compilations, report.triton))
     return report
 

@@ -6,7 +6,6 @@ family of GPUs at a time, since they compile for most of their time, and each co
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,12 +15,11 @@ from typing import Any
 import pytest
 import triton
 
+from tests.support.compilations import OTHER_TRITONS, compiling
 from tpfuse.tools import operators, verify
 from tpfuse.tools.rank_programs import PROGRAMS
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = triton.__version__
-VERSIONS = tuple(dict.fromkeys((HERE, "3.6.0", "3.7.1", "3.9.0")))
 _running: dict[tuple[str, str], subprocess.Popen[str]] = {}  # at most one
 
 
@@ -30,17 +28,12 @@ def results(*works: tuple[Any, ...], version: str = HERE, family: str = "sm_80")
 
     The process is that of the last call if that had the same version and family.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    folder = ROOT / "build" / f"triton-{version}"
-    if version != HERE and not folder.is_dir():
-        pytest.skip(f"Triton {version} is not in build/: make test installs it")
-    paths = [str(ROOT)] if version == HERE else [str(folder), str(ROOT)]
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
+    environment = compiling(version)
     if (version, family) not in _running:
         _end()
         command = [sys.executable, str(Path(__file__).with_name("emulated_cases.py")), family]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        _running[version, family] = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes)
+        _running[version, family] = subprocess.Popen(command, env=environment, text=True, **pipes)
     process = _running[version, family]
     try:
         print(json.dumps(works), file=process.stdin, flush=True)
@@ -230,7 +223,9 @@ def every_case() -> Iterator[Any]:
     operators: each operator runs in each dtype.
     """
     described, dtypes = {name: operators.load(name).cases for name in operators.names()}, tuple(verify.DTYPES)
-    for (turn, version), (place, family) in itertools.product(enumerate(VERSIONS), enumerate(("sm_80", "sm_90"))):
+    for (turn, version), (place, family) in itertools.product(
+        enumerate((HERE, *OTHER_TRITONS)), enumerate(("sm_80", "sm_90"))
+    ):
         works: list[tuple[str, ...]] = []
         for number, (name, cases) in enumerate(described.items()):
             for i, case in enumerate(cases):

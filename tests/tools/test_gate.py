@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.compilations import read_report
+from tests.support.compilations import compiling, read_report
 from tpfuse.tools import compilation, gate
 from tpfuse.tools.assembler import newer_ptxas
 from tpfuse.tools.compilation import CompilationReport, compile_jobs
@@ -36,7 +36,7 @@ TWO = ("--families", *FAMILIES, "--dtypes", "bfloat16")
 
 
 def compile_toys(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    environment = compiling() | variables
     return subprocess.run([sys.executable, "-c", COMPILE, *flags], env=environment, capture_output=True, text=True)
 
 

@@ -180,7 +180,7 @@ CHEAP = [FAST, "adamw", "dropout"]
 
 @pytest.mark.parametrize("operator", [*CHEAP, *exhaustive(*(name for name in operators.names() if name not in CHEAP))])
 def test_every_case_of_every_operator_passes(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases of the second tier are run as they are compiled in every dtype too (`test_emulated`)."""
+    """The cases of the second tier are run as they are compiled in two dtypes too (`test_emulated`)."""
     dtypes = verify.DTYPES if operator in CHEAP else {"bfloat16": torch.bfloat16}
     monkeypatch.setattr(verify, "DTYPES", dtypes)
     comparisons, training = verify.compare_here([operator])
