@@ -111,8 +111,8 @@ def test_signals_by_inline_assembly_are_right_under_all_schedules() -> None:
 
 @pytest.mark.exhaustive
 def test_signals_by_inline_assembly_are_right_under_many_schedules() -> None:
-    explore(summing(), 4, seeds=range(10), resident=2)
-    explore_bounded(summing(), 2, limit=200)
+    explore(summing(), 4, resident=2)
+    explore_bounded(summing(), 2, limit=50)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def _gradient(grad: Tensor, preactivation: Tensor, activation: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("m", "n"),  # 600 rows: several parts, each of several tiles
-    [(1, 1), (600, 70), *exhaustive((15, 64), (16, 65), (17, 63), (64, 300), (601, 1))],
+    [(1, 1), (600, 70), *exhaustive((16, 65), (17, 63), (64, 300))],
 )
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_sizes(m: int, n: int, activation: str) -> None:

@@ -210,25 +210,22 @@ CASES = (
     Ring(balance="striped", length=34, window=11, size=40, dtype=BF16),
 )
 MORE = (
-    Ring(balance="contiguous", length=34, window=11, size=40),
     Ring(world=3, balance="striped", length=37, causal=False, documents=(0, 20, 37)),
     Ring(length=40, heads=2, size=64, dtype=BF16),
     Ring(world=1, length=33),
     Ring(world=1, length=40, balance="contiguous", causal=False, heads=2),
-    Ring(length=75, heads=2),
-    *(Ring(balance="contiguous", length=37, heads=4, dtype=dtype) for dtype in (F32, F16)),
-    *(Ring(balance=balance, length=34, window=11, size=40) for balance in ("zigzag", "striped")),
-    *(Ring(world=3, balance=balance, length=40, causal=False, window=9) for balance in ("zigzag", "striped")),
+    Ring(balance="contiguous", length=37, heads=4, dtype=F16),
+    Ring(length=34, window=11, size=40),
+    Ring(world=3, balance="striped", length=40, causal=False, window=9),
     Ring(world=3, length=40, causal=False, window=9, dtype=BF16),
-    *(Ring(world=3, balance=balance, length=37, causal=False) for balance in ("zigzag", "contiguous")),
+    Ring(world=3, length=37, causal=False),
     *(Ring(balance=balance, length=60, documents=(0, 20, 21, 43, 55)) for balance in BALANCES[1:]),
     Ring(world=3, length=37, documents=(0, 11, 12, 30)),
     Ring(length=30, causal=False, batch=2, heads=2, kv_heads=2),
     Ring(world=4, length=9),  # fewer tokens than a tile has, and padding in most runs
     Ring(world=4, balance="contiguous", length=37),
-    Ring(length=40, size=64),
     Ring(length=75, size=40, heads=4, kv_heads=4, dtype=F16),
-    *(Ring(balance=balance, length=40, heads=2, batch=2, dropout_p=DROPOUT) for balance in BALANCES),
+    Ring(length=40, heads=2, batch=2, dropout_p=DROPOUT),
     Ring(balance="striped", length=40, heads=2, dropout_p=DROPOUT, size=64, dtype=F16),
 )
 
@@ -310,7 +307,7 @@ CALLS = (
     [
         (2, False, (0, 3)),
         (3, True, (1,)),
-        *exhaustive((1, True, (0, 1, 2)), (2, False, (0, 1, 2, 3, 4)), (3, True, (0, 1, 2)), (4, False, (1, 0))),
+        *exhaustive((1, True, (0,)), (2, False, (2, 1, 4)), (3, True, (0, 2)), (4, False, (1, 0))),
     ],
 )
 def test_blocks_that_are_exchanged(world: int, way: bool, calls: Sequence[int]) -> None:

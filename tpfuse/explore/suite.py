@@ -134,7 +134,7 @@ class ProtocolSuite:
         raise NotImplementedError
 
     def short_program(self, memory: SimulatedMemory) -> None:
-        """Run a shorter program than `program`, since it runs under many seeds."""
+        """Run a shorter program than `program`, since it runs under several seeds."""
         self.program(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:
