@@ -54,7 +54,7 @@ def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Te
     return [tensor for tensor in found if tensor is not None]
 
 
-def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
+def _both_ways(dtype: torch.dtype, rows: int) -> dict[str, int]:
     """Compare programs with copy engines; return how often engines gathered and scattered."""
     programs = FusedLinear(_memory())
     engines, sent = programs.variant(engines=True, other_tiles=False), {"gathers": 0, "scatters": 0}
@@ -66,24 +66,23 @@ def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
 
         return counting
 
-    for rows in sizes:
-        expected = _everything(programs, dtype, rows)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EngineGather, "send", counted("gathers", EngineGather.send))
-            patch.setattr(EngineScatter, "send", counted("scatters", EngineScatter.send))
-            found = _everything(engines, dtype, rows)
-        for other, wanted in zip(found, expected, strict=True):
-            assert torch.equal(other, wanted)
+    expected = _everything(programs, dtype, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineGather, "send", counted("gathers", EngineGather.send))
+        patch.setattr(EngineScatter, "send", counted("scatters", EngineScatter.send))
+        found = _everything(engines, dtype, rows)
+    for other, wanted in zip(found, expected, strict=True):
+        assert torch.equal(other, wanted)
     return sent
 
 
 @pytest.mark.exhaustive
 def test_copy_engines_give_the_same_results() -> None:
-    assert pool(3).run(_both_ways, torch.float32, (1, 50)) == [{"gathers": 12, "scatters": 8}] * 3
+    assert pool(3).run(_both_ways, torch.float32, 33) == [{"gathers": 6, "scatters": 4}] * 3
 
 
 def test_copy_engines_copy_half_types() -> None:
-    assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [{"gathers": 6, "scatters": 4}] * 2
+    assert pool(2).run(_both_ways, torch.bfloat16, 7) == [{"gathers": 6, "scatters": 4}] * 2
 
 
 @on_ranks(2)
