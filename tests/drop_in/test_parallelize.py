@@ -235,8 +235,12 @@ def test_probabilities_of_attention_are_those_of_all_heads() -> None:
     model.set_attn_implementation("eager")
     with exact(model):
         expected = model(input_ids=IDS, output_attentions=True).attentions
-        found = parallelize(model, tensor_mesh())(input_ids=IDS, output_attentions=True).attentions
-    assert all((one - other).abs().max() < 1e-10 for one, other in zip(found, expected, strict=True))
+        parallelize(model, tensor_mesh())
+        for each in (model, model.model):
+            for named in (True, False):
+                out = each(input_ids=IDS, output_attentions=True, use_cache=False, return_dict=named)
+                found = out.attentions if named else out[-1]
+                assert all((one - other).abs().max() < 1e-10 for one, other in zip(found, expected, strict=True))
 
 
 @on_ranks(2)

@@ -31,6 +31,7 @@ from tpfuse.drop_in.parallel_forward import (
     causal_loss,
     drop_last_position,
     frequencies_depend_on_length,
+    give_all_heads,
     give_whole_routers,
     sharded_tokens,
     take_mask,
@@ -257,6 +258,8 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     model.__dict__["forward"] = forward
     if causal:
         model.__dict__["_loss_function"] = causal_loss  # what transformers' setter of loss_function sets
+    if tensor_mesh is not None and their.base_model is not model:
+        their.base_model.register_forward_hook(partial(give_all_heads, tensor_mesh))
     if not context.groups:
         return
     model.__dict__["sum_over_context"] = context

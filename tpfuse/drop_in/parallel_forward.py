@@ -184,18 +184,11 @@ class ParallelForward:
             _gather(out, running.tokens.sharded, running.shape, keep)
             if self.model.base_model is self.model:
                 _gather_routers(out, running)
-        if out.get("attentions"):
-            out["attentions"] = tuple(self._of_all_heads(x) for x in out["attentions"])
+        if self.model.base_model is self.model:
+            out = give_all_heads(self.tensor_mesh, self.model, (), out)
         if wanted is None:
             wanted = getattr(self.model.config, "return_dict", True)
         return out if wanted else out.to_tuple()
-
-    def _of_all_heads(self, x: Tensor | None) -> Tensor | None:
-        """Return the probabilities of attention [batch, heads, ...] of all heads. An attention left alone has all."""
-        config: Any = self.model.config
-        if x is None or x.shape[1] == config.get_text_config().num_attention_heads:
-            return x
-        return gather_sequence(x, 1, group_of(self.tensor_mesh), None)
 
     def _run_own(self, kwargs: dict[str, Any]) -> Any:
         """Return what the model's own forward returns; torch.compile does not trace the method of `__wrapped__`."""
@@ -431,6 +424,26 @@ def take_mask(
     """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens."""
     sharded = sharded_tokens() is not None
     return (args, {**kwargs, "attention_mask": None}) if sharded and "attention_mask" in kwargs else None
+
+
+def give_all_heads(mesh: DeviceMesh | None, module: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """Return a decoder's output with the probabilities of attention [batch, heads, ...] of all heads.
+
+    An attention that was left alone has all. mesh: the tensor-parallel one. The output is a tuple with
+    return_dict=False.
+    """
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            return x
+        has_all = x.shape[1] == module.config.get_text_config().num_attention_heads
+        return x if has_all else gather_sequence(x, 1, group_of(mesh), None)
+
+    if isinstance(out, tuple):
+        return tuple(tuple(map(whole, each)) if type(each) is tuple else each for each in out)
+    if out.get("attentions"):
+        out["attentions"] = tuple(map(whole, out["attentions"]))
+    return out
 
 
 def give_whole_routers(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
