@@ -462,6 +462,18 @@ def test_the_values_are_those_of_src_data_rank() -> None:
 
 
 @on_ranks(2)
+def test_a_parameter_that_was_written_after_its_conversion_is_converted_again() -> None:
+    """A caller may still hold what a style has replaced, and use it for another module."""
+    first, second = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
+    shared = second.weight = first.weight
+    parallelize_module(first, tensor_mesh(), FusedColwiseParallel(output_layouts=R))
+    with torch.no_grad():
+        shared.fill_(1.0)
+    parallelize_module(second, tensor_mesh(), FusedColwiseParallel(output_layouts=R))
+    assert torch.equal(second(torch.ones(1, 4)), torch.full((1, 6), 4.0))
+
+
+@on_ranks(2)
 def test_losses_of_sharded_logits_under_loss_parallel() -> None:
     for local in (True, False):
         ids = integers(1, 2, 12, low=0, high=35, dtype=torch.int64)

@@ -68,8 +68,9 @@ class Original:
         RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for _, key in self.hooks)])
 
 
-# The DTensor of each parameter that was converted, by the parameter it replaced: modules may share parameters. What
-# `parallelize` adds is forgotten at its end, since a caller may still hold the old parameters and use them again.
+# By the parameter that was converted: its DTensor, and `_writes` of both then, since modules may share parameters. What
+# `parallelize` adds is forgotten at its end, since a caller may still hold the old parameters and use them again. With
+# torch's `parallelize_module`, whose end we do not see, the two are strangers after a write to one of them.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -85,22 +86,28 @@ def shard_parameter(
     """
     placement = Replicate() if dim is None else Shard(dim)
     shape = parameter.shape if shape is None else torch.Size(shape)
-    known: Parameter | None = _replaced.get(parameter)  # type: ignore[no-untyped-call]
-    if known is not None and cast(DTensor, known).device_mesh == mesh:
-        if known.shape != shape or cast(DTensor, known).placements != (placement,):
+    known, written = _replaced.get(parameter, (None, ()))  # type: ignore[no-untyped-call]
+    if known is not None and known.device_mesh == mesh and written == _writes(parameter, known):
+        if known.shape != shape or known.placements != (placement,):
             raise ValueError(
-                f"it shares a parameter that is {tuple(known.shape)} with {cast(DTensor, known).placements}: expected"
+                f"it shares a parameter that is {tuple(known.shape)} with {known.placements}: expected"
                 f" {tuple(shape)} with {(placement,)}"
             )
-        return known
+        return cast(Parameter, known)
     whole = parameter.detach().reshape(shape)
     tensor: Tensor = distribute_tensor(whole, mesh, [placement], src_data_rank=source if has_values(whole) else None)
     if local_tensor(tensor).untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
         tensor = tensor.clone()  # otherwise the shard would keep the whole parameter in memory
     new = Parameter(tensor, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
-    _replaced[parameter] = new
+    _replaced[parameter] = new, _writes(parameter, new)
     return new
+
+
+def _writes(*tensors: Tensor) -> list[int]:
+    """Return autograd's counts of writes to tensors, of which a DTensor and its local tensor count apart."""
+    counted = [x for tensor in tensors for x in (tensor, local_tensor(tensor))]
+    return [0 if x.is_inference() else x._version for x in counted]
 
 
 def convert(
