@@ -318,6 +318,19 @@ def test_restore_gives_the_original_back() -> None:
         assert torch.equal(_logits(model), logits)
 
 
+@on_ranks(2)
+def test_hooks_of_parameters_that_restore_would_lose_and_ddp_are_refused() -> None:
+    model = parallelize(_plain(), tensor_mesh(), PLAN)
+    hook = model.head.weight.register_hook(lambda gradient: None)
+    with pytest.raises(ValueError, match=r"^restore: embed\.weight has hooks, which would be lost: remove them"):
+        restore(model)
+    hook.remove()
+    with pytest.raises(ValueError, match=r"^DistributedDataParallel: .* embed\.weight is a DTensor, .*: use tpfuse"):
+        nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    assert type(restore(model).head.weight) is nn.Parameter
+    nn.parallel.DistributedDataParallel(model)
+
+
 @pytest.mark.parametrize("family", ["phi3", *exhaustive("gpt2")])
 @on_ranks(2)
 def test_state_dicts_of_whole_tensors_make_the_round_trip(family: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """`parallelize`: tensor parallelism for a model that exists, in place, and `restore`, which undoes it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -132,6 +132,7 @@ def parallelize(
         if tensor_mesh is not None:
             huggingface.refuse_changes(model)
         offer_save_pretrained(model, mesh)
+        model.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP(model)
     share_generators(tensor_mesh)
     share_generators(context_mesh(mesh))
     if check:
@@ -166,9 +167,14 @@ def replacements(model: nn.Module) -> list[Replacement]:
 def restore(model: nn.Module) -> nn.Module:
     """Undo `parallelize`: make the model again what it was, with whole parameters on every rank, and return it.
 
-    The call is a collective of the mesh. Raise ValueError for a model that is not parallelized.
+    The call is a collective of the mesh. Raise ValueError for a model that is not parallelized, and for parameters that
+    have hooks, but for those of tpfuse.
     """
     replacements(model)
+    for name, x in model.named_parameters():
+        hooks = [*(x._backward_hooks or {}).values(), *(x._post_accumulate_grad_hooks or {}).values()]
+        if isinstance(x, DTensor) and any(not type(hook).__module__.startswith("tpfuse.") for hook in hooks):
+            raise ValueError(f"restore: {name} has hooks, which would be lost: remove them, and register them after it")
     huggingface.release(model)
     memo: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -215,6 +221,23 @@ def _share_values(model: nn.Module, outlined: nn.Module, mesh: DeviceMesh, tenso
             broadcast_([sent.view(-1).view(torch.uint8)], group)
             if not torch.equal(sent.to(x.device), x):  # an expanded buffer could not be written
                 x.copy_(sent)
+
+
+class _RefuseDDP:
+    """What torch's DDP asks a parallelized model for when it is made: the names of tensors that it is to ignore."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[str]:
+        """Return no names. Raise ValueError unless DDP has made plain parameters of all, as for a `device_mesh`."""
+        name = next((name for name, x in self._model.named_parameters() if isinstance(x, DTensor)), None)
+        if name is not None:
+            raise ValueError(
+                f"DistributedDataParallel: the model is parallelized, and {name} is a DTensor, which DDP does not take:"
+                " use tpfuse.ZeroOptimizer with the mesh of all ranks, at stage 0 for what DDP does"
+            )
+        return iter(())
 
 
 def _meshes(mesh: DeviceMesh, schedule: Schedule) -> tuple[DeviceMesh | None, ContextParallel]:
