@@ -206,6 +206,15 @@ def test_a_method_that_torch_knows_gathers_parameters_too() -> None:
 
 
 @on_ranks(2)
+def test_a_penalty_of_shards_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard(model, mesh_of(2, 1), stage=3, units=[model[0]]).start(last=True)
+    penalty = sum(parameter.square().sum().full_tensor() for parameter in model.parameters())  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"grad was set, .*; compute a penalty of parameters in the model's forward"):
+        (model(normal(0, 2, 4)).sum() + penalty).backward()
+
+
+@on_ranks(2)
 def test_parameters_that_cannot_be_sharded_are_named() -> None:
     mesh = mesh_of(2, 1)
 

@@ -73,6 +73,7 @@ class _Sums(GradientPlace):
     """The place of the gradient of a shard, which is in `sums` instead."""
 
     sums: Tensor | None = None
+    advice = "; compute a penalty of parameters in the model's forward, since outside of it they are this rank's shards"
 
     def give(self) -> None:
         """Set `.grad` to the sums, to which `fully_shard` adds."""

@@ -186,6 +186,8 @@ class GradientPlace:
     accumulates: as for `TakenGradient`.
     """
 
+    advice = ""  # what else to do about a changed `.grad`
+
     def __init__(self, parameter: Parameter, message: str, *, accumulates: bool = False) -> None:
         local = _local(parameter)
         self.parameter = parameter
@@ -213,7 +215,7 @@ class GradientPlace:
             raise ValueError(
                 f"{name}.grad was set, cleared or zeroed by other code, but the update takes the sums over ranks of"
                 " what backward passes gave: change gradients in hooks (register_hook), clip by"
-                " optimizer.clip_grad_norm_(), and discard those of a step by optimizer.zero_grad()"
+                f" optimizer.clip_grad_norm_(), and discard those of a step by optimizer.zero_grad(){self.advice}"
             )
 
 
