@@ -190,20 +190,9 @@ class GPT(nn.Module):
         ranks, if the context is too short, or if an id is not in the vocabulary.
         """
         stage = stage or self.stages[0]
-        if ids_BT.ndim != 2 or not ids_BT.numel():
-            raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected [B, T] with at least one token")
-        for name, given in (("targets", targets_BT), ("starts", starts_BT)):
-            if given is not None and given.shape != ids_BT.shape:
-                raise ValueError(f"{name} of shape {tuple(given.shape)}: expected {tuple(ids_BT.shape)}, as ids")
-        if starts_BT is not None and (starts_BT.dtype != torch.bool or cache is not None):
-            found = f"of {starts_BT.dtype}" if cache is None else "with a cache"
-            raise ValueError(f"starts {found}: expected bool, and no cache")
-        if loss_weight is not None and targets_BT is None and stage.last:
-            raise ValueError(f"loss_weight {loss_weight} without targets: expected both")
+        self._check(ids_BT, targets_BT, starts_BT, loss_weight, cache, stage)
         past = 0 if cache is None else cache.length
         shape = batch, length = ids_BT.shape
-        if past + length > self.config.n_positions:
-            raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
         documents = None if starts_BT is None else Documents(starts_BT)
         if documents is not None:
             ids_BT, targets_BT = ids_BT.reshape(1, -1), None if targets_BT is None else targets_BT.reshape(1, -1)
@@ -241,6 +230,30 @@ class GPT(nn.Module):
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
         losses_M = first_rows(losses_M, sharded.tokens)
         return sharded.gather(losses_M.view(sharded.batch, sharded.local_length)).view(shape)
+
+    def _check(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor | None,
+        starts_BT: Tensor | None,
+        loss_weight: float | None,
+        cache: KeyValueCache | None,
+        stage: Stage,
+    ) -> None:
+        """Raise ValueError for arguments of `forward` that do not fit each other or the model."""
+        if ids_BT.ndim != 2 or not ids_BT.numel():
+            raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected [B, T] with at least one token")
+        for name, given in (("targets", targets_BT), ("starts", starts_BT)):
+            if given is not None and given.shape != ids_BT.shape:
+                raise ValueError(f"{name} of shape {tuple(given.shape)}: expected {tuple(ids_BT.shape)}, as ids")
+        if starts_BT is not None and (starts_BT.dtype != torch.bool or cache is not None):
+            found = f"of {starts_BT.dtype}" if cache is None else "with a cache"
+            raise ValueError(f"starts {found}: expected bool, and no cache")
+        if loss_weight is not None and targets_BT is None and stage.last:
+            raise ValueError(f"loss_weight {loss_weight} without targets: expected both")
+        tokens = ids_BT.shape[1] + (0 if cache is None else cache.length)
+        if tokens > self.config.n_positions:
+            raise ValueError(f"{tokens} tokens do not fit a context of {self.config.n_positions}")
 
     def _dropout_state(
         self,
