@@ -284,6 +284,19 @@ class Converted(OnMesh):
         return f"{name} ({type(self).__name__})" if name else type(self).__name__
 
 
+def stand_in(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return NaN without memory in the place of x, for a module that reads the shape of its input alone.
+
+    A value that it reads all the same makes its result NaN.
+    """
+    return x.new_full((), torch.nan).expand(shape)
+
+
+def _is_stand_in(x: Tensor) -> bool:
+    """Return whether x is a `stand_in`, or a view of one, which has no mark that a view would keep."""
+    return not any(x.stride()) and x.numel() > 1 and bool(x.isnan().any())
+
+
 class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     """An nn.Linear (or transformers' Conv1D) whose output features are sharded; the last ranks may have fewer."""
 
@@ -332,7 +345,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
             if out.requires_grad and not torch.is_grad_enabled():
                 self._refuse_to_run_again()
             return self.finish(out)
-        if not any(x.stride()) and x.numel() > 1 and bool(x.isnan().any()):  # the stand-in of `PreparedInput`
+        if _is_stand_in(x):
             self._refuse_to_run_again()
         group, dim = self.group, self.input_dim
         features = dim is not None and dim % x.ndim == x.ndim - 1

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tpfuse.drop_in.converted import stand_in
 from tpfuse.drop_in.sketch import (
     LARGE,
     agree,
@@ -293,7 +294,7 @@ class _TriedBlock:
         run, call, module = _Computed(), self.calls[self.path][0], self.modules[self.path]
         given = first_input(call.args, call.kwargs)
         if any(one.projects for one in self.known.values()):
-            given = given.new_full((), torch.nan).expand(given.shape)  # the block reads its shape alone
+            given = stand_in(given, given.shape)
         else:
             given = run.enter("its input", given, self.enters, rank)
         forwards = {name: partial(self._stand_in, run, given, rank, name) for name in self.known}

@@ -54,6 +54,7 @@ from tpfuse.drop_in.converted import (
     run_with_plain_parameters,
     shard_as_dtensor,
     split_sequence,
+    stand_in,
 )
 from tpfuse.layers.on_mesh import check_embedding, check_parameters
 from tpfuse.layers.partial_gradients import look
@@ -604,8 +605,7 @@ class PreparedInput:
         else:
             x = x if partial else replicate(x, group)
             outs, shape = [gemm(x, *pair) for pair in parameters], list(x.shape)
-        # The module reads the shape alone. A value that it reads all the same makes its result NaN.
-        stand_in = x.new_full((), torch.nan).expand(shape)
+        given = stand_in(x, shape)
         for linear, out in zip(linears, outs, strict=True):
-            cast(Any, linear).offered = stand_in, out
-        return stand_in
+            cast(Any, linear).offered = given, out
+        return given
