@@ -344,8 +344,7 @@ class FullySharded(MicroBatches):
     def _all_reduce_across(self, sums: Tensor) -> None:
         assert self._across is not None
         world = self._across.size()
-        nbytes = 2 * (world - 1) * sums.nbytes // world
-        self.traffic.exchange(nbytes)
+        self.traffic.exchange(2 * (world - 1) * sums.nbytes // world)
         collectives.start_all_reduce(sums, self._across).wait()
 
     def _shard_sums(self, unit: int) -> Tensor:

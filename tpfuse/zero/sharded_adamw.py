@@ -95,13 +95,7 @@ class ShardedAdamW(ShardAdamW):
             exp_avg,
             exp_avg_sq,
             [None] * len(members),
-            lr=rates.lr,
-            beta1=rates.beta1,
-            beta2=rates.beta2,
-            eps=rates.eps,
-            weight_decay=rates.weight_decay,
-            step=rates.step,
-            clip=None if rates.factor == 1.0 else rates.factor,
+            **rates.options(rates.weight_decay),
         )
 
     def publish(self) -> None:

@@ -55,7 +55,6 @@ def test_each_stage_computes_each_micro_batch_once_and_in_an_order_that_can_be_k
                 for n in numbers:
                     places = [at[Action(kind, stage, n)] for kind in kinds]
                     assert places == sorted(places)
-            assert [a for a in actions if a.kind is Kind.FORWARD] == made.forwards(rank)
         timeline(made)  # an assertion fails there if ranks wait for each other in a circle
 
 

@@ -98,10 +98,6 @@ class Order:
         last = {action.stage: index for index, action in enumerate(self.actions[rank]) if action.ends}
         return [self.actions[rank][index] for index in sorted(last.values())]
 
-    def forwards(self, rank: int) -> list[Action]:
-        """Return the forward passes of a rank, which are what it does if there is no backward pass."""
-        return [action for action in self.actions[rank] if action.kind is Kind.FORWARD]
-
 
 def usual_stages(schedule: PipelineSchedule) -> int:
     """Return the number of stages of a rank by default."""

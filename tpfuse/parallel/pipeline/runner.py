@@ -246,8 +246,8 @@ class Runner:
         outputs: dict[int, Tensor] = {}
         try:
             self._open(batches, compares=False)
-            for action in self.order.forwards(self.rank):
-                if action.micro_batch >= len(batches):
+            for action in self.order.actions[self.rank]:
+                if action.kind is not Kind.FORWARD or action.micro_batch >= len(batches):
                     continue
                 taken = self._take(action)
                 y = self._compute(action.stage, None if taken is None else taken[0], batches[action.micro_batch])

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,13 @@ class Rates:
     weight_decay: float
     step: Tensor  # the number of the step, from 1, float32 [] on the device of the state
     factor: float = 1.0  # multiplies all gradients, for clipping
+
+    def options(self, weight_decay: float) -> dict[str, Any]:
+        """Return the options of `adamw_`, with this weight decay."""
+        return {
+            "lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "weight_decay": weight_decay,
+            "step": self.step, "clip": None if self.factor == 1.0 else self.factor,
+        }  # fmt: skip
 
 
 class StateStore(ABC):
@@ -163,11 +171,5 @@ class ShardUpdate:
                 [self.exp_avg[in_shard]],
                 [self.exp_avg_sq[in_shard]],
                 [None if self.master is None else values[in_block]],
-                lr=rates.lr,
-                beta1=rates.beta1,
-                beta2=rates.beta2,
-                eps=rates.eps,
-                weight_decay=weight_decay,
-                step=rates.step,
-                clip=None if rates.factor == 1.0 else rates.factor,
+                **rates.options(weight_decay),
             )
