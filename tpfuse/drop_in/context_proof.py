@@ -107,7 +107,7 @@ def stood_in(model: nn.Module, attention: str | None) -> Any:
             into = torch.randn(_RANK, width, generator=generator, dtype=torch.float64)
             module.__dict__["forward"] = partial(_projected, into)
         elif any(x.ndim > 2 for x in large):
-            module.__dict__["forward"] = _expert
+            module.__dict__["forward"] = lambda *args, **kwargs: torch.tanh(first_input(args, kwargs))
         if isinstance(module, nn.ModuleList):
             passed.update(_pass_through(module))
         give_values(module, generator)
@@ -159,10 +159,6 @@ def _projected(into: Tensor, x: Tensor) -> Tensor:
     phases = torch.arange(x.shape[-1], dtype=torch.float64)
     out_of = torch.sin(phases[:, None] * torch.arange(1.0, len(into) + 1) + phases[:, None] ** 2)
     return torch.tanh(x.double() @ out_of / x.shape[-1] ** 0.5) @ into
-
-
-def _expert(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.tanh(first_input(args, kwargs))
 
 
 def mask(*args: Any, **kwargs: Any) -> _Proved:
