@@ -135,7 +135,8 @@ class ParallelForward:
         self.model, self.head, self.context, self.tensor_mesh = model, head, context, tensor_mesh
         self.attention = attention
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
-        self.names = list(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -144,7 +145,10 @@ class ParallelForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own forward returns for the whole sequences; the module says which logits."""
-        kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        given = dict(zip(self.names, args, strict=False))
+        if len(args) > len(self.names) or any(name in kwargs for name in given):
+            raise TypeError(f"forward() got an argument twice, or more than {len(self.names)} positional ones")
+        kwargs = given | kwargs
         cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache")) or kwargs.get("use_cache")
         if self.context is None:
             return self._run(kwargs, None)
@@ -421,7 +425,16 @@ def _gather(out: Any, sharded: ShardedBatch, shape: tuple[int, ...], keep: int |
 def take_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens."""
+    """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens.
+
+    Raise ValueError if the decoder is called by itself, with all tokens on each rank, and trained.
+    """
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())
+    if _running.now is None and trained:
+        raise ValueError(
+            f"context parallelism: {type(module).__name__} is called by itself, and the ranks would add up gradients"
+            " that each of them has whole: call the whole model, or use torch.no_grad()"
+        )
     sharded = sharded_tokens() is not None
     return (args, {**kwargs, "attention_mask": None}) if sharded and "attention_mask" in kwargs else None
 
@@ -439,9 +452,9 @@ def give_all_heads(mesh: DeviceMesh | None, module: Any, args: tuple[Any, ...], 
         has_all = x.shape[1] == module.config.get_text_config().num_attention_heads
         return x if has_all else gather_sequence(x, 1, group_of(mesh), None)
 
-    if isinstance(out, tuple):
+    if type(out) is tuple:
         return tuple(tuple(map(whole, each)) if type(each) is tuple else each for each in out)
-    if out.get("attentions"):
+    if getattr(out, "attentions", None):
         out["attentions"] = tuple(map(whole, out["attentions"]))
     return out
 
