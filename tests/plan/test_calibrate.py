@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tpfuse.cli import run
 from tpfuse.plan.command import calibrate
@@ -125,20 +127,33 @@ def test_planted_delays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_delays_of_communication_are_measured() -> None:
     device, group = torch.device("cpu"), dist.group.WORLD
     assert group is not None
-    usual = calibrate.all_gather
+    usual, usual_messages = calibrate.all_gather, calibrate.open_messages
 
     def late(*arguments: object) -> object:
         time.sleep(0.02)
         return usual(*arguments)  # type: ignore[arg-type]
+
+    def late_messages(*arguments: Any) -> Any:
+        messages = usual_messages(*arguments)
+        send = messages.send
+
+        def send_late(number: int, x: Tensor) -> None:
+            if x.numel() == calibrate.LARGE:
+                time.sleep(0.02)
+            send(number, x)
+
+        messages.send = send_late  # type: ignore[method-assign]
+        return messages
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "_IN_A_ROW", 1)
         plain, slow = MachineTimes(), MachineTimes()
         calibrate._measure_communication(plain, CallClock(device, group), device, group)
         patch.setattr(calibrate, "all_gather", late)
+        patch.setattr(calibrate, "open_messages", late_messages)
         calibrate._measure_communication(slow, CallClock(device, group), device, group)
     assert min(slow.collectives["all-gather"]) >= 0.02 > slow.collectives["all-reduce"][0]
-    assert 0 < plain.message[0] < plain.message[1]
+    assert plain.message[0] > 0 and slow.message[0] < 0.02 <= slow.message[1]
 
 
 @pytest.mark.gpu

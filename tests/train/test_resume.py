@@ -76,7 +76,7 @@ def test_a_checkpoint_resumes_at_any_stage_and_layout(tmp_path: Path, layouts: l
     for place, layout in enumerate(layouts):
         save_to, done = tmp_path / str(place), slice(steps * place, steps * (place + 1))
         for found in trained(options_of(**layout), steps, "auto", save_to, source, FOUR):
-            check_same(found, (losses[done], norms[done], weights if done.stop == 10 else found[2]), 1e-9)
+            check_same(found, (losses[done], norms[done], weights if done.stop == 10 else found[2]))
         saved = newest_good(save_to, warn=pytest.fail)
         assert saved is not None
         for name, entry in saved.manifest["tensors"].items():
