@@ -1,14 +1,17 @@
 """The model of cost predicts runs that others measured within the errors that docs/planning.md tells."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.harness import Row
 from benchmarks.plan_accuracy import (
     b200,
     constant_rate,
     fitted_share,
+    held_out,
     measured_seconds,
     megatron,
     newest,
@@ -21,6 +24,12 @@ from benchmarks.plan_accuracy import (
     vtrain_table,
 )
 from tpfuse.plan.memory import rank_memory
+
+
+@functools.cache
+def _ours() -> list[Row]:
+    rows = vtrain()
+    return list(vtrain_table(rows, held_out(rows)))
 
 
 def test_the_measurements_are_complete_and_layouts_are_those_that_were_measured() -> None:
@@ -65,17 +74,16 @@ def test_the_page_has_all_errors() -> None:
 
 @pytest.mark.exhaustive
 def test_errors_and_regrets() -> None:
-    """The first row takes minutes. A change of the model changes the row of 8 GPUs too, which is computed again."""
-    kept, rows = newest(), vtrain()
-    _, *again = vtrain_table(rows, measured_seconds(rows))
-    assert page(again) == page(kept[1 : 1 + len(again)])
-    ours, to_eight = kept[0], again[3]
+    kept = newest()
+    assert page(_ours()) == page(kept[: len(_ours())])
+    ours, to_eight = _ours()[0], _ours()[4]
     assert ours["error"] <= 8 and to_eight["error"] <= 8
     assert ours["regret_median"] <= 2 and ours["regret_mean"] <= 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.xfail(
     strict=True, reason="tp 4 of width 2,048 with 2 sequences is faster than its neighbours; see benchmarks/data"
 )
 def test_the_worst_regret() -> None:
-    assert newest()[0]["regret_worst"] <= 20
+    assert _ours()[0]["regret_worst"] <= 20
