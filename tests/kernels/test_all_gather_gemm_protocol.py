@@ -108,6 +108,7 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
 class GatherSuite(ProtocolSuite):
     """The program for late ranks and the suites' common settings."""
 
+    seeds = 5
     modules = (signals, endpoint, engine_gather, all_gather_gemm, engines)
 
     def late_program(self, memory: SimulatedMemory) -> None:

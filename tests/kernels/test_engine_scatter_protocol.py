@@ -90,6 +90,7 @@ PART = "part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chun
 class TestEngineScatter(ProtocolSuite):
     """The suite of copies on a second stream, between the launches of the first one."""
 
+    seeds = 5
     modules = (signals, endpoint, engine_gather, gemm_reduce_scatter, engine_scatter, engines)
     needed = (engine_scatter, engines, SIGNAL_COPIES)
     worlds = ((4, 2), (4, 1), (6, 2))

@@ -62,6 +62,7 @@ COPIES = "it signals copies: test_engine_scatter_protocol.py has them"
 
 
 class TestGemmReduceScatter(ProtocolSuite):
+    seeds = 5
     modules = (signals, endpoint, gemm_reduce_scatter)
     needed = (gemm_reduce_scatter,)
     unneeded: ClassVar = {

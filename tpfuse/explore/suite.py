@@ -13,7 +13,7 @@
             ...
 
 `current` returns the copy of a module that is being explored. In the first tier the suite explores the program once in
-one world, and lets waits end. In the second tier it explores other worlds and more seeds, deletes or weakens each
+one world, and lets waits end. In the second tier it explores other worlds and many seeds, deletes or weakens each
 synchronising line once, and plants the faults that are not deletions. Each mutant runs under the sequential schedule
 first, which finds nearly all of them, since vector clocks find a race in any order of the accesses; further schedules
 follow only for the mutants that remain.
@@ -126,7 +126,7 @@ class ProtocolSuite:
     worlds: ClassVar[Sequence[tuple[int, int]]]
     faults: ClassVar[Sequence[Fault]] = ()
     late_faults: ClassVar[Sequence[Fault]] = ()
-    seeds: ClassVar[int] = 5
+    seeds: ClassVar[int] = 20
     fixtures: ClassVar[Sequence[str]] = ()
 
     def program(self, memory: SimulatedMemory) -> None:
@@ -134,7 +134,7 @@ class ProtocolSuite:
         raise NotImplementedError
 
     def short_program(self, memory: SimulatedMemory) -> None:
-        """Run a shorter program than `program`, since it runs under several seeds."""
+        """Run a shorter program than `program`, since it runs under many seeds."""
         self.program(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:

@@ -9,6 +9,7 @@ SYMMETRIC = symmetric.SymmetricMessages
 
 
 class TestDirectMessages(ProtocolSuite):
+    seeds = 5
     modules = (symmetric,)
     needed = (symmetric,)
     worlds = ((2, 1), (3, 1))

@@ -156,6 +156,7 @@ OLDER = {"old": "self._buckets_before + index + 1", "by": "self._buckets_before 
 
 
 class TestDirectReducer(ProtocolSuite):
+    seeds = 5
     modules = (direct_module,)
     needed = (direct_module,)
     unneeded: ClassVar = {
