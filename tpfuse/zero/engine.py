@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, get_args
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -144,8 +143,8 @@ def shard(
         ends = None if shared.ends is None else group_of_ends(mesh, *shared.ends, *kept)
         tensor_rank, _ = rank_and_size(flat_group(mesh, "tp"))
         groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends, tensor_rank)
-    trained = torch.tensor([float(any(x.requires_grad and x.numel() for x in model.parameters()))], device=device)
-    if not collectives.all_reduce(trained, groups.world).item():  # one stage of a pipeline may be frozen
+    trained = any(x.requires_grad and x.numel() for x in model.parameters())
+    if not collectives.on_any_rank(trained, groups.world, device):  # one stage of a pipeline may be frozen
         raise ValueError("shard: the model has no parameter that requires a gradient")
     if fully:
         if mesh is None:
@@ -215,10 +214,9 @@ def adamw(
         store = state_store(offload, engine.device, nbytes)
     except ValueError as error:
         problem = str(error)
-    if problem or isinstance(store, FileStore):
-        failed = torch.tensor([float(bool(problem))], device=engine.device)
-        if collectives.all_reduce(failed, engine.world_group).item():
-            raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
+    compares = bool(problem) or isinstance(store, FileStore)
+    if compares and collectives.on_any_rank(bool(problem), engine.world_group, engine.device):
+        raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
     if isinstance(engine, FullySharded) and isinstance(store, FileStore):
         engine.move_shards(store)
     optimizer = ShardedAdamW if isinstance(engine, FullySharded) else FlatAdamW

@@ -193,10 +193,14 @@ def agree(operation: str, device: torch.device, *groups: dist.ProcessGroup, by: 
         agreed.add(known)
 
 
+def on_any_rank(flag: bool, group: dist.ProcessGroup | None, device: torch.device | str) -> bool:
+    """Return whether the flag is true on any rank of a group. The call is a collective of the group on `device`."""
+    return bool(all_reduce_max(torch.tensor([int(flag)], device=device), group).item())
+
+
 def anywhere(flag: bool, device_mesh: DeviceMesh | None) -> bool:
     """Return whether the flag is true on any rank of a mesh. The call is a collective of its ranks."""
     for group in groups_of(device_mesh):
         assert device_mesh is not None
-        value = torch.tensor([int(flag)], device=device_mesh.device_type)
-        flag = bool(all_reduce_max(value, group).item())
+        flag = on_any_rank(flag, group, device_mesh.device_type)
     return flag
