@@ -46,6 +46,15 @@ def new_group(ranks: list[int], group: dist.ProcessGroup, number: int) -> dist.P
     return new
 
 
+def subgroup(ranks: list[int], group: dist.ProcessGroup, op: str) -> dist.ProcessGroup | None:
+    """Return a `new_group` of these ranks of `group`, None on its other ranks. Collective over `group` alone.
+
+    op: the name of the operation in errors. Raise PeerTimeout if a rank does not come.
+    """
+    number = free_number(group, op)
+    return new_group(ranks, group, number) if dist.get_rank() in ranks else None
+
+
 @contextlib.contextmanager
 def _counting(number: int) -> Iterator[None]:
     """Make this process count `number` groups within a with block, by names that stand for no group."""

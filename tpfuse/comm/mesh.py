@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpfuse.comm.errors import set_coordinates
-from tpfuse.comm.member_groups import free_number, new_group
+from tpfuse.comm.member_groups import subgroup
 from tpfuse.kernels.launch import RESERVED
 
 
@@ -104,8 +104,7 @@ def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -
     axis = _names(device_mesh).index("pp")
     ends = set(device_mesh.mesh.index_select(axis, torch.tensor([first, last])).flatten().tolist())
     ranks = [rank for rank in dist.get_process_group_ranks(group) if rank in ends]
-    number = free_number(group, "group of both ends of a pipeline")
-    return new_group(ranks, group, number) if dist.get_rank() in ranks else None
+    return subgroup(ranks, group, "group of both ends of a pipeline")
 
 
 def check_order(device_mesh: DeviceMesh | None) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import broadcast_, set_timeout
 from tpfuse.comm.layout import has_values, local_tensor, model_device
-from tpfuse.comm.member_groups import free_number, new_group
+from tpfuse.comm.member_groups import subgroup
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
@@ -254,8 +254,7 @@ def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGr
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 2:
         return group
-    number = free_number(group, "group of both ends of a pipeline")
-    return new_group([ranks[0], ranks[last]], group, number) if group.rank() in (0, last) else None
+    return subgroup([ranks[0], ranks[last]], group, "group of both ends of a pipeline")
 
 
 def _described(x: object) -> str:
