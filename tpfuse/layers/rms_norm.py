@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, last_dimension, take_
 from tpfuse.ops.rms_norm import rms_norm
@@ -59,6 +60,5 @@ class RMSNorm(OnMesh, nn.RMSNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Return the RMS norm of input [..., C], in its shape."""
         weight = local_of(self, "weight")
-        computed = torch.float64 if input.dtype == torch.float64 else torch.float32
-        eps = torch.finfo(computed).eps if self.eps is None else self.eps
+        eps = torch.finfo(summed_dtype(input.dtype)).eps if self.eps is None else self.eps
         return rms_norm(input, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)

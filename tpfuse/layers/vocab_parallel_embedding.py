@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_, has_values
 from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
 from tpfuse.layers.partial_gradients import look
@@ -135,7 +136,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         if target.shape not in (tokens, (tokens.numel(),)):
             raise ValueError(f"loss: target has shape {tuple(target.shape)}: expected {tuple(tokens)}, as x has")
         x, target = x.reshape(-1, self.embedding_dim), target.flatten()
-        weights = x.new_full(x.shape[:1], weight, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        weights = x.new_full(x.shape[:1], weight, dtype=summed_dtype(x.dtype))
         table = local_of(self, "weight", 0)
         return linear_cross_entropy(x, table, target, self.num_embeddings, group, weights=weights)[0]
 

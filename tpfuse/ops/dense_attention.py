@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpfuse.comm.layout import is_traced
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.ops.autograd import without_autocast
 from tpfuse.ops.dropout import keep_mask
 
@@ -91,9 +92,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, ret
         return _by_document(q, k, v, cu_seqlens_q.tolist(), call, return_lse)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    dtype = q.dtype
-    if dtype in (torch.float16, torch.bfloat16):  # their products would round the scores, and take longer on CPUs
-        q, k, v = q.float(), k.float(), v.float()
+    dtype = q.dtype  # products of half types would round the scores, and take longer on CPUs
+    q, k, v = (x.to(summed_dtype(dtype)) for x in (q, k, v))
     scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
     document_q, q_pos = _positions(tq, call.q_offset, cu_seqlens_q, q.device)
     document_k, k_pos = _positions(tk, call.k_offset, cu_seqlens_k, q.device)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.kernels import adamw, reference
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
@@ -83,7 +84,7 @@ def _function(gradient: Tensor) -> Tensor:
 
 
 def _reference(gradient: Tensor) -> Tensor:
-    dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+    dtype = summed_dtype(gradient.dtype)
     parameter = normal(2, len(gradient)).to(gradient.device, dtype)
     moments = [torch.zeros_like(parameter) for _ in range(2)]
     for step in range(1, _STEPS + 1):
