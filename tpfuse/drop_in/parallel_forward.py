@@ -429,8 +429,7 @@ def take_mask(
 
     Raise ValueError if the decoder is called by itself, with all tokens on each rank, and trained.
     """
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())
-    if _running.now is None and trained:
+    if _running.now is None and torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters()):
         raise ValueError(
             f"context parallelism: {type(module).__name__} is called by itself, and the ranks would add up gradients"
             " that each of them has whole: call the whole model, or use torch.no_grad()"

@@ -168,8 +168,8 @@ def replacements(model: nn.Module) -> list[Replacement]:
 def restore(model: nn.Module) -> nn.Module:
     """Undo `parallelize`: make the model again what it was, with whole parameters on every rank, and return it.
 
-    The call is a collective of the mesh. Raise ValueError for a model that is not parallelized, and for parameters that
-    have hooks, but for those of tpfuse.
+    The call is a collective of the mesh. Raise ValueError for a model that is not parallelized, and for parameters with
+    hooks other than tpfuse's.
     """
     replacements(model)
     for name, x in model.named_parameters():
@@ -225,7 +225,7 @@ def _share_values(model: nn.Module, outlined: nn.Module, mesh: DeviceMesh, tenso
 
 
 class _RefuseDDP:
-    """What torch's DDP asks a parallelized model for when it is made: the names of tensors that it is to ignore."""
+    """torch's DDP asks a model for the names of tensors that it is to ignore; a parallelized model has this instead."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -93,7 +93,7 @@ class SequenceLayout:
     def whole(self, shards: Tensor, dim: int) -> Tensor:
         """Return all tokens along `dim`, in order and without padding: the inverse of `shard`.
 
-        shards: [world, ...]; shards[r] has rank r's tokens along `dim`. Raise ValueError for another number of either.
+        shards: [world, ...]; shards[r] has rank r's `local_length` tokens along `dim`. Raise ValueError for others.
         """
         dim %= shards.ndim - 1
         expected = self.world, self.local_length
