@@ -22,7 +22,6 @@ from tpfuse.kernels import launch as launching
 from tpfuse.kernels.launch import Launch, launch, planned, recording
 from tpfuse.tools import operators as cases
 
-
 EVERY = cases.names()
 
 
