@@ -10,6 +10,7 @@ loss, the logits and the gradient of every parameter are compared with those of 
 import copy
 import re
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,14 @@ _OWN: dict[str, dict[str, Any]] = {
 _WORDS = ("exact", "left alone", "refused", "wrong", "error")
 _PAGE = """# Families of transformers
 
-What `tpfuse.parallelize(model, mesh)` does with the decoders of transformers {version}: {families} tiny models with
-random weights, each on two ranks in three ways. `python -m benchmarks.families` makes them and writes this page.
-Loss, logits and the gradient of every parameter are compared with those of the untouched model. Results: {counts}.
+Transformers {version} has {families} families of decoders. `tpfuse.parallelize(model, mesh)` converts all layers of
+these, exactly. Most of the others are right too, with some modules whole on every rank; the rest is refused.
+
+{exact}
+
+Each family is tried with a tiny model of random weights, some in several variants, {models} models in all, on two ranks
+in three ways. `python -m benchmarks.families` makes them and writes this page. Loss, logits and the gradient of every
+parameter are compared with those of the untouched model. Results: {counts}.
 
 - **exact**: all agree, and all layers are converted.
 - **left alone**: all agree, and some modules run whole on every rank; the reasons are below.
@@ -252,10 +258,18 @@ def sweep(names: list[str]) -> dict[str, dict[str, tuple[str, str]]]:
     return results
 
 
+def _families(models: Iterable[str]) -> int:
+    return len({name.partition(":")[0] for name in models})
+
+
 def page(results: dict[str, dict[str, tuple[str, str]]]) -> str:
     """Return the page."""
     built = {name: modes for name, modes in results.items() if "none" not in modes}
     counts = {what: sum(of[0] == what for modes in results.values() for of in modes.values()) for what in _WORDS}
+    exact = {mode: [name for name in built if built[name][mode][0] == "exact"] for mode in MODES}
+    whole = "\n".join(
+        f"- {MODES[mode]}: {_families(names)} families ({len(names)} models)" for mode, names in exact.items()
+    )
     head = f"| family | {' | '.join(MODES.values())} |\n|{'---|' * (len(MODES) + 1)}\n"
     rows = [f"| {name} | {' | '.join(modes[mode][0] for mode in MODES)} |" for name, modes in built.items()]
     texts: dict[str, list[str]] = {}
@@ -266,7 +280,8 @@ def page(results: dict[str, dict[str, tuple[str, str]]]) -> str:
                 texts.setdefault(f"{what}: {text}", []).append(where)
     reasons = "".join(f"- {', '.join(dict.fromkeys(names))}. {text}\n" for text, names in sorted(texts.items()))
     return _PAGE.format(
-        version=transformers.__version__, families=len(built), counts=", ".join(f"{n} {w}" for w, n in counts.items()),
+        version=transformers.__version__, families=_families(built), models=len(built), exact=whole,
+        counts=", ".join(f"{n} {w}" for w, n in counts.items()),
         table=head + "\n".join(rows), reasons=reasons,
     )  # fmt: skip
 
