@@ -88,6 +88,13 @@ def test_every_page_is_in_the_index() -> None:
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
+def test_architecture_lists_every_folder() -> None:
+    places = [place for top in ("tpfuse", "kernels", "models") for place in (ROOT / top, *(ROOT / top).rglob("*"))]
+    packages = {str(place.relative_to(ROOT)) for place in places if (place / "__init__.py").is_file()} - {"tpfuse"}
+    listed = re.findall(r"^\| `([\w/]+?)/?` \|", (ROOT / "docs" / "architecture.md").read_text(), re.M)
+    assert packages | {"tests", "benchmarks", "examples"} == set(listed)
+
+
 def test_the_reference_has_every_public_name() -> None:
     listed = re.findall(r"^\.\. automodule:: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
     assert set(tpfuse._MODULES.values()) <= set(listed)
