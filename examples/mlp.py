@@ -5,11 +5,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tpfuse import ColumnParallelLinear, RowParallelLinear
 
-dist.init_process_group("gloo")
-options = {"sequence_parallel": True, "device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+device = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+options = {"sequence_parallel": True, "device_mesh": init_device_mesh(device, (dist.get_world_size(),))}
 up = ColumnParallelLinear(512, 2048, activation="gelu_tanh", **options)
 mlp = torch.nn.Sequential(up, RowParallelLinear(2048, 512, **options))
-y = mlp(torch.randn(8, 64, 512))  # this rank's 64 positions of 8 sequences
+y = mlp(torch.randn(8, 64, 512, device=device))  # this rank's 64 positions of 8 sequences
 y.sum().backward()
 print(y.shape, up.weight.grad.placements)
 dist.destroy_process_group()
