@@ -116,6 +116,8 @@ def test_a_race_names_both_lines_and_what_would_have_ordered_them(changes, why) 
         assert any(re.fullmatch(found, line) for line in lines), lines
     assert any(x.strip() == why.format(where) for x in lines), lines
     assert lines[-1] == "  replay: explore(program, 2, schedules=[RoundRobin()])"
+    named = [str(step) in str(caught.value) for step in caught.value.steps]
+    assert named.count(True) == 2 and named[-1], "the run's steps include the two accesses and end with the second"
 
 
 def test_a_scope_that_spans_one_gpu_is_named() -> None:

@@ -23,29 +23,29 @@ def double_into(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "operation",
+    ("access", "operation"),
     [
-        lambda box: box.fill_(1.0),
-        lambda box: torch.add(torch.ones(4), 1.0, out=box),
-        lambda box: torch.cat([torch.ones(2), torch.ones(2)], out=box),
-        lambda box: torch._foreach_add_([torch.ones(1), box], 1.0),
-        lambda box: box[1:].view(3, 1).transpose(0, 1).copy_(torch.ones(1, 3)),
-        lambda box: box.view(torch.int32).zero_(),
-        lambda box: torch.ones(4).add(other=box),
-        lambda box: torch.cat([torch.ones(1), box]),
-        lambda box: box[2].item(),
-        lambda box: box.tolist(),
-        lambda box: repr(box),
-        lambda box: box.double(),
-        lambda box: box.view(2, 2).t().contiguous(),
-        lambda box: box.view(2, 2).t().flatten(),
-        lambda box: box.expand(2, 4).sum(),
-        lambda box: double_into(torch.ones(4), box),
-        lambda box: double_into(box, torch.empty(4)),
+        ("write", lambda box: box.fill_(1.0)),
+        ("write", lambda box: torch.add(torch.ones(4), 1.0, out=box)),
+        ("write", lambda box: torch.cat([torch.ones(2), torch.ones(2)], out=box)),
+        ("write", lambda box: torch._foreach_add_([torch.ones(1), box], 1.0)),
+        ("write", lambda box: box[1:].view(3, 1).transpose(0, 1).copy_(torch.ones(1, 3))),
+        ("write", lambda box: box.view(torch.int32).zero_()),
+        ("read", lambda box: torch.ones(4).add(other=box)),
+        ("read", lambda box: torch.cat([torch.ones(1), box])),
+        ("read", lambda box: box[2].item()),
+        ("read", lambda box: box.tolist()),
+        ("read", lambda box: repr(box)),
+        ("read", lambda box: box.double()),
+        ("read", lambda box: box.view(2, 2).t().contiguous()),
+        ("read", lambda box: box.view(2, 2).t().flatten()),
+        ("read", lambda box: box.expand(2, 4).sum()),
+        ("write", lambda box: double_into(torch.ones(4), box)),
+        ("read", lambda box: double_into(box, torch.empty(4))),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_torch_operations_on_a_peers_memory_race(mode, operation) -> None:
+def test_torch_operations_on_a_peers_memory_race(mode, access, operation) -> None:
     def program(memory):
         box = memory.buffer("box", (4,), torch.float32)
         if memory.rank == 0:
@@ -54,7 +54,7 @@ def test_torch_operations_on_a_peers_memory_race(mode, operation) -> None:
         else:
             box.local.add_(1.0)
 
-    with pytest.raises(RaceError, match=r"race on box\[\d\] of rank 1"):
+    with pytest.raises(RaceError, match=rf"(?s)race on box\[\d\] of rank 1.*\n  {access} by rank 0 at "):
         explore(program, 2)
 
 

@@ -288,7 +288,7 @@ def test_a_compiled_kernel_reads_the_buffers_of_a_handle_by_the_address_of_their
         else:
             ranks.launch(runs[0], Kernel(TABLE), (1,), [handle.buffer_ptrs_dev])
 
-    with pytest.raises(RaceError, match=r"fill_ by rank 1 .*\n  ld by rank 0|ld by rank 0, .*\n  fill_ by rank 1"):
+    with pytest.raises(RaceError, match=r"write by rank 1 .*\n  ld by rank 0|ld by rank 0, .*\n  write by rank 1"):
         explore(program, 2, seeds=(), launches=launches)
 
 

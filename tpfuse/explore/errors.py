@@ -1,19 +1,24 @@
 """The errors that an exploration raises."""
 
+from collections.abc import Sequence
+
+from tpfuse.explore.sites import Site
+
 
 class ExploreError(AssertionError):
     """A protocol failed under a schedule. The message names the lines and the ranks, and says how to replay the run.
 
-    replay: an expression that runs the same schedule again.
+    replay: an expression that runs the same schedule again. steps: the operations on symmetric memory in the order of
+    the run, each with its operation, rank, program and lines; the message has the text of those at fault.
     """
 
-    def __init__(self, message: str, replay: str = "") -> None:
-        self.message, self.replay = message, replay
+    def __init__(self, message: str, replay: str = "", steps: Sequence[Site] = ()) -> None:
+        self.message, self.replay, self.steps = message, replay, steps
         super().__init__(message + (f"\n  replay: {replay}" if replay else ""))
 
-    def with_replay(self, replay: str) -> "ExploreError":
-        """Return the same error with the expression that replays the run."""
-        error = type(self)(self.message, replay)
+    def of_run(self, replay: str, steps: Sequence[Site]) -> "ExploreError":
+        """Return the same error with the expression that replays the run, and the run's steps."""
+        error = type(self)(self.message, replay, steps)
         error.__cause__ = self.__cause__
         return error
 

@@ -142,7 +142,8 @@ def _execute(
         torch.manual_seed(0)
         error = run.execute()
     if isinstance(error, ExploreError):
-        raise error.with_replay(_replay(program, world, schedule, options)) from error.__cause__
+        steps = [run.memory.sites[site] for _, site in run.scheduler.log]
+        raise error.of_run(_replay(program, world, schedule, options), steps) from error.__cause__
     if error is not None:
         raise error
     return run

@@ -48,8 +48,8 @@ class CheckedMemory:
         self._scheduler, self._roots = scheduler, roots
         self.clocks = Clocks(barrier_rule)
         self.regions: list[Region] = []
-        self._site_list: list[Site] = []
-        self._sites: dict[Site, int] = {}  # the number of each site
+        self.sites: list[Site] = []  # by number
+        self._numbers: dict[Site, int] = {}  # the number of each site
         self._users: dict[Word, dict[tuple[int, int], tuple[int, int]]] = {}  # (chain, scope) -> last (time, site)
         self._word_lines: dict[Word, tuple[set[int], set[Line]]] = {}  # the ranks and the lines that accessed a word
 
@@ -57,14 +57,14 @@ class CheckedMemory:
         """Return the number of the site where the current thread is."""
         task = self._scheduler.current
         site = Site(operation, task.rank, task.program, task.lines or lines_here(self._roots))
-        if site not in self._sites:
-            self._sites[site] = len(self._site_list)
-            self._site_list.append(site)
-        return self._sites[site]
+        if site not in self._numbers:
+            self._numbers[site] = len(self.sites)
+            self.sites.append(site)
+        return self._numbers[site]
 
     def line_of(self, site: int) -> str:
         """Return "file:line: text" of the site with this number."""
-        return text_of(self._site_list[site].lines[0])
+        return text_of(self.sites[site].lines[0])
 
     def touched(self, addresses: Addresses) -> Parts:
         """Return the regions that these addresses are in, each with its addresses; red zones belong to regions."""
@@ -88,7 +88,7 @@ class CheckedMemory:
         return index
 
     def _refuse(self, what: str, site: int) -> None:
-        self._scheduler.stop(ProtocolError(f"{what}:\n  {self._site_list[site]}"))
+        self._scheduler.stop(ProtocolError(f"{what}:\n  {self.sites[site]}"))
 
     def access(self, parts: Parts, size: int, operation: str, *, write: bool) -> int:
         """Let the schedule switch ranks before a plain load or store, then check it; return the number of its site."""
@@ -128,7 +128,7 @@ class CheckedMemory:
             self._race(region, conflict.element, conflict.site, site, why)
 
     def _race(self, region: Region, element: int, earlier: int, later: int, why: str) -> None:
-        sites = f"\n  {self._site_list[earlier]}\n  {self._site_list[later]}"
+        sites = f"\n  {self.sites[earlier]}\n  {self.sites[later]}"
         self._scheduler.stop(
             RaceError(f"race on {region.name(element)}: nothing orders these accesses{sites}\n  {why}")
         )
@@ -169,7 +169,7 @@ class CheckedMemory:
 
     def _order(self, region: Region, element: int, semantics: Semantics, stored: bool, site: int) -> None:
         word = self.regions.index(region), element
-        line = self._site_list[site].lines[0]
+        line = self.sites[site].lines[0]
         self.clocks.atomic(
             Atomic(
                 self._scheduler.current.chain,
@@ -196,10 +196,10 @@ class CheckedMemory:
         users = self._users.setdefault(word, {})
         ranks, lines = self._word_lines.setdefault(word, (set(), set()))
         ranks.add(task.rank)
-        lines.add(self._site_list[site].lines[0])
+        lines.add(self.sites[site].lines[0])
         known = self.clocks.knows[task.chain]
         for (chain, other), (time, other_site) in users.items():
-            needed = 2 if self._site_list[other_site].rank != task.rank else 1
+            needed = 2 if self.sites[other_site].rank != task.rank else 1
             if chain != task.chain and min(scope, other) < needed and time > known[chain + 1]:
                 where = "two ranks" if needed == 2 else "two programs"
                 narrow = self.line_of(site if scope < needed else other_site)

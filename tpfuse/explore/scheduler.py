@@ -54,7 +54,7 @@ class Scheduler:
         self.current: Task
         self.error: BaseException | None = None
         self.steps = 0
-        self.log: list[tuple[int, int]] = []  # (task, site) of each step
+        self.log: list[tuple[int, int]] = []  # (task, site) of each step, in the order in which they were performed
         self._finished = threading.Event()
         self._stopping = False
         self.on_stall: Callable[[], bool] = lambda: False
@@ -125,12 +125,12 @@ class Scheduler:
         if self._stopping:
             raise Stopped
         self.steps += 1
-        self.log.append((task.number, site))
         if self.steps > self._max_steps:
             self.stop(DeadlockError(f"still running after {self._max_steps} steps: {self._places()}"))
         if task.watched is not None and not (words and task.watched.issuperset(words)):
             task.watched = None
         self.dispatch(task)
+        self.log.append((task.number, site))
 
     def _ready(self) -> list[int]:
         return [t.number for t in self.tasks if not t.done and not t.held and t.watched is None]

@@ -25,7 +25,7 @@ class LeavingTorch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (Tensor.tolist, Tensor.__repr__) and (parts := self._memory.touched(_addresses(args[0]))):
-            self._memory.access(parts, args[0].element_size(), func.__name__, write=False)
+            self._memory.access(parts, args[0].element_size(), "read", write=False)
         return func(*args, **(kwargs or {}))
 
 
@@ -53,7 +53,7 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, write in _operands(func, args, kwargs):
             parts = self._memory.touched(_addresses(tensor))
             if parts:
-                self._memory.access(parts, tensor.element_size(), func.__name__.partition(".")[0], write=write)
+                self._memory.access(parts, tensor.element_size(), "write" if write else "read", write=write)
                 written += parts if write else []
         result = func(*args, **kwargs)
         self._memory.written(written)
