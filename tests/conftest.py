@@ -1,6 +1,7 @@
 """The settings of all tests: one seed, and deterministic algorithms, which fill new memory with NaN.
 
-Each process has one thread: the tensors are small, and the ranks of the pools need the other cores.
+Each process has one thread, or as many as OMP_NUM_THREADS says: the tensors are small, and the ranks of the pools need
+the other cores. ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA choose other instructions, under which all tests pass too.
 """
 
 import os
@@ -9,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# It must be set before torch is imported; commands inherit it. A command on one rank would take all cores, and its
+# It must be set before torch is imported, and commands inherit it. A command on one rank would take all cores, and its
 # threads would wait for each other in every product, for milliseconds each, since other tests compute on these cores.
-os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # It must be set before triton is imported; the ranks of the pools inherit it. Tests marked gpu need no interpreter, and
 # not every Triton has one for every numpy: run them by TRITON_INTERPRET=0 pytest -m gpu.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,11 +21,12 @@ import pytest
 import pytest_timeout
 import torch
 
+from tpfuse.comm.limits import set_threads
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 
 torch.use_deterministic_algorithms(True)
-torch.set_num_threads(1)
+set_threads(1)
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ranks inherit it and keep all tests' groups.
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))
 
@@ -62,4 +64,4 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> object:
 def _seed_and_threads() -> None:
     """Set the seed and the number of threads, so that they do not depend on the tests before this one."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    set_threads(1)

@@ -1,13 +1,18 @@
-"""The memory and the time of cores that control groups leave to a process."""
+"""The memory and the time of cores that control groups leave to a process, and the threads that it takes."""
 
+import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tpfuse.comm import limits
+from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.limits import available_memory, core_time
-from tpfuse.train import hardware
+from tpfuse.testing.patience import patient
 
 GIB = 2**30
 
@@ -98,12 +103,108 @@ def test_time_that_control_groups_limit(
     assert core_time(_write(tmp_path, files)) == (8 if cores is None else cores)
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 1, 8), (8, 3, 2), (2.5, 1, 2), (0.5, 1, 1)])
-def test_ranks_share_the_cores_whose_time_they_may_take(
-    cores: float, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+UNDER_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("share", "environment", "of_torchrun", "limit", "threads"),
+    [
+        (8, {}, None, 99, 8),
+        (2.5, {}, None, 99, 2),
+        (0.5, {}, None, 99, 1),
+        (8, {"OMP_NUM_THREADS": "3"}, None, 99, 3),
+        (1, {"OMP_NUM_THREADS": " 12,4"}, None, 99, 12),
+        (2, {"OMP_NUM_THREADS": "0"}, None, 99, 1),
+        (2, {"OMP_NUM_THREADS": "many"}, None, 99, 2),
+        (8, {}, None, 3, 3),
+        (1, {"OMP_NUM_THREADS": "5"}, None, 3, 3),
+        (8, UNDER_TORCHRUN, "HOME=/root", 99, 8),
+        (8, UNDER_TORCHRUN, "HOME=/root\0OMP_NUM_THREADS=1", 99, 1),
+        (8, UNDER_TORCHRUN | {"OMP_NUM_THREADS": "2"}, "HOME=/root", 99, 2),
+        (8, UNDER_TORCHRUN, None, 99, 1),
+    ],
+)
+def test_a_rank_takes_the_threads_that_are_given_or_its_share_and_no_more_than_openmp_gives(
+    share: float,
+    environment: dict[str, str],
+    of_torchrun: str | None,
+    limit: int,
+    threads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(hardware, "core_time", lambda: cores)
+    for name in UNDER_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if of_torchrun is not None:
+        _write(tmp_path, {f"proc/{os.getppid()}/environ": of_torchrun})
+    monkeypatch.setattr(limits, "openmp_threads", lambda: limit)
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    hardware.set_threads(ranks)
+    limits.set_threads(share, tmp_path)
     assert taken == [threads]
+
+
+def test_openmp_says_how_many_threads_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    openmp = ctypes.CDLL(None)
+    usual, levels = limits.openmp_threads(), openmp.omp_get_max_active_levels()
+    assert usual > torch.get_num_threads()
+    for change, back in (("dynamic", 0), ("max_active_levels", levels)):
+        getattr(openmp, f"omp_set_{change}")(change == "dynamic")
+        try:
+            assert limits.openmp_threads() == 1
+        finally:
+            getattr(openmp, f"omp_set_{change}")(back)
+    assert limits.openmp_threads() == usual
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert limits.openmp_threads() == sys.maxsize, "a torch without OpenMP"
+
+
+PRODUCT = """
+import sys, warnings, torch
+from tpfuse.comm import limits
+rows, terms, columns = 192, 52, 48
+x, weight = torch.randn(rows, terms), torch.randn(columns, terms)
+expected = x @ weight.t()
+def right():
+    spare = torch.full((rows, columns), torch.nan)
+    del spare
+    return torch.allclose(torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""), expected, atol=1e-4)
+limits.set_threads(2)
+print(torch.get_num_threads(), all([right() for _ in range(20)]))
+torch.set_num_threads(2)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    limits.keep_to_openmp()
+    limits.keep_to_openmp()
+print(torch.get_num_threads(), all([right() for _ in range(20)]), len(said), said[0].message)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("setting", ["OMP_THREAD_LIMIT=1", "OMP_DYNAMIC=true", "OMP_MAX_ACTIVE_LEVELS=0"])
+def test_products_of_onednn_are_right_under_the_limits_of_openmp(setting: str) -> None:
+    """oneDNN computes wrong products with the two threads that torch would take, in float32 on every CPU."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", **dict([setting.split("=")])}
+    run = subprocess.run(
+        [sys.executable, "-c", PRODUCT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patient(60),
+    )
+    first, second = run.stdout.splitlines()
+    assert first == "1 True"
+    assert second.startswith("1 True 1 torch had 2 threads, but OpenMP may give it only 1 (OMP_THREAD_LIMIT, OMP_DYNA")
+
+
+def test_ranks_that_connect_keep_to_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the user's own may have set more threads."""
+    monkeypatch.setattr(limits, "openmp_threads", lambda: 2)
+    torch.set_num_threads(3)
+    group = type("Group", (), {"size": lambda self: 1})()
+    with pytest.warns(UserWarning, match=r"torch had 3 threads, but OpenMP may give it only 2 .*: torch now has 2$"):
+        choose_implementation(torch.device("cpu"), torch.float32, group)
+    assert torch.get_num_threads() == 2

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tpfuse.choices import Implementation, Kernels
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Unavailable
+from tpfuse.comm.limits import keep_to_openmp
 from tpfuse.comm.settings import settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
@@ -53,6 +54,8 @@ def choose_implementation(
     key = device.type, dtype, wanted or chosen_implementation(), chosen_kernels()
     choice = by_key.get(key)
     if choice is None:
+        if device.type == "cpu":
+            keep_to_openmp()
         memory, obstacle = None, ""
         try:
             memory = None if key[2] == "collective" else symmetric_memory(group, device)

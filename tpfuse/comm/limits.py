@@ -1,8 +1,17 @@
-"""The memory and the time of cores that this process may still take, which control groups such as containers limit."""
+"""The memory, the time of cores and the threads that this process may take.
 
+Control groups such as those of containers limit the first two, and variables of OpenMP the last.
+"""
+
+import contextlib
+import ctypes
 import os
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 # These files of a memory group have its limit and its usage, by the version of control groups.
 _MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
@@ -44,6 +53,46 @@ def core_time(root: Path = Path("/")) -> float:
         if quota > 0 < period:  # version 1 writes -1 for no limit
             limits.append(quota / period)
     return min(limits)
+
+
+def openmp_threads() -> int:
+    """Return the number of threads that OpenMP is sure to give to a parallel region if torch asks for so many.
+
+    OMP_THREAD_LIMIT, OMP_DYNAMIC and OMP_MAX_ACTIVE_LEVELS limit it, which torch does not look at. If torch counts on
+    more threads than it gets, nobody computes the parts of the others in oneDNN's products.
+    """
+    openmp = ctypes.CDLL(None)
+    try:
+        if openmp.omp_get_dynamic() or openmp.omp_get_max_active_levels() < 1:
+            return 1
+        return int(openmp.omp_get_thread_limit())
+    except AttributeError:  # a build of torch without OpenMP
+        return sys.maxsize
+
+
+def set_threads(otherwise: float, root: Path = Path("/")) -> None:
+    """Give torch as many threads as OMP_NUM_THREADS says, else `otherwise`; at least 1, and no more than OpenMP gives.
+
+    torchrun sets the variable to 1 for several ranks if nobody has given it. That counts as not given.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if given == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError):
+            given *= b"OMP_NUM_THREADS=" in (root / f"proc/{os.getppid()}/environ").read_bytes()
+    wanted = int(given) if given.isdigit() else int(otherwise)
+    torch.set_num_threads(max(1, min(wanted, openmp_threads())))
+
+
+def keep_to_openmp() -> None:
+    """Lower torch's number of threads to what OpenMP gives, with a warning. Nothing gets slower by that."""
+    threads, most = torch.get_num_threads(), openmp_threads()
+    if threads > most:
+        torch.set_num_threads(most)
+        warnings.warn(
+            f"torch had {threads} threads, but OpenMP may give it only {most} (OMP_THREAD_LIMIT, OMP_DYNAMIC or"
+            f" OMP_MAX_ACTIVE_LEVELS), and products would lack the parts of the others: torch now has {most}",
+            stacklevel=2,
+        )
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:

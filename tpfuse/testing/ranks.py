@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.errors import set_coordinates
+from tpfuse.comm.limits import set_threads
 from tpfuse.testing.patience import Deadline, patient
 
 # The modules that the server imports before it forks ranks; a program may add to them before it starts its first pool.
@@ -83,7 +84,7 @@ def serve_in(
     fcntl.fcntl(connection.fileno(), fcntl.F_SETSIG, signal.SIGCONT)
     flags = fcntl.fcntl(connection.fileno(), fcntl.F_GETFL)
     fcntl.fcntl(connection.fileno(), fcntl.F_SETFL, flags | os.O_ASYNC)
-    torch.set_num_threads(1)
+    set_threads(1)
     torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     dist.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
@@ -123,7 +124,7 @@ def _server() -> Any:
 def _call(environment: dict[str, str], file: str, name: str, args: tuple[Any, ...], connection: Connection) -> None:
     """Run a function in the process of `run_apart`, and send its result or its traceback."""
     _take_over(environment)
-    torch.set_num_threads(1)
+    set_threads(1)
     try:
         connection.send((True, _find(file, name)(*args)))
     except BaseException:

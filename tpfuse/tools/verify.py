@@ -25,6 +25,7 @@ from rich.table import Table
 
 from tpfuse._version import __version__
 from tpfuse.comm.comparison import error_bound
+from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import launch
 from tpfuse.switches import use
@@ -142,6 +143,7 @@ def comparisons(operator: str, device: torch.device) -> Mapping[str, Callable[[s
 def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
     """Compare all cases of the operators in every dtype, in this process, which must have a GPU or interpret."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    set_threads(core_time())
     compared: list[Comparison] = []
     runs: list[TrainingRun] = []
     with unwritten_memory_is_nan(), Console(stderr=True).status("") as status:

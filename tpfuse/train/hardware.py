@@ -7,7 +7,6 @@ from time import perf_counter
 
 import torch
 
-from tpfuse.comm.limits import core_time
 from tpfuse.plan.hardware import known_gpu
 
 PROBE_SECONDS = 0.3
@@ -94,8 +93,3 @@ def keep_freed_memory() -> bool:
 def expand_segments() -> None:
     """Tell torch's CUDA allocator to grow its segments instead of allocating new ones, which fragment memory."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch.cuda.memory's warns in torch 2.11
-
-
-def set_threads(ranks_on_this_host: int) -> None:
-    """Divide the cores whose time the ranks of this host may take among them."""
-    torch.set_num_threads(max(1, int(core_time() / max(1, ranks_on_this_host))))

@@ -19,6 +19,7 @@ from tpfuse._version import __version__
 from tpfuse.comm.autotune import autotune
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
+from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
@@ -37,7 +38,6 @@ from tpfuse.train.hardware import (
     memory_bytes,
     name_and_memory,
     peak_flops,
-    set_threads,
 )
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.language_model import as_json as model_as_json
@@ -71,7 +71,7 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
     set_settings(timeout=comm.timeout, fingerprint=debug.fingerprint, flight_folder=run.folder)
     device = device_of(info)
     if device.type == "cpu":
-        set_threads(info.local_world)
+        set_threads(core_time() / info.local_world)
         keep_freed_memory()
     elif run.options.train.expandable_segments:
         expand_segments()

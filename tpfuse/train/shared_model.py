@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.mesh import build_mesh, flat_group, rank_and_size
 from tpfuse.comm.settings import set_settings
 from tpfuse.parallel.pipeline.runner import Runner
@@ -28,7 +29,6 @@ from tpfuse.train.checkpoint import Checkpoint, Shard, Shards
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError, UserError, of_disk, refusing
-from tpfuse.train.hardware import set_threads
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, start_ranks, torchrun_rank
@@ -208,11 +208,11 @@ def on_ranks(work: Callable[..., str], layout: LayoutOptions, comm: CommOptions,
 def _joined(info: RankInfo, work: Callable[..., str], options: TrainCommand, arguments: tuple[Any, ...]) -> str:
     """Return the result of work(ranks, *arguments) as a rank that joins the others and leaves them at the end."""
     device = device_of(info)
+    if device.type == "cpu":
+        set_threads(core_time() / info.local_world)
     if info.world == 1:
         return work(ModelRanks(options, None, device), *arguments)
     set_settings(timeout=options.comm.timeout)
-    if device.type == "cpu":
-        set_threads(info.local_world)
     join(info, device, options.comm.timeout)
     parallel, cure = options.parallel, "give more ranks by --parallel.tp or --parallel.pp"
     with in_group(info, lambda: "the computation", cure):
