@@ -52,7 +52,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "8", "HOME": "/root"}
 FACTS: dict[str, object] = {
     "versions": VERSIONS, "cuda_error": "", "gpus": GPUS, "gpu_obstacle": "", "lost_signal": "",
     "shared_memory": "", "unwritable_cache": "", "python_header": True, "space": (64 * GIB, 60 * GIB),
-    "open_files": 65536, "cores": 64.0,
+    "open_files": 65536, "cores": 64.0, "threads": (8, 1000), "wrong_product": "",
     "program": lambda name: f"/usr/bin/{name}" if name in ("gcc", *TOOLS) else None,
     "output": lambda path, option: TOOLS.get(Path(path).name),
 }  # fmt: skip
@@ -129,6 +129,16 @@ FAULTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("fails", {"open_files": 40}, "may open 40 files, but each of 8 ranks needs about 48 and will fail: ulimit -n"),
     ("note", {"cores": 6.5}, "OMP_NUM_THREADS=8 is more than the 6.5 cores whose time this process may take"),
+    (
+        "note",
+        {"threads": (8, 2)},
+        "torch takes 8 threads, but OpenMP gives it 2 (OMP_THREAD_LIMIT, OMP_DYNAMIC or OMP_MAX_ACTIVE_LEVELS). tpfuse",
+    ),
+    (
+        "fails",
+        {"wrong_product": "[3, 4] x [4, 5] in torch.bfloat16, computed with 2 threads"},
+        "product [3, 4] x [4, 5] in torch.bfloat16, computed with 2 threads, is wrong, so training on the CPU will",
+    ),
     ("fails", versions(driver="12.4"), "supports CUDA 12.4, but torch is built for CUDA 13.0, so every use of a GPU"),
     ("fails", {"gpus": []} | versions(cuda=""), "has GPUs, but training on them will fail, because torch is built"),
     ("fails", {"gpus": [], "cuda_error": "Error 802"}, "because torch cannot use them: Error 802."),
@@ -292,6 +302,24 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     size, free = machine.space("tmp") or (0, 0)
     assert size >= free > 0 and machine.space("proc") is None
     assert 0 < machine.cores() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_which_a_part_is_not_computed_is_found(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands for oneDNN's, whose second thread OpenMP did not start; the other dtype is right."""
+    plain = torch.mm
+
+    def by_one_thread(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        half = len(a) // 2 if a.dtype == dtype and torch.get_num_threads() == 2 else len(a)
+        out[:half] = plain(a[:half], b)
+        return out
+
+    monkeypatch.setattr(torch, "mm", by_one_thread)
+    assert Machine().wrong_product() == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert Machine().wrong_product() == f"[192, 52] x [52, 48] in {dtype}, computed with 2 threads"
 
 
 def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:

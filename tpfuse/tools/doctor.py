@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +29,11 @@ from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.decisions import driver
 from tpfuse.comm.dispatch import choice_for
-from tpfuse.comm.limits import core_time
+from tpfuse.comm.limits import core_time, openmp_threads, set_threads
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
 from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels
+from tpfuse.testing.inputs import normal
 from tpfuse.tools.assembler import ptxas
 
 # The Triton that belongs to each torch, for builds of torch that do not require one.
@@ -41,6 +42,8 @@ TRITON_OF_TORCH: dict[tuple[int, ...], str] = {(2, 11): "3.6.0", (2, 12): "3.7.1
 _NCCL_SEGMENT = 9637888
 # CPU runs of `tpfuse train` with 2 ranks failed with 18 open files and worked with 24, with 4 ranks 24 and 32.
 _FILES, _FILES_OF_A_RANK = 16, 4
+# Rows, terms and columns of products. oneDNN divides those in bfloat16 among the threads, the smaller one unevenly.
+_PRODUCTS = ((192, 52, 48), (300, 101, 200))
 _PATIENCE = 10.0  # seconds that a program gets
 _OPEN = "import sys; open(sys.argv[1], 'r+b').close()"
 # Where CUDA and NVIDIA's profilers are installed on machines whose PATH does not contain them.
@@ -264,6 +267,25 @@ class Machine:
         """Return the number of cores whose time this process may take."""
         return core_time(self.root)
 
+    def threads(self) -> tuple[int, int]:
+        """Return the number of threads that torch has by itself, and the most that OpenMP gives to it."""
+        return torch.get_num_threads(), openmp_threads()
+
+    def wrong_product(self) -> str:
+        """Return which product of matrices is wrong on the CPU with the threads of a command; empty if none is.
+
+        The bound: sums in float32, whose terms are added in any order, and one rounding to the dtype.
+        """
+        set_threads(self.cores())
+        for (m, k, n), dtype in product(_PRODUCTS, (torch.float32, torch.bfloat16)):
+            a, b = normal(1, m, k, dtype=dtype), normal(2, k, n, dtype=dtype)
+            out = torch.mm(a, b, out=torch.full((m, n), torch.nan, dtype=dtype)).double()
+            exact, terms = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+            bound = torch.finfo(dtype).eps * exact.abs() + k * torch.finfo(torch.float32).eps * terms
+            if not ((out - exact).abs() <= bound).all():
+                return f"[{m}, {k}] x [{k}, {n}] in {dtype}, computed with {torch.get_num_threads()} threads"
+        return ""
+
 
 def examine(machine: Machine) -> list[Finding]:
     """Return all findings about a machine, those of one topic together."""
@@ -354,12 +376,21 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Statement]:
         yield "fails", text, "ulimit -n 4096"
     else:
         yield "ok", f"A process may open {'any number of' if files is None else files} files"
-    cores, threads = machine.cores(), machine.environment.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > cores:
-        text = f"OMP_NUM_THREADS={threads} is more than the {cores:g} cores whose time this process may take"
+    cores, given, (threads, most) = machine.cores(), machine.environment.get("OMP_NUM_THREADS", ""), machine.threads()
+    if given.isdigit() and int(given) > cores:
+        text = f"OMP_NUM_THREADS={given} is more than the {cores:g} cores whose time this process may take"
         yield "note", f"{text}, so threads are paused", f"set it to {max(1, int(cores))} divided by the ranks"
     else:
         yield "ok", f"This process and its ranks may take the time of {cores:g} cores"
+    if threads > most:
+        text = f"torch takes {threads} threads, but OpenMP gives it {most} (OMP_THREAD_LIMIT, OMP_DYNAMIC or"
+        text += f" OMP_MAX_ACTIVE_LEVELS). tpfuse takes {most}, and products of other programs may be wrong"
+        yield "note", text, f"unset the variable, or set OMP_NUM_THREADS={most}"
+    if wrong := machine.wrong_product():
+        text = f"The product {wrong}, is wrong, so training on the CPU will compute wrong numbers"
+        yield "fails", text, "set OMP_NUM_THREADS=1, or install another build of torch"
+    else:
+        yield "ok", "Products on the CPU are right in float32 and bfloat16"
 
 
 def _gpus(machine: Machine, versions: Mapping[str, str], gpus: Sequence[VisibleGpu]) -> Iterator[Statement]:
