@@ -16,6 +16,7 @@ from torch import nn
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.choices import Implementation
 from tpfuse.comm import collectives, trace
+from tpfuse.comm.collectives import direct
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.kernels.trace import KernelEvent, TracedLaunch
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -33,7 +34,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.errors import UserError
 
 STEPS, DELAY = 3, 0.12  # seconds
-PASS, MICRO_BATCHES = 0.05, 4  # seconds of each forward pass of the late stage
+PASS, MICRO_BATCHES = 0.05, 4  # seconds of each forward pass of the late stage, or of a part of a slow collective
 
 
 class _MLP(nn.Module):
@@ -251,8 +252,16 @@ def test_a_fused_operator_shows_the_waits_of_its_kernel(tmp_path: Path) -> None:
 
 
 def _collective(folder: Path) -> None:
+    """Record collectives that take PASS seconds more for each piece that they copy or sum."""
     collectives.all_gather(torch.ones(4), dist.group.WORLD)  # the channel is open then
-    with record(folder, group=dist.group.WORLD) as step, step():
+    cut = direct._cut
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        time.sleep(PASS)
+        return cut(*arguments)
+
+    late = mock.patch.object(direct, "_cut", slow)
+    with late, record(folder, group=dist.group.WORLD) as step, step():
         collectives.all_gather(torch.ones(4), dist.group.WORLD)
         _, handle = collectives.start_reduce_scatter(torch.ones(4), dist.group.WORLD)
         handle.wait()

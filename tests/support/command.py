@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -32,6 +33,13 @@ def full_disk(most: int) -> Iterator[None]:
 def losses(run: Path) -> list[float]:
     """Return the losses in the metrics of a run, but for rows without one."""
     return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
+
+
+def printed_loss(said: str) -> float:
+    """Return the loss that `tpfuse evaluate` has printed; the last of its four digits is rounded."""
+    found = re.search(r": loss ([\d.]+) nats per token", said)
+    assert found is not None, said
+    return float(found[1])
 
 
 class Command:

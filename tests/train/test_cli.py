@@ -26,7 +26,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tpfuse
-from tests.support.command import Commands
+from tests.support.command import Commands, printed_loss
 from tpfuse import cli, switches
 from tpfuse.__main__ import main
 from tpfuse.cli import COMMANDS, run
@@ -188,19 +188,26 @@ def test_a_schedule_in_tokens_continues_with_another_batch(copied: Path, command
 SHORT = "--train.steps 4 --train.eval-every 4 --train.save-every 0".split()
 
 
-def test_validation_may_have_its_own_text(text: Path, tmp_path: Path, commands: Commands) -> None:
+def test_validation_may_have_its_own_text(
+    text: Path, tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank takes as many threads as OMP_NUM_THREADS says."""
     out, val = commands.out, tmp_path / "val.txt"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     val.write_text("#" * (31 * 16 + 1))  # each window of 16 tokens has the same loss
     said = commands.train(*SHORT, "--data.val-path", val)
     assert f"text     {text}: {len(text.read_text()):,} tokens, each read 0.07 times in 4 steps" in said
     assert f"; validation on 497 tokens of {val}, vocabulary 256" in said
+    assert re.search(r"^ranks    .* on cpu, 2 threads each, ", said, re.M)
+    torch.set_num_threads(1)
     assert f'val_path = "{val}"' in (out / "config.toml").read_text()
     val.write_text("changed since")
     again = prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1))
     assert again.checkpoint is not None and again.data.val is not None
     assert set(again.data.val.open().sources[0][:].tolist()) == {ord("#")}, "the run has kept the tokens"
     evaluated, loss = commands.do("evaluate", out), read_metrics(out / "metrics.jsonl")[-1]["val_loss"]
-    assert f": loss {loss:.4f} nats per token" in evaluated and f"(496 tokens of {val}, in windows of 16)" in evaluated
+    assert printed_loss(evaluated) == pytest.approx(loss, abs=1e-4) and torch.get_num_threads() == 2
+    assert f"(496 tokens of {val}, in windows of 16)" in evaluated
     assert f"was validated on {val}, not on {text}" in commands.fail_to_resume("--data.val-path", text)
     error = commands.fail_to_resume("--data.val-path", out / "data" / "tokens.bin")
     assert "was validated on tokens with SHA-256" in error

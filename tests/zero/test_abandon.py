@@ -1,6 +1,5 @@
 """A step that failed on one rank or on all is abandoned, and training continues as if it had never begun."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +73,6 @@ def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> li
     optimizer.step(1e-2)
     if where:
         failing = on_all_ranks or dist.get_rank() == 0
-        begun = time.monotonic()
         with pytest.raises(_Failure if failing else (_Failure, PeerTimeout)):
             _step(model, engine, 1, lambda number: where if failing and number == micro_batch else "")
             raise _Failure  # no rank waited for gradients that rank 0 has not sent, so none of them noticed
@@ -82,7 +80,6 @@ def _trained(stage: int, where: str, micro_batch: int, on_all_ranks: bool) -> li
             with pytest.raises(ValueError, match=r"after an error abandon\(\)"):
                 engine.start(last=True)
         engine.abandon()
-        assert time.monotonic() - begun < 20
     _step(model, engine, 1, lambda number: "")
     optimizer.step(1e-2)
     return [local_tensor(parameter).clone() for parameter in model.parameters()]

@@ -417,7 +417,8 @@ def test_messages_that_an_error_has_left_reach_no_later_step() -> None:
     symmetric_memory(mesh["pp"].get_group(), torch.device("cpu")).reset()
     expected = pipeline_of(model_of(), None).forward(batches_of(1)[:1])
     found = pipeline.forward(batches_of(1)[:1])
-    assert not last or torch.equal(found[0], expected[0])
+    if last:
+        torch.testing.assert_close(found[0], expected[0])
 
 
 def test_what_a_stage_returns_is_checked() -> None:
