@@ -17,7 +17,7 @@ from tpfuse.ops import attention as module
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.switches import chosen_kernels, use
-from tpfuse.testing.compare import Expected
+from tpfuse.testing.compare import Expected, evaluate
 from tpfuse.testing.inputs import normal
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -123,7 +123,22 @@ def test_the_torch_path_without_a_log_sum_exp(tq: int, tk: int, options: Options
     inputs = _inputs(dtype, tq, tk)
     grad = normal(4, *inputs["q"].shape, dtype=dtype)
     expected = Expected(lambda **x: _reference(**x, options=options)[0], inputs, grad)
-    expected.check_function(partial(attention, **options))
+    found, terms = evaluate(partial(attention, **options), inputs, grad), _terms(inputs, grad, options)
+    for name in expected.same_dtype:
+        expected.check(name, found[name], term=terms.get(name, 0.0))
+
+
+def _terms(inputs: dict[str, Tensor], grad: Tensor, options: Options) -> dict[str, float]:
+    """Return the largest term of the sums over keys and over queries that are the gradients of q and k.
+
+    A term is p (grad · v) k, or q, times the scale. The sum over keys of its first two factors is subtracted, so that
+    terms may be larger than every gradient.
+    """
+    q, k, v = (x.double() for x in inputs.values())
+    p = _reference(q, k, torch.eye(k.shape[2], dtype=q.dtype).expand(*k.shape[:3], -1), options)[0]
+    products = grad.double() @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).mT
+    largest = (p * products).abs().max() * options.get("scale", q.shape[-1] ** -0.5)
+    return {"q": (largest * k.abs().max()).item(), "k": (largest * q.abs().max()).item()}
 
 
 @pytest.fixture
