@@ -11,12 +11,12 @@ Shapes on one of R ranks, each of which has n tokens of the sequence:
 
     q, out [B, H, n, D]    k, v [B, Hk, n, D]    lse [B, H, n]
 
-ring, all_gather    forward     k and v of R - 1 ranks
-                    backward    k and v again, and in float32 what the queries of a rank add to the others' dk and dv;
+    ring, all_gather  forward   k and v of R - 1 ranks
+                      backward  k and v again, and in float32 what the queries of a rank add to the others' dk and dv;
                                 fused: k and v again, then q, dout and lse, so that owners sum their dk and dv
-ulysses             forward     q, k, v to [B, H / R, R n, D]; out and lse back
-                    backward    dout to heads; dq, dk, dv back; in compiled code q, k, v, out, lse to heads too
-ulysses_ring        both, among the ranks of each of the two groups
+    ulysses           forward   q, k, v to [B, H / R, R n, D]; out and lse back
+                      backward  dout to heads; dq, dk, dv back; in compiled code q, k, v, out, lse to heads too
+    ulysses_ring      both, among the ranks of each of the two groups
 
 Sources: arXiv:2310.01889 for the ring, arXiv:2407.21783, section 3.3.2, for gathered keys and values, arXiv:2309.14509
 for Ulysses, and arXiv:2405.07719 for both together. All schedules return the same numbers but for the order of sums.
