@@ -2,12 +2,15 @@
 
 import ast
 import functools
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tpfuse.train.errors import EXTRA
 
 ROOT = Path(__file__).resolve().parent.parent
 # A part is a folder of tpfuse without the folders that have rows of their own, or a module beside the folders. A row
@@ -138,6 +141,15 @@ def test_rows_list_what_is_imported() -> None:
     assert not places, "\n".join(places)
     used = {(part, _part(module)) for part, _, _, module in imports if module.startswith("tpfuse.")}
     assert not {(part, other) for part, row in ALLOWED.items() for other in row} - used, "allowed, but not imported"
+
+
+def test_every_command_looks_for_all_packages_that_are_not_the_librarys() -> None:
+    """`optional_package` imports those of other extras, and no command imports these two."""
+    imported = {module.partition(".")[0] for _, file in _files() for _, module in _imports(file)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.match(r"[\w-]+", package)[0].replace("-", "_") for package in project["optional-dependencies"]["train"]]
+    assert imported - sys.stdlib_module_names - LIBRARY_PACKAGES - {"transformers", "pytest"} == set(names)
+    assert list(EXTRA) == names == sorted(names)
 
 
 def test_transformers_is_imported_inside_functions() -> None:

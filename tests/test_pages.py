@@ -8,7 +8,7 @@ import pytest
 
 import tpfuse
 from tpfuse.train import options
-from tpfuse.train.config import _flags
+from tpfuse.train.flags import flags_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -66,7 +66,7 @@ def _missing(page: Path) -> Iterator[str]:
     for words in re.findall(r"(?:`|^)make ((?:[a-z-]+ ?)+)", text, re.M):
         yield from (f"make {word}" for word in words.split() if word not in targets)
     kinds = [kind for name, kind in vars(options).items() if name.endswith("Command")]
-    known = {f"--{flag}" for kind in kinds for flag, _ in _flags(kind)} | {
+    known = {f"--{flag}" for kind in kinds for flag, _ in flags_of(kind)} | {
         "--help",
         "--help-all",
         "--version",

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from tpfuse._version import __version__
 from tpfuse.nearest import nearest
 from tpfuse.train.child import quick_imports
-from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, of_disk
+from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, check_extra, of_disk
+from tpfuse.train.flags import HELP, parse_plainly
 from tpfuse.train.messages import accept_all_texts, discard_output, fail, is_first_rank, say, show_cursor, warn
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ class Subcommand:
     unpacked: bool = False
     # Whether the function parses the arguments itself.
     parses: bool = False
+    # Whether the command needs the library alone.
+    alone: bool = False
 
 
 _MODEL = "the folder of a run or of a Hugging Face model"
@@ -180,13 +183,27 @@ COMMANDS = {
     ),
     "prepare": Subcommand("turn text into a token file", "tpfuse.train.setup:prepare"),
     "doctor": Subcommand(
-        "find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True
+        "find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True, alone=True
     ),
     "verify": Subcommand(
-        "compare every kernel with its reference on this machine", "tpfuse.tools.verify:run", unpacked=True
+        "compare every kernel with its reference on this machine", "tpfuse.tools.verify:run", unpacked=True, alone=True
     ),
     "tune": Subcommand("measure tile sizes of the kernels on this GPU", "tpfuse.tools.tune:run", unpacked=True),
 }  # fmt: skip
+
+
+def _options_class(name: str) -> type:
+    place = "library_options" if COMMANDS[name].alone else "options"
+    kind: type = getattr(import_module(f"tpfuse.train.{place}"), f"{name.capitalize()}Command")
+    return kind
+
+
+def _parsed(name: str, kind: type, arguments: Sequence[str], title: str) -> Any:
+    if COMMANDS[name].alone:
+        return parse_plainly(kind, arguments, title)
+    from tpfuse.train import config
+
+    return config.parse_prepare(arguments) if name == "prepare" else config.parse_command(kind, arguments, title)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -201,22 +218,22 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
     command = COMMANDS[name]
+    if not command.alone:
+        check_extra()
     module, _, attribute = command.function.partition(":")
     if command.parses:
         status: int = globals()[attribute](arguments)
         return status
-    from tpfuse.train import config, options
-
-    kind = getattr(options, f"{name.capitalize()}Command")
+    kind = _options_class(name)
     title = f"{name} {command.subject}".rstrip()
     values: list[Any] = []
-    if command.subject and not config.HELP & set(arguments):
+    if command.subject and not HELP & set(arguments):
         if not arguments or arguments[0].startswith("-"):
             more = " [options]" * bool(fields(kind))
             raise UserError(f"expected {command.expected}: tpfuse {title}{more}")
         values = [arguments[0] if command.subject == "MODEL" else Path(arguments[0])]
         arguments = arguments[1:]
-    parsed = config.parse_prepare(arguments) if name == "prepare" else config.parse_command(kind, arguments, title)
+    parsed = _parsed(name, kind, arguments, title)
     values += [getattr(parsed, item.name) for item in fields(kind)] if command.unpacked else [parsed]
     with quick_imports():
         function = getattr(import_module(module), attribute)
@@ -244,6 +261,7 @@ def _completion(arguments: Sequence[str]) -> int:
     shell = arguments[0] if arguments else ""
     if shell not in _SHELLS:
         raise UserError(f"{shell!r} is not a shell: expected one of {', '.join(_SHELLS)}")
+    check_extra()
     from tyro.extras import subcommand_cli_from_dict
 
     from tpfuse.train import options

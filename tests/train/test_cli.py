@@ -27,13 +27,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tpfuse
 from tests.support.command import Commands, printed_loss
-from tpfuse import cli, switches
-from tpfuse.__main__ import main
+from tpfuse import switches
 from tpfuse.cli import COMMANDS, run
 from tpfuse.train import durable, hardware, loop, metrics, options
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.child import quick_imports
-from tpfuse.train.config import _flags, parse_train
+from tpfuse.train.config import parse_train
+from tpfuse.train.flags import flags_of
 from tpfuse.train.launch import STOP_SIGNALS, StopRequest
 from tpfuse.train.messages import say
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
@@ -673,16 +673,21 @@ def test_the_search_for_garbage_goes_on_after_an_import_of_torch(monkeypatch: py
     assert frozen == [False] and gc.isenabled()
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacks(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(cli, "run", lambda arguments: lacks("tyro"))
-    with pytest.raises(SystemExit, match=r"tyro is not installed: in the folder of .* run pip install '.\[train\]'"):
-        main()
-    monkeypatch.setattr(cli, "run", lambda arguments: lacks("torch"))
-    with pytest.raises(ModuleNotFoundError):
-        main()
+def test_without_the_extra_a_command_says_at_once_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("docstring_parser", "tyro"):
+        monkeypatch.setitem(sys.modules, package, None)
+    needed = "error: this command needs the packages docstring_parser, tyro: pip install 'tpfuse[train]'\n"
+    for name in COMMANDS:
+        if name in ("doctor", "verify"):
+            with pytest.raises(SystemExit, match="0"):
+                run([name, "--help"])
+        else:
+            assert run([name, "--help"]) == 2
+            assert capsys.readouterr().err == f"tpfuse {name}: {needed}"
+    assert run(["--completion", "bash"]) == 2
+    assert needed in capsys.readouterr().err
 
 
 @pytest.mark.processes
@@ -714,7 +719,7 @@ def test_help_fits_a_terminal_and_shows_the_first_options(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     kind = getattr(options, f"{command.capitalize()}Command")
-    every, shown = [f"--{flag}" for flag, _ in _flags(kind)], options.FIRST.get(kind)
+    every, shown = [f"--{flag}" for flag, _ in flags_of(kind)], options.FIRST.get(kind)
     assert (shown is not None) == (len(every) > 15)
     for word in ("--help", "--help-all"):
         with pytest.raises(SystemExit):

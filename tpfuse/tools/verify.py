@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,6 @@ from typing import Any
 
 import torch
 import triton
-from rich.console import Console
-from rich.table import Table
 
 from tpfuse._version import __version__
 from tpfuse.comm.comparison import error_bound
@@ -146,17 +145,24 @@ def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[Train
     set_threads(core_time())
     compared: list[Comparison] = []
     runs: list[TrainingRun] = []
-    with unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
+    with unwritten_memory_is_nan():
         for operator in operators:
             if operator == TRAINING:
-                status.update("two training steps with each implementation of tensor parallelism")
+                _show_progress("two training steps with each implementation of tensor parallelism")
                 runs = train_each()
                 continue
             for name, work in comparisons(operator, device).items():
                 for dtype in DTYPES:
-                    status.update(f"{operator}: {name}, {dtype}")
+                    _show_progress(f"{operator}: {name}, {dtype}")
                     compared.append(work(dtype))
+    _show_progress("")
     return compared, runs
+
+
+def _show_progress(text: str) -> None:
+    """Show on a terminal what is compared now, in place of what was compared before."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
@@ -236,31 +242,54 @@ def document(verification: Verification) -> dict[str, Any]:
     }
 
 
-def show(verification: Verification, console: Console) -> None:
-    """Print what the machine can do, the table, the reasons of failures, and the verdict."""
-    console.print(doctor.report(verification.machine), markup=False, highlight=False, soft_wrap=True)
-    console.print()
-    table = Table("operator", "case", "dtype", box=None)
-    for name in ("error", "bound"):
-        table.add_column(name, justify="right")
-    for x in verification.comparisons:
-        error = "FAILED" if x.failure else "not finite" if x.error is None else f"{x.error:.1e}"
-        bound = f"{x.bound:.1e}" if x.tensor else ""
-        table.add_row(x.operator, x.case, x.dtype, error, bound, style=None if x.passed else "bold red")
-    if verification.comparisons:
-        console.print(table)
-        console.print(
+def _table(rows: Sequence[Sequence[str]], texts: int) -> list[str]:
+    """Return the lines of a table. Its first row names the columns, of which all but the first `texts` hold numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [cell.ljust(width) if place < texts else cell.rjust(width) for place, (cell, width) in enumerate(cells)]
+        for cells in (zip(row, widths, strict=True) for row in rows)
+    ]
+    return ["  ".join(line).rstrip() for line in lines]
+
+
+def report(verification: Verification) -> str:
+    """Return what the machine can do, the tables, the reasons of failures, and the verdict."""
+    compared, runs = verification.comparisons, verification.training
+    lines = [doctor.report(verification.machine), ""]
+    if compared:
+        lines += _table([("operator", "case", "dtype", "error", "bound"), *map(_row, compared)], texts=3)
+        lines.append(
             "error: the largest difference from float64, of the output and all gradients; bound: what the same dtype in"
             " plain torch allows, and 0 where results are exact"
         )
-    _show_training(verification.training, console)
-    for x in verification.comparisons:
+    if runs:
+        names = ("loss 1", "loss 2", "largest difference of weights", "norm", "allowed", "ms a step")
+        lines += ["", *_table([("two training steps of GPT tiny, tp 2", *names), *map(_training_row, runs)], texts=1)]
+        lines.append(
+            "difference: of a weight from float64 on one rank; norm: the 2-norm of all differences; allowed: what the"
+            " norm may be"
+        )
+    for x in compared:
         if not x.passed:
             error = "not finite" if x.error is None else f"{x.error:.3e}"
             reason = x.failure or f"{x.tensor}: error {error}, allowed {x.bound:.3e}"
-            console.print(f"FAILED {x.operator}, {x.case}, {x.dtype}: {reason}", markup=False, soft_wrap=True)
-    console.print(f"\ncompared on {verification.device}")
-    console.print(verdict(verification), style=None if verification.passed else "bold red", soft_wrap=True)
+            lines.append(f"FAILED {x.operator}, {x.case}, {x.dtype}: {reason}")
+    failed = [run for run in runs if not run.passed]
+    lines += [f"FAILED training, {run.name}: {run.failure or 'weights differ too much'}" for run in failed]
+    return "\n".join([*lines, "", f"compared on {verification.device}", verdict(verification)])
+
+
+def _row(x: Comparison) -> tuple[str, ...]:
+    error = "FAILED" if x.failure else "not finite" if x.error is None else f"{x.error:.1e}"
+    return x.operator, x.case, x.dtype, error, f"{x.bound:.1e}" if x.tensor else ""
+
+
+def _training_row(x: TrainingRun) -> tuple[str, ...]:
+    if not x.losses:
+        return x.name, "FAILED", *[""] * 5
+    losses = (f"{loss:.6f}" for loss in x.losses)
+    far = (f"{value:.1e}" for value in (x.difference, x.distance, x.allowed))
+    return x.name, *losses, *far, f"{x.seconds * 1e3:.0f}"
 
 
 def verdict(verification: Verification) -> str:
@@ -277,27 +306,6 @@ def verdict(verification: Verification) -> str:
     return f"{'passed' if verification.passed else 'FAILED'}: {', '.join(results)}"
 
 
-def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
-    if not runs:
-        return
-    table = Table("two training steps of GPT tiny, tp 2", box=None)
-    for name in ("loss 1", "loss 2", "largest difference of weights", "norm", "allowed", "ms a step"):
-        table.add_column(name, justify="right")
-    for x in runs:
-        losses = [f"{loss:.6f}" for loss in x.losses] or ["FAILED", ""]
-        far = [f"{value:.1e}" for value in (x.difference, x.distance, x.allowed)] if x.losses else [""] * 3
-        style = None if x.passed else "bold red"
-        table.add_row(x.name, *losses, *far, f"{x.seconds * 1e3:.0f}" if x.losses else "", style=style)
-    console.print("", table, sep="\n")
-    console.print(
-        "difference: of a weight from float64 on one rank; norm: the 2-norm of all differences; allowed: what the norm"
-        " may be"
-    )
-    for x in runs:
-        if not x.passed:
-            console.print(f"FAILED training, {x.name}: {x.failure or 'weights differ too much'}", soft_wrap=True)
-
-
 def run(operators: Sequence[str], as_json: bool) -> int:
     """Run the command. Return 0 if every check has passed, else 1."""
     operators = chosen(operators)
@@ -307,5 +315,5 @@ def run(operators: Sequence[str], as_json: bool) -> int:
     else:
         print(f"comparing {', '.join(operators)}: without a GPU about half a minute each on two cores\n", flush=True)
         verification = verify(operators)
-        show(verification, Console(width=None if sys.stdout.isatty() else 160))
+        print(report(verification))
     return int(not verification.passed)

@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -24,47 +24,16 @@ import tpfuse.models
 from tpfuse.nearest import nearest
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
+from tpfuse.train.flags import HELP, flags_of, key_of, unknown
 from tpfuse.train.options import FIRST, DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.schedule import lowest
 from tpfuse.train.untrusted import quoted, reading
 
 T = TypeVar("T")
-HELP = {"-h", "--help", "--help-all"}
 PRESETS: tuple[str, ...] = get_args(Preset)
 BEFORE = TrainCommand(data=DataOptions(order="random"))
 """The options of runs that were begun before these options could be given."""
 _SHAPE = tuple(item.name for item in fields(ModelOptions) if item.name not in ("from_", "n_positions"))
-
-
-def _key(field: str) -> str:
-    """Return the key of a field in TOML. A field that would be a keyword of Python, such as from, ends in _."""
-    return field.rstrip("_")
-
-
-def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (flag without leading dashes, type) for every leaf of a dataclass of options."""
-    hints = get_type_hints(kind)
-    for item in fields(kind):
-        hint = hints[item.name]
-        name = prefix + _key(item.name).replace("_", "-")
-        if isinstance(hint, type) and is_dataclass(hint):
-            yield from _flags(hint, name + ".")
-        else:
-            yield name, hint
-
-
-def _unknown(kind: type, word: str, arguments: Sequence[str], command: str) -> str:
-    """Return what is wrong with a word of the command line that is neither an option nor its value."""
-    if not word.startswith("-"):
-        before = [each for each in arguments[: arguments.index(word)] if each.startswith("--")][-1:]
-        after = f" after {before[0]}, which takes one value: put a pattern in quotes" if before else ""
-        return f"unexpected {quoted(word)}{after}"
-    flag = word.partition("=")[0].replace("_", "-")
-    known = ["--help", "--help-all"]
-    for name, hint in _flags(kind):
-        head, dot, tail = name.rpartition(".")
-        known += [f"--{name}", *([f"--{head}{dot}no-{tail}"] if hint is bool else [])]
-    return f"unknown option {flag} of tpfuse {command}{nearest(flag, known)}"
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
@@ -89,11 +58,11 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
     try:
         with contextlib.redirect_stderr(printed):
             words = list(arguments)
-            parsed, unknown = tyro.cli(kind, args=words, prog=f"tpfuse {command}", return_unknown_args=True, **options)
+            parsed, rest = tyro.cli(kind, args=words, prog=f"tpfuse {command}", return_unknown_args=True, **options)
     except SystemExit:
         raise UserError(f"{_one_line(printed.getvalue())} (tpfuse {command} --help lists the options)") from None
-    if unknown:
-        raise UserError(_unknown(kind, unknown[0], arguments, command))
+    if rest:
+        raise UserError(unknown(kind, rest[0], arguments, command))
     result: T = parsed
     return result
 
@@ -104,7 +73,7 @@ def _print_help(kind: type, default: object, command: str, everything: bool) -> 
     with contextlib.suppress(SystemExit):
         tyro.cli(_shown(kind, default, names), args=["--help"], prog=f"tpfuse {command}")
     if names is not None:
-        print(f"tpfuse {command} --help-all lists all {len(list(_flags(kind)))} options.")
+        print(f"tpfuse {command} --help-all lists all {len(list(flags_of(kind)))} options.")
     sys.exit(0)
 
 
@@ -116,7 +85,7 @@ def _shown(kind: type, default: object, names: Collection[str] | None, prefix: s
     texts = {entry.arg_name: entry.description or "" for entry in docstring_parser.parse_from_object(kind).params}
     hints, shown = get_type_hints(kind, include_extras=True), []
     for item in fields(kind):
-        hint, name = hints[item.name], prefix + _key(item.name).replace("_", "-")
+        hint, name = hints[item.name], prefix + key_of(item.name).replace("_", "-")
         if is_dataclass(hint):
             part = _shown(hint, getattr(default, item.name, None), names, f"{name}.")  # type: ignore[arg-type]
             if fields(part):
@@ -175,7 +144,7 @@ def stored(name: str, value: Any) -> Any:
 def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """Return `options` with the values of a TOML table. Raise UserError for unknown keys and wrong types."""
     hints = get_type_hints(type(options))
-    names = {_key(item.name): item.name for item in fields(options)}  # type: ignore[arg-type]
+    names = {key_of(item.name): item.name for item in fields(options)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -350,6 +319,6 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
 
 def _written(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table that TOML can hold: paths become strings, and values that are not set are left out."""
-    given = {_key(key): value for key, value in table.items() if value is not None}
+    given = {key_of(key): value for key, value in table.items() if value is not None}
     tables = {key: _written(value) for key, value in given.items() if isinstance(value, dict)}
     return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()} | tables

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from math import inf
@@ -31,6 +32,20 @@ def check_at_least(options: Mapping[str, tuple[float | None, float]]) -> None:
     for name, (value, least) in options.items():
         if value is not None and not least <= value < inf:
             raise UserError(f"--{name} {value}: expected at least {least}" + (", and finite" if value == inf else ""))
+
+
+# The modules of the packages in the extra `train`, which every command needs but `doctor` and `verify`.
+EXTRA = (
+    "docstring_parser", "huggingface_hub", "matplotlib", "rich", "tensorboard", "tokenizers", "tomli_w", "tqdm", "tyro",
+)  # fmt: skip
+
+
+def check_extra() -> None:
+    """Raise UserError, which says what to install, if a package of the extra `train` is not installed."""
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = f"package{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise UserError(f"this command needs the {packages}: pip install 'tpfuse[train]'")
 
 
 def optional_package(name: str, needed: str, extra: str = "data") -> Any:

@@ -18,6 +18,8 @@ from tpfuse.choices import (
     Recompute,
     Schedule,
 )
+from tpfuse.train.library_options import DoctorCommand as DoctorCommand
+from tpfuse.train.library_options import VerifyCommand as VerifyCommand
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Autocast = Literal["none", "bfloat16", "float16"]
@@ -549,31 +551,6 @@ class TuneCommand:
     """File for the whole table. Default: kernels/configurations.toml."""
     minutes: OptionalFloat = None
     """Minutes after which no further measurement starts. Default: no limit."""
-
-
-@dataclass(frozen=True)
-class DoctorCommand:
-    """Find out what of this machine makes tpfuse fail or slow, and what it will use.
-
-    The exit status is 1 if something will fail. Notes do not change it.
-    """
-
-    json: bool = False
-    """Print one JSON document instead of text."""
-
-
-@dataclass(frozen=True)
-class VerifyCommand:
-    """Compare every kernel with its reference on this machine.
-
-    This takes some minutes on two CPU cores. The exit status is 1 if one fails.
-    """
-
-    operators: Annotated[tuple[str, ...], arg(metavar="OPERATOR ...", help_behavior_hint="(default: all)")] = ()
-    """Operators to verify, such as gemm. The name training stands for two training steps of the small GPT on two ranks
-    with each implementation of tensor parallelism."""
-    json: bool = False
-    """Print one JSON document instead of tables."""
 
 
 FIRST: dict[type, tuple[str, ...]] = {

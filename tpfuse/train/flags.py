@@ -1,0 +1,71 @@
+"""The flags of a class of options, and a parser that needs the library alone, for commands that examine the machine."""
+
+import argparse
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+from tpfuse.nearest import nearest
+from tpfuse.train.errors import UserError
+from tpfuse.train.untrusted import quoted
+
+T = TypeVar("T")
+HELP = {"-h", "--help", "--help-all"}
+
+
+def key_of(field: str) -> str:
+    """Return the key of a field in TOML. A field that would be a keyword of Python, such as from, ends in _."""
+    return field.rstrip("_")
+
+
+def flags_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (flag without leading dashes, type) for every leaf of a dataclass of options."""
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        hint = hints[item.name]
+        name = prefix + key_of(item.name).replace("_", "-")
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from flags_of(hint, name + ".")
+        else:
+            yield name, hint
+
+
+def unknown(kind: type, word: str, arguments: Sequence[str], command: str) -> str:
+    """Return what is wrong with a word of the command line that is neither an option nor its value."""
+    if not word.startswith("-"):
+        before = [each for each in arguments[: arguments.index(word)] if each.startswith("--")][-1:]
+        after = f" after {before[0]}, which takes one value: put a pattern in quotes" if before else ""
+        return f"unexpected {quoted(word)}{after}"
+    flag = word.partition("=")[0].replace("_", "-")
+    known = ["--help", "--help-all"]
+    for name, hint in flags_of(kind):
+        head, dot, tail = name.rpartition(".")
+        known += [f"--{name}", *([f"--{head}{dot}no-{tail}"] if hint is bool else [])]
+    return f"unknown option {flag} of tpfuse {command}{nearest(flag, known)}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} ({self.prog} --help lists the options)")
+
+
+def parse_plainly(kind: type[T], arguments: Sequence[str], command: str) -> T:
+    """Parse the flags of a class of `tpfuse.train.library_options`. Prints help and exits if asked to.
+
+    Raise UserError with one line. An option is a switch, or a tuple of texts, as its default says.
+    """
+    parser = _Parser(
+        prog=f"tpfuse {command}", description=inspect.getdoc(kind), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
+    for item in fields(kind):  # type: ignore[arg-type]
+        how: dict[str, Any] = {"action": "store_true"}
+        if item.default == ():
+            how = {"nargs": "+", "metavar": "NAME", "default": ()}
+        parser.add_argument(f"--{item.name}", help=item.metadata["help"], **how)
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest:
+        raise UserError(unknown(kind, rest[0], arguments, command))
+    return kind(**vars(parsed))
