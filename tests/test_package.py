@@ -128,7 +128,7 @@ print(tpfuse.__file__, *[getattr(tpfuse, name) for name in tpfuse.__all__])
     assert _run(program, "--version").stdout == f"tpfuse {tpfuse.__version__}\n"
     assert "usage: tpfuse COMMAND" in _run(program, "--help").stdout
     for name, command in COMMANDS.items():
-        arguments = ["--operators", "rms_norm"] if name == "verify" else []
+        arguments = ["--operators", "rms_norm", "training"] if name == "verify" else []
         done = _run(program, name, *arguments)
         if command.alone:
             assert "Traceback" not in done.stderr and done.stdout, done.stderr

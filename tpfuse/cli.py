@@ -192,12 +192,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def _options_class(name: str) -> type:
-    place = "library_options" if COMMANDS[name].alone else "options"
-    kind: type = getattr(import_module(f"tpfuse.train.{place}"), f"{name.capitalize()}Command")
-    return kind
-
-
 def _parsed(name: str, kind: type, arguments: Sequence[str], title: str) -> Any:
     if COMMANDS[name].alone:
         return parse_plainly(kind, arguments, title)
@@ -224,7 +218,9 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if command.parses:
         status: int = globals()[attribute](arguments)
         return status
-    kind = _options_class(name)
+    from tpfuse.train import options
+
+    kind = getattr(options, f"{name.capitalize()}Command")
     title = f"{name} {command.subject}".rstrip()
     values: list[Any] = []
     if command.subject and not HELP & set(arguments):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.hardware import device_count
@@ -39,6 +38,8 @@ def compiled(model: nn.Module, *, one_graph: bool, torch_dropout: bool = False) 
 
     torch_dropout: whether the model has torch's own dropout, whose masks are then those of eager steps.
     """
+    from tqdm import tqdm
+
     # The compiler uses tqdm, whose default lock is a semaphore of the system, which would outlive the rank.
     tqdm.set_lock(threading.RLock())
     return torch.compile(model, fullgraph=one_graph, options={"fallback_random": True} if torch_dropout else None)

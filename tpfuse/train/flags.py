@@ -51,9 +51,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_plainly(kind: type[T], arguments: Sequence[str], command: str) -> T:
-    """Parse the flags of a class of `tpfuse.train.library_options`. Prints help and exits if asked to.
+    """Parse the flags of `doctor` or `verify` without tyro. Prints help and exits if asked to.
 
-    Raise UserError with one line. An option is a switch, or a tuple of texts, as its default says.
+    Raise UserError with one line. An option is a switch, or a tuple of texts if that is its default. Its help is in the
+    metadata of its field.
     """
     parser = _Parser(
         prog=f"tpfuse {command}", description=inspect.getdoc(kind), allow_abbrev=False,

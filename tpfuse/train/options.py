@@ -5,8 +5,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from tyro.conf import Positional, arg
-
 from tpfuse.choices import (
     Accumulate,
     Balance,
@@ -18,8 +16,6 @@ from tpfuse.choices import (
     Recompute,
     Schedule,
 )
-from tpfuse.train.library_options import DoctorCommand as DoctorCommand
-from tpfuse.train.library_options import VerifyCommand as VerifyCommand
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Autocast = Literal["none", "bfloat16", "float16"]
@@ -28,8 +24,15 @@ Documents = Literal["attend", "mask"]
 Order = Literal["shuffled", "random"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 
-
 T = TypeVar("T")
+
+try:
+    from tyro.conf import Positional, arg
+except ModuleNotFoundError:  # Then nobody reads a command line by these classes, but `tpfuse verify` trains with them.
+    Positional = Annotated[T, None]  # type: ignore[misc]
+
+    def arg(**settings: object) -> None:  # type: ignore[misc]
+        """Return no settings."""
 
 
 def _hint(default: str) -> str:
@@ -551,6 +554,33 @@ class TuneCommand:
     """File for the whole table. Default: kernels/configurations.toml."""
     minutes: OptionalFloat = None
     """Minutes after which no further measurement starts. Default: no limit."""
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Find out what of this machine makes tpfuse fail or slow, and what it will use.
+
+    The exit status is 1 if something will fail. Notes do not change it.
+    """
+
+    json: bool = field(default=False, metadata={"help": "Print one JSON document instead of text."})
+
+
+@dataclass(frozen=True)
+class VerifyCommand:
+    """Compare every kernel with its reference on this machine.
+
+    This takes some minutes on two CPU cores. The exit status is 1 if one fails.
+    """
+
+    operators: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Operators to verify, such as gemm. The name training stands for two training steps of the small"
+            " GPT on two ranks with each implementation of tensor parallelism. (default: all)"
+        },
+    )
+    json: bool = field(default=False, metadata={"help": "Print one JSON document instead of tables."})
 
 
 FIRST: dict[type, tuple[str, ...]] = {

@@ -34,8 +34,9 @@ from tpfuse.train.hardware import device_count
 from tpfuse.train.initial_weights import differences, find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
+from tpfuse.train.muon_options import muon_options
 from tpfuse.train.nvtx import nvtx_package
-from tpfuse.train.options import OptimOptions, ParallelOptions, PrepareCommand, TrainCommand
+from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import lowest, steps_of
@@ -44,7 +45,6 @@ from tpfuse.train.token_file import DamagedTokens, TokenFiles, read_descriptions
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.zero.compression import compression_of
-from tpfuse.zero.muon import MuonOptions
 from tpfuse.zero.muon_matrices import hidden_matrices
 from tpfuse.zero.offload import check_space, state_bytes
 
@@ -214,20 +214,6 @@ def _check_muon(options: TrainCommand) -> None:
         raise UserError("--optim.muon-lr follows the schedule of --optim.lr, which is 0: expected more than 0")
     with refusing("--optim.name muon: "):
         muon_options(optim)
-
-
-def muon_options(optim: OptimOptions) -> MuonOptions:
-    """Return the options of Muon. Raise ValueError for numbers that no Muon has."""
-    try:
-        a, b, c = map(float, optim.muon_coefficients.split(","))
-    except ValueError:
-        raise UserError(
-            f"--optim.muon-coefficients {optim.muon_coefficients!r}: expected three numbers, such as 3.4445,-4.775,2.03"
-        ) from None
-    return MuonOptions(
-        optim.muon_lr, None, optim.muon_momentum, optim.muon_nesterov, (a, b, c), optim.muon_steps, optim.muon_eps,
-        optim.muon_adjust,
-    )  # fmt: skip
 
 
 def _check_zero(options: TrainCommand) -> None:

@@ -1,4 +1,7 @@
-"""Tokenizers: bytes, characters, files of the `tokenizers` library, and models of the sentencepiece library."""
+"""Tokenizers: bytes, characters, files of the `tokenizers` library, and models of the sentencepiece library.
+
+Each of these libraries is imported where it is used: `tpfuse verify` trains without them.
+"""
 
 import base64
 import logging
@@ -9,9 +12,6 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
-import tokenizers
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tpfuse.train.errors import UserError, hub_hint, optional_package, refusing
 from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_bytes, read_json, read_text, reading
@@ -149,6 +149,8 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, text: str) -> None:
+        import tokenizers
+
         self._text = text
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
@@ -198,6 +200,8 @@ class FileTokenizer(Tokenizer):
 
 def _known_characters(model: Any, vocabulary: dict[str, int]) -> frozenset[str] | None:
     """Return the characters that a model takes if it leaves out others, as a BPE without unk_token; else None."""
+    import tokenizers
+
     if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
         return None
     known = frozenset("".join(vocabulary))
@@ -334,6 +338,9 @@ def document_start(tokenizer: Tokenizer) -> int | None:
 
 def _gpt2() -> FileTokenizer:
     """Return GPT-2's tokenizer from the cache of the Hugging Face hub, or from the hub itself."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it reports every retry
     try:
         try:

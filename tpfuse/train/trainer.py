@@ -41,11 +41,11 @@ from tpfuse.train.language_model import (
     pipeline_runner,
     tied_parameters,
 )
+from tpfuse.train.muon_options import muon_options
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages
 from tpfuse.train.rank_model import Drawing
 from tpfuse.train.schedule import learning_rate
-from tpfuse.train.setup import muon_options
 from tpfuse.train.step_graph import StepGraph, replays
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.compression import PowerSGDCompression, compression_of
