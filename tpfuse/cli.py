@@ -12,20 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tpfuse._version import __version__
 from tpfuse.nearest import nearest
 from tpfuse.train.child import quick_imports
 from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, check_extra, of_disk
 from tpfuse.train.flags import HELP, parse_plainly
+from tpfuse.train.launchers import launched, several
 from tpfuse.train.messages import accept_all_texts, discard_output, fail, is_first_rank, say, show_cursor, warn
 
 if TYPE_CHECKING:
     from tpfuse.train.launch import RankInfo
     from tpfuse.train.options import PlanCommand, TrainCommand
 
-_PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
+_PREPARATION = 1800.0  # seconds that the ranks of a launcher wait while the first one reads and encodes the text
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -37,14 +38,14 @@ def _train(arguments: Sequence[str]) -> int:
         say(f"reading  {options.out if options.resume == 'yes' else options.data.path or STANDARD_LIBRARY}")
     with quick_imports():
         from tpfuse.train.checkpoint import checkpoint_folders
-        from tpfuse.train.launch import RankInfo, start_ranks, torchrun_rank
+        from tpfuse.train.launch import RankInfo, launched_rank, start_ranks
         from tpfuse.train.loop import train_rank
         from tpfuse.train.pipeline_options import rank_count
         from tpfuse.train.setup import prepare_run, with_layout
 
-    info = torchrun_rank()
+    info = launched_rank()
     if info is not None:
-        return _train_under_torchrun(info, options)
+        return _train_as_rank(info, options)
     options = with_layout(options, None)
     run = prepare_run(options)
     world = rank_count(options.parallel)
@@ -69,8 +70,8 @@ def _train(arguments: Sequence[str]) -> int:
             raise RunError(f"ended at once by a second signal; {newest}") from None
 
 
-def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
-    """Train as a rank of torchrun. The first rank checks and prepares the run and tells the others the outcome."""
+def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
+    """Train as a rank of a launcher. The first rank checks and prepares the run and tells the others the outcome."""
     import torch.distributed as dist
 
     from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
@@ -80,7 +81,7 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
     from tpfuse.train.setup import check_options, prepare_run, with_layout
 
     if options.restarts:
-        raise UserError(f"--restarts {options.restarts}: torchrun starts these ranks: give it --max-restarts instead")
+        raise UserError(f"--restarts {options.restarts}: not tpfuse starts these ranks: give torchrun --max-restarts")
     options = with_layout(options, info.world)
     check_options(options)
     join(info, device_of(info), options.comm.timeout)
@@ -153,21 +154,28 @@ class Subcommand:
     parses: bool = False
     # Whether the command needs the library alone.
     alone: bool = False
+    # What the processes of a launcher do: they are the command's ranks, each runs it, or they are refused.
+    processes: Literal["ranks", "each", "refused"] = "refused"
 
 
 _MODEL = "the folder of a run or of a Hugging Face model"
 COMMANDS = {
-    "train": Subcommand("train a GPT on text, on one rank or many", "tpfuse.cli:_train", parses=True),
-    "evaluate": Subcommand(
-        "measure the loss of a trained model on a whole text", "tpfuse.train.evaluate:evaluate", "FOLDER", _MODEL
+    "train": Subcommand(
+        "train a GPT on text, on one rank or many", "tpfuse.cli:_train", parses=True, processes="ranks"
     ),
-    "sample": Subcommand("generate text with a trained model", "tpfuse.train.sample:sample", "FOLDER", _MODEL),
+    "evaluate": Subcommand(
+        "measure the loss of a trained model on a whole text", "tpfuse.train.evaluate:evaluate", "FOLDER", _MODEL,
+        processes="ranks",
+    ),
+    "sample": Subcommand(
+        "generate text with a trained model", "tpfuse.train.sample:sample", "FOLDER", _MODEL, processes="ranks"
+    ),
     "export": Subcommand(
         "write a trained model for Hugging Face's transformers", "tpfuse.train.export:export", unpacked=True
     ),
     "memory": Subcommand(
         "count the memory that each rank of a run will hold", "tpfuse.train.memory:memory", "MODEL",
-        "a preset, a TOML file or a Hugging Face folder",
+        "a preset, a TOML file or a Hugging Face folder", processes="each",
     ),
     "plan": Subcommand("predict which layout trains a model fastest, before a GPU is paid for", "tpfuse.cli:_plan"),
     "profile": Subcommand(
@@ -175,15 +183,16 @@ COMMANDS = {
     ),
     "watch": Subcommand(
         "show the metrics of a run in a browser", "tpfuse.train.watch:watch", "RUN", "the folder of a run",
-        unpacked=True,
+        unpacked=True, processes="each",
     ),
     "hang": Subcommand(
         "say which rank the others of a run waited for, from its flight records", "tpfuse.train.hang:hang", "RUN",
-        "the folder of a run", unpacked=True,
+        "the folder of a run", unpacked=True, processes="each",
     ),
     "prepare": Subcommand("turn text into a token file", "tpfuse.train.setup:prepare"),
     "doctor": Subcommand(
-        "find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True, alone=True
+        "find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True, alone=True,
+        processes="each",
     ),
     "verify": Subcommand(
         "compare every kernel with its reference on this machine", "tpfuse.tools.verify:run", unpacked=True, alone=True
@@ -200,6 +209,16 @@ def _parsed(name: str, kind: type, arguments: Sequence[str], title: str) -> Any:
     return config.parse_prepare(arguments) if name == "prepare" else config.parse_command(kind, arguments, title)
 
 
+def _check_processes(command: Subcommand, arguments: Sequence[str]) -> None:
+    """Raise UserError if a launcher has started several processes that the command cannot have."""
+    found = several()
+    if not found or command.processes == "each" or HELP & set(arguments):
+        return
+    if command.processes == "refused":
+        raise UserError(f"one process is enough, and {found}")
+    launched()
+
+
 def _run(name: str, arguments: Sequence[str]) -> int:
     if name in ("", "-h", "--help"):
         print(_usage())
@@ -212,6 +231,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
     command = COMMANDS[name]
+    _check_processes(command, arguments)
     if not command.alone:
         check_extra()
     module, _, attribute = command.function.partition(":")

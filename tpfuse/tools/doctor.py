@@ -35,6 +35,8 @@ from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
 from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.assembler import ptxas
+from tpfuse.train.errors import UserError
+from tpfuse.train.launchers import launched
 
 # The Triton that belongs to each torch, for builds of torch that do not require one.
 TRITON_OF_TORCH: dict[tuple[int, ...], str] = {(2, 11): "3.6.0", (2, 12): "3.7.1", (2, 13): "3.7.1", (2, 15): "3.9.0"}
@@ -470,7 +472,7 @@ def _profilers(machine: Machine) -> Iterator[Statement]:
 
 
 def _environment(machine: Machine, gpus: bool) -> Iterator[Statement]:
-    """Yield the settings that make tpfuse fail or slow. Most matter on GPUs only."""
+    """Yield the settings that make tpfuse fail or slow, and the place of this process among a launcher's."""
     for name, (values, consequence) in _HURTING.items():
         value = machine.environment.get(name, "")
         if (gpus or name == "TORCH_DISTRIBUTED_DEBUG") and re.fullmatch(values, value, re.IGNORECASE):
@@ -484,6 +486,13 @@ def _environment(machine: Machine, gpus: bool) -> Iterator[Statement]:
     if missing and interfaces:
         text = f"GLOO_SOCKET_IFNAME={names} names {missing[0]}, which does not exist, so Gloo will fail"
         yield "fails", text, f"choose from {', '.join(interfaces)}, or unset it"
+    try:
+        found = launched(machine.environment)
+    except UserError as error:
+        yield "fails", f"Ranks cannot start here: {error}"
+    else:
+        if found is not None:
+            yield "ok", f"This is rank {found.rank} of {found.world} that {found.launcher.name} has started"
 
 
 def _use(machine: Machine, gpus: Sequence[VisibleGpu], unshared: str) -> Iterator[Statement]:

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on one machine, or join the ranks that torchrun has started.
+"""Start the ranks of a run on one machine, or join the ranks that a launcher has started.
 
 The ranks of one machine meet through a file in memory, so no port can be occupied and no file remains, and they
 communicate over the loopback interface. The parent passes SIGTERM and Ctrl-C on once; a second signal ends the ranks at
@@ -31,7 +31,7 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.train.child import begin
 from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
 from tpfuse.train.hardware import is_out_of_memory
-from tpfuse.train.messages import launched_rank
+from tpfuse.train.launchers import launched
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 10.0  # seconds that the other ranks get to end after one has failed
@@ -47,7 +47,7 @@ _USUAL_CAUSES = {
 class RankInfo:
     """The rank of this process among all ranks and among those of its machine.
 
-    store: the path of the file through which the ranks meet; None under torchrun.
+    store: the path of the file through which the ranks meet; None under a launcher.
     """
 
     rank: int
@@ -57,13 +57,13 @@ class RankInfo:
     store: str | None
 
 
-def torchrun_rank() -> RankInfo | None:
-    """Return the rank of this process if torchrun, or a similar launcher, has started it, else None."""
-    found = launched_rank()
-    if found is None:
-        return None
-    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", found[1]))
-    return RankInfo(*found, local_rank, local_world, None)
+def launched_rank() -> RankInfo | None:
+    """Return the rank of this process if a launcher has started it, else None. Raise UserError as `launched` does.
+
+    The ranks meet where MASTER_ADDR and MASTER_PORT say.
+    """
+    found = launched()
+    return None if found is None else RankInfo(*found[1:], None)
 
 
 def device_of(info: RankInfo) -> torch.device:

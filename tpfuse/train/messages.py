@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+from tpfuse.train.launchers import place
+
 _FOR_THE_FIRST = 30.0  # seconds; on a busy machine ranks start many seconds after one another
 
 
@@ -46,30 +48,20 @@ def program() -> str:
     return os.path.relpath(name) if name.name == "tpfuse" else "python -m tpfuse"
 
 
-def launched_rank() -> tuple[int, int] | None:
-    """Return (rank, number of ranks) if torchrun, or a similar launcher, has started this process, else None.
-
-    Some of its variables alone are not enough: the containers of a cluster may have a rank of their own.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    present = all(name in os.environ for name in names)
-    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if present else None
-
-
 def is_first_rank() -> bool:
-    """Return whether this is the only process, or the first rank of torchrun."""
-    return (launched_rank() or (0, 1))[0] == 0
+    """Return whether this is the only process, or the first rank of a launcher."""
+    return place()[0] == 0
 
 
 def fail(command: str, message: str, missing: tuple[int, ...] = (), alone: bool = False) -> None:
-    """Print why a command ends, in one line. Under torchrun the first rank that is not missing prints it for all.
+    """Print why a command ends, in one line. Of a launcher's ranks the first one that is not missing prints it for all.
 
     alone: whether only this rank knows the reason, so that it prints it in any case.
 
-    The other ranks wait until torchrun stops them, or for a while: when another one ends, torchrun kills the first one,
-    which may not have come so far.
+    The other ranks wait until the launcher stops them, or for a while: when another one ends, torchrun kills the first
+    one, which may not have come so far.
     """
-    own, world = launched_rank() or (0, 1)
+    own, world = place()
     if not alone and own != next((rank for rank in range(world) if rank not in missing), 0):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.sigtimedwait({signal.SIGTERM}, _FOR_THE_FIRST)

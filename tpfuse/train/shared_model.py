@@ -1,6 +1,6 @@
 """A trained model on one rank, or on ranks that share it: what `tpfuse evaluate`, `sample` and `export` load.
 
-`on_ranks` starts the ranks of a command, or joins those of torchrun. The first rank reads what the user has named and
+`on_ranks` starts the ranks of a command, or joins those of a launcher. The first rank reads what the user has named and
 tells the others what it has found (`ModelRanks.from_first`). Then each rank reads its shards alone (`ModelRanks.load`).
 """
 
@@ -31,7 +31,7 @@ from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import RunError, UserError, of_disk, refusing
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
-from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, start_ranks, torchrun_rank
+from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, launched_rank, start_ranks
 from tpfuse.train.options import CommOptions, LayoutOptions, ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import rank_count
 from tpfuse.train.rank_model import Drawing, LanguageModel
@@ -175,7 +175,7 @@ def _shards(model: LanguageModel) -> Shards:
 
 
 def options_of(layout: LayoutOptions, comm: CommOptions, world: int | None) -> TrainCommand:
-    """Return the options of a model on `world` ranks of torchrun, or on those that this process will start (None).
+    """Return the options of a model on `world` ranks of a launcher, or on those that this process will start (None).
 
     A pipeline has several micro-batches at once, any other rank one. Raise UserError for a layout that the ranks cannot
     have.
@@ -192,10 +192,10 @@ def options_of(layout: LayoutOptions, comm: CommOptions, world: int | None) -> T
 def on_ranks(work: Callable[..., str], layout: LayoutOptions, comm: CommOptions, *arguments: Any) -> str | int:
     """Return the result of work(ranks, *arguments) on the first rank, or an exit status if another process prints it.
 
-    The ranks are those that torchrun has started, or else this process starts them. Raise as `options_of` and
+    The ranks are those that a launcher has started, or else this process starts them. Raise as `options_of` and
     `tpfuse.train.launch.start_ranks` do.
     """
-    info = torchrun_rank()
+    info = launched_rank()
     options = options_of(layout, comm, None if info is None else info.world)
     world = rank_count(options.parallel)
     if info is None and world > 1:
