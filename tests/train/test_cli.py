@@ -135,7 +135,7 @@ def test_kernels_that_cannot_run_are_refused(commands: Commands, monkeypatch: py
     monkeypatch.setattr(switches, "INTERPRETED", False)
     for option, verb in (("--kernels triton", "are"), ("--parallel.impl fused", "is")):
         expected = f"{option} on a CPU {verb} interpreted: set TRITON_INTERPRET=1"
-        assert expected in commands.fail_to_train(*option.split())
+        assert expected in commands.fail_to_train("--parallel.tp", "2", *option.split())
     assert not commands.out.exists()
 
 

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from tests.support.command import Commands
 from tpfuse.train.batches import Mixture
 from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.train.config import parse_train, resolved
-from tpfuse.train.continuation import changes, check_loss, described, effects
+from tpfuse.train.continuation import changes, check_loss, check_start, described, effects
 from tpfuse.train.data import RunData
+from tpfuse.train.errors import UserError
 from tpfuse.train.manifest import encode
 from tpfuse.train.metrics import read_metrics
+from tpfuse.train.option_marks import check_needs, meaningless, needs, value_of
 from tpfuse.train.options import Effect, Keeps, TrainCommand
 from tpfuse.train.trainer import Trainer
 
@@ -112,6 +115,70 @@ def test_a_longer_run_lists_its_changes_and_keeps_the_end_of_its_schedule(copied
     assert f"--resume with {given}: only a new run reads this: leave it out, or choose another --out" in said
     said = commands.fail_to_resume("--model.preset", "gpt2-124m")
     assert "--model.preset gpt2-124m (was tiny): only" in said and (copied / "config.toml").read_bytes() == kept
+
+
+LOST = {
+    "--parallel.pp of at least 2": ("--parallel.pp 2", "--parallel.pp 1"),
+    "--parallel.cp of at least 2": ("--parallel.cp 2", "--parallel.cp 1"),
+    "--parallel.cp of at least 2 with --parallel.cp-schedule ulysses_ring": (
+        "--parallel.cp 4 --parallel.cp-schedule ulysses_ring",
+        "--parallel.cp-schedule ring",
+    ),
+    "--zero.stage 3 on several data-parallel ranks": ("--zero.stage 3 --parallel.dp 4", "--parallel.dp 1"),
+    "--zero.stage 2 and 3": ("--zero.stage 2", "--zero.stage 1"),
+    "--zero.stage 0, 1 and 2": ("", "--zero.stage 3"),
+    "--optim.name muon": ("--optim.name muon", "--optim.name adamw"),
+    "--optim.schedule wsd": ("--optim.schedule wsd", "--optim.schedule linear"),
+    "--optim.schedule cosine, linear and wsd": ("", "--optim.schedule constant"),
+    "--train.recompute full, which keeps the inputs of blocks alone": (
+        "--train.recompute full",
+        "--train.recompute none",
+    ),
+}
+"""What options need: flags by which a run has that, and flags by which the resumed run has not."""
+VALUES = {
+    "pp_schedule": "zbv", "pp_layers": "1,3", "cp_schedule": "ring", "cp_balance": "striped", "accumulate": "whole",
+    "gradient_dtype": "parameter", "compression": "bf16", "muon_adjust": "original", "muon_coefficients": "3,-4,2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", needs(), ids=".".join)
+def test_an_option_without_its_dimension_is_dropped_with_a_word(place: tuple[str, ...], tmp_path: Path) -> None:
+    """If it is given again, it is refused as in a new run."""
+    name = ".".join(place).replace("_", "-")
+    flag = [f"--{name}", VALUES.get(place[-1], "3")]
+    flag = {"muon_nesterov": ["--optim.no-muon-nesterov"], "offload_activations": flag[:1]}.get(place[-1], flag)
+    has, lost = LOST[needs()[place].said]
+    begun, usual, file = parse_train([*has.split(), *flag]), TrainCommand(), tmp_path / "config.toml"
+    assert meaningless(begun) == [] and value_of(begun, place) != value_of(usual, place)
+    file.write_text(tomli_w.dumps(resolved(begun)))
+    resume = ["--resume", "--out", str(tmp_path), *lost.split()]
+    options = parse_train(resume)
+    assert value_of(options, place) == value_of(usual, place) and meaningless(options) == []
+    (said,) = check_start(file, options)
+    assert said.startswith("resuming without --") and f"--{name}" in said and needs()[place].said in said
+    with pytest.raises(UserError, match=f"--{name}.*: only for "):
+        check_needs(parse_train([*resume, *flag]))
+    kept = parse_train(resume[:3])
+    assert value_of(kept, place) == value_of(begun, place) and check_start(file, kept) == []
+
+
+def test_a_run_of_a_pipeline_resumes_without_one(copied: Path, commands: Commands) -> None:
+    """Its layers were cut by hand; an empty value, and one that a file gives, are what they are in a new run."""
+    commands.out, file = copied, copied / "config.toml"
+    text = file.read_text().replace("pp = 1\n", 'pp = 2\npp_layers = "1,1"\n')
+    file.write_text(text)
+    said = "--parallel.pp-layers 1,1: only for --parallel.pp of at least 2"
+    assert said in commands.fail_to_resume("--parallel.pp", "1", "--parallel.pp-layers", "1,1")
+    (more := copied.parent / "more.toml").write_text('[parallel]\npp_layers = "1,1"\n')
+    assert said in commands.fail_to_resume("--parallel.pp", "1", "--config", more)
+    assert file.read_text() == text
+    assert f"\nresuming without {said}\n" in commands.resume("--parallel.pp", "1", "--train.steps", "13")
+    assert "pp_layers" not in file.read_text()
+    file.write_text(text)
+    empty = ("--parallel.pp", "1", "--parallel.pp-layers=", "--train.steps", "14")
+    assert f"\nresuming without {said}\n" in commands.resume(*empty)
+    assert "resuming without" not in commands.resume("--train.steps", "15")
 
 
 Wrong = Callable[[pytest.MonkeyPatch], None]

@@ -63,6 +63,8 @@ def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, command
     plain, narrow, apart = tables
     assert narrow["gradients"][0] * 2 == plain["gradients"][0] == apart["gradients"][0]
     assert narrow["buffers"][2] * 2 == plain["buffers"][2] == apart["buffers"][2] * 2
+    file.write_text('[parallel]\npp = 2\npp_layers = "1,3"\n')
+    assert "dp 1" in commands.do("memory", file, "--pp", "1"), "no stages are left for pp_layers"
     file.write_text("[parallel]\nreplicas = 2\n")
     shared = _table(commands.do("memory", file, "--ranks", "4"))["optimizer"]
     assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"

@@ -52,9 +52,9 @@ REFUSED = {
     "train --train.batch 1000000000000": "--train.batch 1000000000000: the token ids of one step take",
     "train --optim.warmup soon": "--optim.warmup 'soon': expected a number of steps, or of tokens such as 375e6tokens",
     "train --optim.warmup -1": "--optim.warmup -1: expected at least 0",
-    "train --optim.decay 5": "--optim.decay 5 is for --optim.schedule wsd, not cosine",
-    "train --optim.schedule constant --optim.decay-steps 9": "--optim.decay-steps 9 is not for",
-    "train --optim.muon-lr 0.02": "--optim.muon-lr: only for --optim.name muon",
+    "train --optim.decay 5": "--optim.decay 5: only for --optim.schedule wsd",
+    "train --optim.schedule constant --optim.decay-steps 9": "--optim.decay-steps 9: only for",
+    "train --optim.muon-lr 0.02": "--optim.muon-lr 0.02: only for --optim.name muon",
     "train --optim.name muon --optim.muon-momentum 1": "--optim.name muon: Muon: lr None, weight_decay None, ",
     "train --optim.name muon --optim.muon-coefficients 3,-4": "muon-coefficients '3,-4': expected three numbers",
     "train --optim.name muon --optim.muon-lr 1 --optim.lr 0": "--optim.muon-lr follows the schedule of --optim.lr",
@@ -68,7 +68,7 @@ REFUSED = {
     "train --parallel.pp 2 --parallel.pp-layers 1,2": "1,2 has 2 stages and 3 layers: expected 2 stages",
     "train --parallel.pp 2 --parallel.pp-layers one": "--parallel.pp-layers 'one': expected a number",
     "train --parallel.pp-schedule zbv --parallel.pp-layers 2": (
-        "--parallel.pp-schedule, --parallel.pp-layers: only for --parallel.pp of at least 2"
+        "--parallel.pp-schedule zbv, --parallel.pp-layers 2: only for --parallel.pp of at least 2"
     ),
     "train --parallel.pp 2 --parallel.pp-stages-per-rank -1": "--parallel.pp-stages-per-rank -1: expected at least 1",
     "train --parallel.pp 2 --parallel.pp-stages-per-rank 2": (
@@ -87,7 +87,7 @@ REFUSED = {
     "train --train.cuda-graph --data.documents mask": "is not for --data.documents mask, since the number of",
     "train --train.cuda-graph --train.compile": "--train.cuda-graph is not for --train.compile, which may compile",
     "train --train.cuda-graph --train.recompute full --train.offload-activations": "which takes memory of the host in",
-    "train --train.offload-activations": "--train.offload-activations is for --train.recompute full, which keeps the",
+    "train --train.offload-activations": "--train.offload-activations: only for --train.recompute full, which keeps",
     "train --train.recompute full --train.offload-activations": "--train.offload-activations needs a GPU, and this",
     "train --train.recompute full --train.offload-activations --train.compile": "is not for --train.compile, which has",
     "train --train.cuda-graph --parallel.pp 2": "is not for --parallel.pp 2, whose messages cannot be captured",
@@ -96,11 +96,11 @@ REFUSED = {
     "train --train.cuda-graph --debug.fingerprint": "--train.cuda-graph is not for --debug.fingerprint, since a replay",
     "train --train.cuda-graph --profile.nvtx": "--train.cuda-graph is not for a profile, since the host does not see",
     "train --zero.stage 4": "--zero.stage 4: expected 0, 1, 2 or 3",
-    "train --parallel.replicas 2": "--parallel.replicas 2: expected 1 below stage 3",
+    "train --parallel.replicas 2": "--parallel.replicas 2: only for --zero.stage 3 on several data-parallel ranks",
     "train --parallel.replicas 3 --parallel.dp 4 --zero.stage 3": (
         "--parallel.replicas 3: expected a number that divides the 4 data-parallel ranks"
     ),
-    "train --zero.stage 3 --zero.compression bf16": "--zero.compression bf16 is for --zero.stage 0, 1 and 2",
+    "train --zero.stage 3 --zero.compression bf16": "--zero.compression bf16: only for --zero.stage 0, 1 and 2",
     "train --zero.stage 3 --zero.offload /nowhere": "--zero.offload /nowhere is not a folder: expected none, host or",
     "train --zero.offload /nowhere": "--zero.offload /nowhere is not a folder: expected none, host or a folder on a",
     "train --zero.compression powersgd": "--zero.compression powersgd: expected none, bf16, or powersgd-RANK",
@@ -116,7 +116,10 @@ REFUSED = {
     "train --parallel.cp 8 --parallel.cp-schedule ulysses_ring --parallel.cp-ulysses 8": (
         "schedule ulysses_ring: 8 of cp 8 exchange heads: expected a divisor between"
     ),
-    "train --parallel.cp 2 --parallel.cp-ulysses 2": "--parallel.cp-ulysses 2 is for --parallel.cp-schedule",
+    "train --parallel.cp 2 --parallel.cp-ulysses 2": "--parallel.cp-ulysses 2: only for --parallel.cp of",
+    "train --parallel.cp-schedule ring": "--parallel.cp-schedule ring: only for --parallel.cp of at least 2",
+    "train --zero.accumulate whole --zero.stage 1": "--zero.accumulate whole: only for --zero.stage 2 and 3",
+    "train --parallel.replicas 0 --zero.stage 3 --parallel.dp 2": "--parallel.replicas 0: expected a number that",
     "sample": "expected the folder of a run or of a Hugging Face model",
     "sample {given}": "holds no checkpoint",
     "sample {run} --tokens 0": "--tokens 0",

@@ -25,6 +25,7 @@ from tpfuse.nearest import nearest
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
 from tpfuse.train.flags import HELP, flags_of, key_of, unknown
+from tpfuse.train.option_marks import meaningless, without
 from tpfuse.train.options import FIRST, DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.schedule import lowest
 from tpfuse.train.untrusted import quoted, reading
@@ -221,14 +222,20 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
     before = options = overlaid(options, inherited, source)
-    for index, (file, table) in enumerate(sources):
-        own = index == 0 and resumes  # the run's own file
-        if own:
-            options = replace(options, data=replace(options.data, order=BEFORE.data.order))
-        options = overlaid(options, table, file)
-        if own:
-            before, options = options, _with_end(options)
-    options = parse_command(TrainCommand, arguments, "train", options)
+    if resumes:
+        file, table = sources.pop(0)  # the run's own
+        options = replace(options, data=replace(options.data, order=BEFORE.data.order))
+        before = overlaid(options, table, file)
+        options = _with_end(before)
+
+    def changed(options: TrainCommand) -> TrainCommand:
+        for file, table in sources:
+            options = overlaid(options, table, file)
+        return parse_command(TrainCommand, arguments, "train", options)
+
+    begun, options = options, changed(options)
+    if resumes and (lost := meaningless(options)):
+        options = changed(without(begun, lost))  # what is given again is refused as in a new run
     end = options.optim.decay_steps
     if resumes and before.optim.decay_steps is None and end == before.train.steps == options.train.steps:
         end = None  # the run's config.toml does not change, so that another run from it may have another length

@@ -1,13 +1,14 @@
 """What a resumed run does otherwise than before, which it says, or refuses if it would be wrong."""
 
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 
 from tpfuse.train.config import BEFORE, overlaid, read_toml, renewed, resolved, stored
 from tpfuse.train.errors import UserError
+from tpfuse.train.option_marks import described as described_options
+from tpfuse.train.option_marks import marks, needs, value_of
 from tpfuse.train.options import Effect, TrainCommand
 from tpfuse.train.schedule import lowest, units
 
@@ -25,16 +26,11 @@ class Change(NamedTuple):
 def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
     """Return the effect of each option, by its place in `resolved`. Raise TypeError for an option without one."""
     found: dict[tuple[str, ...], Effect] = {}
-    hints = get_type_hints(kind, include_extras=True)
-    for item in fields(kind):
-        hint = hints[item.name]
-        if isinstance(hint, type) and is_dataclass(hint):
-            found |= {(item.name, *place): effect for place, effect in effects(hint).items()}
-            continue
-        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Effect)]
-        if len(marks) != 1:
-            raise TypeError(f"{kind.__name__}.{item.name}: expected Alters, Rounds, Keeps or Begins")
-        found[(item.name.rstrip("_"),)] = marks[0]
+    for place, own in marks(kind).items():
+        effect = [mark for mark in own if isinstance(mark, Effect)]
+        if len(effect) != 1:
+            raise TypeError(f"{kind.__name__}.{'.'.join(place)}: expected Alters, Rounds, Keeps or Begins")
+        found[place] = effect[0]
     return found
 
 
@@ -72,14 +68,21 @@ def _listed(found: dict[str, Change], effect: Effect) -> str:
     return ", ".join(f"--{name} {x.now} (was {x.before})" for name, x in found.items() if x.effect is effect)
 
 
-def check_start(file: Path, options: TrainCommand) -> None:
-    """Raise UserError for options that only the start of a run reads, if they are not those of the run.
+def check_start(file: Path, options: TrainCommand) -> list[str]:
+    """Return lines on the options of the run that mean nothing in the resumed one, which has dropped them.
 
-    file: the run's config.toml.
+    file: the run's config.toml. Raise UserError for options that only the start of a run reads, if they are not those
+    of the run.
     """
     before = overlaid(BEFORE, renewed(read_toml(file)), str(file))
     if given := _listed(changes(resolved(before), options), Effect.REFUSED):
         raise UserError(f"--resume with {given}: only a new run reads this: leave it out, or choose another --out")
+    lost = [
+        place
+        for place, need in needs().items()
+        if value_of(before, place) != value_of(options, place) and not need.met(options)
+    ]
+    return [f"resuming without {described_options(before, lost)}"] if lost else []
 
 
 def described(before: Options, options: TrainCommand) -> list[str]:

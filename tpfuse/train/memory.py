@@ -19,6 +19,7 @@ from tpfuse.train.data import check_named, listed
 from tpfuse.train.decoder import shape_mesh
 from tpfuse.train.errors import UserError, check_at_least, instead_of
 from tpfuse.train.language_model import ModelConfig, outlined, parameter_count
+from tpfuse.train.option_marks import meaningless, without
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, rank_count
 from tpfuse.train.predicted import EXACT, layout_of, program_of, sizes_of, stage_blocks
@@ -76,7 +77,9 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
     ranks = command.ranks or parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
     recompute, micro_batch = command.recompute or train.recompute, command.micro_batch or train.micro_batch
     train = replace(train, recompute=recompute, micro_batch=micro_batch)
-    return with_layout(replace(options, parallel=replace(parallel, dp=None), train=train), ranks)
+    options = with_layout(replace(options, parallel=replace(parallel, dp=None), train=train), ranks)
+    stages = [replace(options, zero=replace(options.zero, stage=stage)) for stage in range(4)]
+    return without(options, set.intersection(*(set(meaningless(each)) for each in stages)))
 
 
 def vocabulary(options: TrainCommand, given: int | None) -> int:

@@ -1,5 +1,6 @@
 """Define the options of all commands as typed dataclasses. Flags, TOML keys and help texts are made from them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -60,6 +61,44 @@ Alters = Annotated[T, Effect.NUMBERS]
 Rounds = Annotated[T, Effect.ROUNDING]
 Keeps = Annotated[T, Effect.NOTHING]
 Begins = Annotated[T, Effect.REFUSED]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an option needs to mean something: a dimension of the layout, or a value of another option.
+
+    said: that in words. met: whether a run has it. A new run refuses the option without it. A run that resumes without
+    it drops the option that it had, and says so (`tpfuse.train.option_marks`).
+    """
+
+    said: str
+    met: Callable[["TrainCommand"], bool]
+
+
+def _has_replicas(options: "TrainCommand") -> bool:
+    ranks = options.parallel.dp or 2  # those of this machine, if they are not given
+    return options.zero.stage == 3 and ranks * options.parallel.cp > 1
+
+
+OfPipelines = Annotated[T, Needs("--parallel.pp of at least 2", lambda run: run.parallel.pp > 1)]
+OfContext = Annotated[T, Needs("--parallel.cp of at least 2", lambda run: run.parallel.cp > 1)]
+OfUlyssesRing = Annotated[
+    T,
+    Needs(
+        "--parallel.cp of at least 2 with --parallel.cp-schedule ulysses_ring",
+        lambda run: run.parallel.cp > 1 and run.parallel.cp_schedule == "ulysses_ring",
+    ),
+]
+OfReplicas = Annotated[T, Needs("--zero.stage 3 on several data-parallel ranks", _has_replicas)]
+OfShardedGradients = Annotated[T, Needs("--zero.stage 2 and 3", lambda run: run.zero.stage >= 2)]
+OfWholeParameters = Annotated[T, Needs("--zero.stage 0, 1 and 2", lambda run: run.zero.stage <= 2)]
+OfMuon = Annotated[T, Needs("--optim.name muon", lambda run: run.optim.name == "muon")]
+OfWsd = Annotated[T, Needs("--optim.schedule wsd", lambda run: run.optim.schedule == "wsd")]
+OfDecay = Annotated[T, Needs("--optim.schedule cosine, linear and wsd", lambda run: run.optim.schedule != "constant")]
+OfFullRecompute = Annotated[
+    T,
+    Needs("--train.recompute full, which keeps the inputs of blocks alone", lambda run: run.train.recompute == "full"),
+]
 
 
 @dataclass(frozen=True)
@@ -138,7 +177,7 @@ class TrainOptions:
     recompute: Rounds[Recompute] = "none"
     """Activation checkpointing: none, selective (attention and the MLP's activation are computed again in the backward
     pass) or full (everything but the input of each block)."""
-    offload_activations: Keeps[bool] = False
+    offload_activations: OfFullRecompute[Keeps[bool]] = False
     """Under recompute full, the inputs of blocks are in the host's memory from the forward to the backward pass."""
     eval_every: Keeps[int] = 250
     """Steps between evaluations, which also begin and end a run. 0: never evaluate."""
@@ -169,9 +208,9 @@ class OptimOptions:
     """Learning rate from decay_steps on, at most lr. Schedule constant ignores it. Default: a tenth of lr."""
     warmup: Alters[int | str] = 100
     """Length of the warm-up, in which the learning rate rises linearly."""
-    decay_steps: Alters[OptionalLength] = None
+    decay_steps: OfDecay[Alters[OptionalLength]] = None
     """Length after which the learning rate is min_lr. A resumed run keeps its own. Default: train.steps."""
-    decay: Alters[OptionalLength] = None
+    decay: OfWsd[Alters[OptionalLength]] = None
     """Length of the fall of schedule wsd at its end. Default: a tenth of decay_steps."""
     weight_decay: Alters[float] = 0.1
     """Weight decay of matrices, as a coefficient of the learning rate. Vectors do not decay."""
@@ -183,20 +222,20 @@ class OptimOptions:
     """Dtype of AdamW's two moments: float32, or bfloat16, rounded at random so that small changes are not lost."""
     clip: Alters[float] = 1.0
     """Gradient clipping: the highest global norm of the gradient. 0: do not clip."""
-    muon_lr: Alters[OptionalFloat] = None
+    muon_lr: OfMuon[Alters[OptionalFloat]] = None
     """Muon's learning rate where AdamW has optim.lr; it follows the same schedule. Default: optim.lr."""
-    muon_adjust: Alters[Literal["match_rms_adamw", "original"]] = "match_rms_adamw"
+    muon_adjust: OfMuon[Alters[Literal["match_rms_adamw", "original"]]] = "match_rms_adamw"
     """What multiplies Muon's learning rate for a matrix of m x n: match_rms_adamw (0.2 sqrt(max(m, n)), with which
     AdamW's rate suits) or original (sqrt(max(1, m / n)))."""
-    muon_momentum: Alters[float] = 0.95
+    muon_momentum: OfMuon[Alters[float]] = 0.95
     """Muon's momentum: decay rate of its only moment."""
-    muon_nesterov: Alters[bool] = True
+    muon_nesterov: OfMuon[Alters[bool]] = True
     """Nesterov's form of Muon's momentum."""
-    muon_steps: Alters[int] = 5
+    muon_steps: OfMuon[Alters[int]] = 5
     """Iterations of Newton-Schulz in each update."""
-    muon_coefficients: Alters[str] = "3.4445,-4.775,2.0315"
+    muon_coefficients: OfMuon[Alters[str]] = "3.4445,-4.775,2.0315"
     """Coefficients of x, x^3 and x^5 in an iteration of Newton-Schulz."""
-    muon_eps: Alters[float] = 1e-7
+    muon_eps: OfMuon[Alters[float]] = 1e-7
     """Least norm by which Newton-Schulz divides a matrix."""
 
 
@@ -210,24 +249,24 @@ class ParallelOptions:
     """Data parallelism: ranks that share the sequences of a batch. Default: all ranks divided by tp x cp x pp."""
     cp: Rounds[int] = 1
     """Context parallelism (ring attention): ranks that share the tokens of each sequence."""
-    cp_schedule: Rounds[Schedule] = "auto"
+    cp_schedule: OfContext[Rounds[Schedule]] = "auto"
     """Context-parallel attention: ring (keys and values travel), all_gather (of all keys and values), ulysses (heads
     for tokens; cp must divide the heads of a rank), ulysses_ring (both), or auto."""
-    cp_balance: Rounds[Balance] = "zigzag"
+    cp_balance: OfContext[Rounds[Balance]] = "zigzag"
     """Tokens of a context-parallel rank: zigzag (a chunk from the front and one from the end, equal work in causal
     attention), contiguous (one chunk) or striped (every cp-th token)."""
-    cp_ulysses: Rounds[OptionalInt] = None
+    cp_ulysses: OfUlyssesRing[Rounds[OptionalInt]] = None
     """Ulysses group size under ulysses_ring. Default: the largest divisor of cp below cp that divides the heads."""
     pp: Rounds[int] = 1
     """Pipeline parallelism: ranks that share the layers. The micro-batches pass from rank to rank."""
-    pp_schedule: Rounds[PipelineSchedule] = "1f1b"
+    pp_schedule: OfPipelines[Rounds[PipelineSchedule]] = "1f1b"
     """Pipeline schedule: gpipe (all forward passes first), 1f1b (one forward, one backward), interleaved_1f1b (several
     stages on each rank), zero_bubble (weight gradients fill idle time), or zbv (zero_bubble in a V of two stages)."""
-    pp_stages_per_rank: Rounds[OptionalInt] = None
+    pp_stages_per_rank: OfPipelines[Rounds[OptionalInt]] = None
     """Pipeline stages of each rank. Default: 2 for interleaved_1f1b and zbv, 1 for the others."""
-    pp_layers: Rounds[OptionalText] = None
+    pp_layers: OfPipelines[Rounds[OptionalText]] = None
     """Layers of each pipeline stage, as in 3,5,4,4. Default: about equal work on all ranks, embedding and head too."""
-    replicas: Rounds[int] = 1
+    replicas: OfReplicas[Rounds[int]] = 1
     """HSDP: replica groups of ZeRO stage 3 (FSDP), each of which shards the parameters. The number of nodes keeps
     gathers within nodes. It must divide dp x cp."""
     impl: Rounds[Implementation] = "auto"
@@ -250,17 +289,17 @@ class ZeroOptions:
 
     stage: Rounds[int] = 0
     """ZeRO stage: 0 (shard nothing), 1 (optimizer state), 2 (and gradients) or 3 (and parameters: FSDP)."""
-    gradient_dtype: Alters[GradientDtype] = "float32"
+    gradient_dtype: OfWholeParameters[Alters[GradientDtype]] = "float32"
     """Dtype in which gradients accumulate: float32, or parameter for the parameters' dtype. Stage 3: float32 only."""
     reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
     """Dtype in which gradients are reduced over ranks: float32, parameter, or gradient for that of gradient_dtype."""
-    accumulate: Rounds[Accumulate] = "sharded"
+    accumulate: OfShardedGradients[Rounds[Accumulate]] = "sharded"
     """Gradients of earlier micro-batches that a rank keeps at stages 2 and 3: sharded (its shard of their sum: each
     micro-batch is reduced) or whole (all: one reduction in a step, for four bytes a parameter)."""
     offload: Rounds[str] = "none"
     """Offload of the optimizer's state: none, host (to the host's memory), or a folder on a local disk. At stage 3 the
     shards of parameters go there too, and those of gradients to the host's memory."""
-    compression: Alters[str] = "none"
+    compression: OfWholeParameters[Alters[str]] = "none"
     """Gradient compression between nodes: none, bf16, or powersgd-RANK (products of two matrices of this rank), as in
     powersgd-4. Within a node gradients are never compressed."""
 

@@ -36,6 +36,7 @@ from tpfuse.train.language_model import ModelConfig, as_json, outlined
 from tpfuse.train.messages import warn
 from tpfuse.train.muon_options import muon_options
 from tpfuse.train.nvtx import nvtx_package
+from tpfuse.train.option_marks import check_needs
 from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
 from tpfuse.train.saved_state import saved_state
@@ -94,17 +95,10 @@ def check_options(options: TrainCommand) -> None:
     if options.profile.nvtx:
         nvtx_package()
     profiled_steps(options.profile.steps)
-    for check in (_check_ranges, _check_schedule, _check_muon, _check_pipeline, _check_zero, _check_batch):
+    for check in (check_needs, _check_ranges, _check_schedule, _check_muon, _check_pipeline, _check_zero, _check_batch):
         check(options)
     if options.train.cuda_graph == "yes" and (found := graph_obstacle(options)):
         raise UserError(f"--train.cuda-graph is not for {found[0]}, {found[1]}: leave one of them out")
-
-
-def _changed(options: Any, section: str, prefix: str) -> str:
-    """Return the flags that begin with a prefix and do not have their defaults; "" for none."""
-    own = (item for item in fields(options) if item.name.startswith(prefix))
-    changed = [item.name for item in own if getattr(options, item.name) != item.default]
-    return ", ".join(f"--{section}.{name.replace('_', '-')}" for name in changed)
 
 
 def _check_ranges(options: TrainCommand) -> None:
@@ -137,11 +131,6 @@ def _check_ranges(options: TrainCommand) -> None:
         raise UserError("--optim.state-dtype bfloat16 is not for --train.dtype float64: leave one of them out")
     if options.data.documents == "mask" and train.compile:
         raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
-    if train.offload_activations and train.recompute != "full":
-        raise UserError(
-            f"--train.offload-activations is for --train.recompute full, which keeps the inputs of blocks alone, not"
-            f" {train.recompute}"
-        )
     if train.offload_activations and train.compile:
         raise UserError("--train.offload-activations is not for --train.compile, which has no hooks: leave one out")
 
@@ -180,9 +169,6 @@ def _check_batch(options: TrainCommand) -> None:
 def _check_pipeline(options: TrainCommand) -> None:
     """Raise UserError for options of pipelines that do not fit together."""
     parallel, train = options.parallel, options.train
-    changed = _changed(parallel, "parallel", "pp_")
-    if changed and parallel.pp == 1:
-        raise UserError(f"{changed}: only for --parallel.pp of at least 2")
     with refusing(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: "):
         stage_owners(parallel)
     if train.compile and parallel.pp_schedule in ("zero_bubble", "zbv"):
@@ -198,18 +184,11 @@ def _check_schedule(options: TrainCommand) -> None:
     for name, (length, least) in lengths.items():
         if length is not None and steps_of(length, tokens, name) < least:
             raise UserError(f"--optim.{name} {length}: expected at least {least}")
-    if optim.decay and optim.schedule != "wsd":
-        raise UserError(f"--optim.decay {optim.decay} is for --optim.schedule wsd, not {optim.schedule}")
-    if optim.decay_steps and optim.schedule == "constant":
-        raise UserError(f"--optim.decay-steps {optim.decay_steps} is not for --optim.schedule constant: give None")
 
 
 def _check_muon(options: TrainCommand) -> None:
-    """Raise UserError for options that no Muon has, and for options of Muon beside another optimizer."""
+    """Raise UserError for options that no Muon has."""
     optim = options.optim
-    changed = _changed(optim, "optim", "muon_")
-    if changed and optim.name != "muon":
-        raise UserError(f"{changed}: only for --optim.name muon")
     if optim.muon_lr is not None and not optim.lr:
         raise UserError("--optim.muon-lr follows the schedule of --optim.lr, which is 0: expected more than 0")
     with refusing("--optim.name muon: "):
@@ -221,13 +200,9 @@ def _check_zero(options: TrainCommand) -> None:
     if zero.stage not in (0, 1, 2, 3):
         raise UserError(f"--zero.stage {zero.stage}: expected 0, 1, 2 or 3")
     ranks = parallel.data_ranks * parallel.cp
-    if parallel.replicas != 1 and (zero.stage < 3 or parallel.replicas < 1 or ranks % parallel.replicas):
-        expected = f"a number that divides the {ranks} data-parallel ranks" if zero.stage == 3 else "1 below stage 3"
+    if parallel.replicas < 1 or ranks % parallel.replicas:
+        expected = f"a number that divides the {ranks} data-parallel ranks"
         raise UserError(f"--parallel.replicas {parallel.replicas}: expected {expected}")
-    usual = {"compression": "none", "gradient_dtype": "float32"}
-    for name in usual:
-        if zero.stage == 3 and (value := getattr(zero, name)) != usual[name]:
-            raise UserError(f"--zero.{name.replace('_', '-')} {value} is for --zero.stage 0, 1 and 2, not for 3")
     with refusing("--zero."):
         compression_of(zero.compression)
 
@@ -254,7 +229,8 @@ def _check_kernels(options: TrainCommand) -> None:
         raise UserError("--train.cuda-graph needs a GPU, and this machine has none: leave it out")
     if options.train.offload_activations and not device_count():
         raise UserError("--train.offload-activations needs a GPU, and this machine has none: leave it out")
-    if options.parallel.impl == "fused" and not device_count() and not switches.INTERPRETED:
+    communicates = rank_count(options.parallel) > 1
+    if options.parallel.impl == "fused" and communicates and not device_count() and not switches.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"
         )
@@ -380,9 +356,6 @@ def _check_shared(parallel: ParallelOptions, config: ModelConfig) -> None:
         if parallel.cp == 1:
             return
         config.check_context(parallel.tp)
-    if parallel.cp_ulysses and parallel.cp_schedule != "ulysses_ring":
-        given = f"--parallel.cp-ulysses {parallel.cp_ulysses}"
-        raise UserError(f"{given} is for --parallel.cp-schedule ulysses_ring, not {parallel.cp_schedule}")
     if parallel.cp > 1:
         heads = config.n_head // parallel.tp
         ulysses = ulysses_ranks(parallel, heads)
@@ -457,12 +430,11 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     given = next((files for files in data.train.files if files.paths[0].parent != folder / "data"), None)
     if given is not None:
         options = _with_tokenizer(options, given)
-    if resumes:
-        check_start(folder / "config.toml", options)
+    dropped = check_start(folder / "config.toml", options) if resumes else []
     _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
     if checkpoint is None:
-        return PreparedRun(folder, options, config, data, None, weights)
-    changes = tuple(described(checkpoint.state["config"], options))
+        return PreparedRun(folder, options, config, data, None, weights, tuple(dropped))
+    changes = (*dropped, *described(checkpoint.state["config"], options))
     return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes)
 
 

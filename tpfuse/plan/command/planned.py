@@ -10,6 +10,7 @@ from tpfuse.train.config import parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import parameter_count
 from tpfuse.train.memory import model_arguments, vocabulary
+from tpfuse.train.option_marks import suited
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import check_timed, program_of, sizes_of
 from tpfuse.train.setup import model_config
@@ -55,11 +56,7 @@ def planned_model(command: PlanCommand) -> PlannedModel:
     if batch:
         arguments += ["--train.batch", str(batch)]
         options = replace(options, train=replace(options.train, batch=batch))
-    alone = replace(
-        options.parallel, tp=1, cp=1, dp=1, pp=1, pp_layers=None, pp_schedule="1f1b", pp_stages_per_rank=None,
-        cp_ulysses=None, cp_schedule="auto", replicas=1,
-    )  # fmt: skip
-    undivided = replace(options, parallel=alone)
+    undivided = suited(replace(options, parallel=replace(options.parallel, tp=1, cp=1, dp=1, pp=1)))
     check_timed(undivided)
     size = vocabulary(options, command.vocab_size)
     config = model_config(undivided, size)

@@ -24,6 +24,7 @@ from tpfuse.plan.hardware import Cluster
 from tpfuse.plan.memory import RankMemory, rank_memory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes, step_times
+from tpfuse.train.option_marks import suited
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import check_options, model_config, with_layout
 
@@ -224,7 +225,7 @@ def train_options(model: PlannedModel, layout: RankLayout) -> TrainCommand:
     )  # fmt: skip
     train = replace(options.train, recompute=layout.recompute, micro_batch=layout.micro_batch)
     zero = replace(options.zero, stage=layout.zero)
-    options = with_layout(replace(options, parallel=parallel, train=train, zero=zero), layout.ranks)
+    options = suited(with_layout(replace(options, parallel=parallel, train=train, zero=zero), layout.ranks))
     check_options(options)
     model_config(options, model.vocabulary)
     return options
