@@ -177,6 +177,37 @@ def test_reentrant_checkpoints_train_as_on_one_rank(stage: int) -> None:
         check_near(model, {name: p.detach() for name, p in plain.named_parameters()})
 
 
+@on_ranks(2)
+def test_reentrant_checkpoints_of_two_forward_passes_are_refused_below_stage_2() -> None:
+    """Their gradients arrive twice in one backward pass. Without them, and from stage 2 on, the gradient is the sum."""
+    rows = ROWS.chunk(2)[dist.get_rank()].tensor_split(2)
+    for stage, recomputed in ((1, True), (1, False), (2, True)):
+        layers = [nn.Linear(9, 7), nn.Linear(7, 7), nn.Linear(7, 5)]
+        model = nn.Sequential(layers[0], Recomputed(layers[1]) if recomputed else layers[1], layers[2]).double()
+        model.dtype = torch.float64  # type: ignore[assignment]
+        optimizer = optimizer_of(model, stage, lr=1e-2)
+        loss = loss_of(model, 0, rows[0]) + loss_of(model, 0, rows[1])
+        if recomputed and stage < 2:
+            expected = r"1.inner.bias got another gradient, from a checkpoint .*: give checkpoints use_reentrant=False"
+            with pytest.raises(ValueError, match=expected):
+                loss.backward()
+            optimizer.engine.abandon()
+            optimizer.zero_grad()
+            loss_of(model, 0, rows[0]).backward()
+            with pytest.raises(ValueError, match=r"^2.bias.grad is in the memory of ZeRO's gradient buckets"):
+                loss_of(model, 0, rows[1]).backward()
+            optimizer.engine.abandon()
+            continue
+        plain = copy.deepcopy(model)
+        (loss_of(plain, 0, rows[0]) + loss_of(plain, 0, rows[1])).backward()
+        gradients = [p.grad / 2 for p in plain.parameters()]
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        loss.backward()
+        expected = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        assert (optimizer.clip_grad_norm_(CLIP) / expected - 1).abs() <= 1e-12
+
+
 def masks(step: int) -> Tensor:
     """Return the labelled rows, bool [micro-batches, ranks, rows]: from none to all of a rank's in a micro-batch."""
     mask = normal(200 + step, 3, dist.get_world_size() if dist.is_initialized() else 1, BATCH // 3) > 0

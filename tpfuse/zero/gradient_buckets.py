@@ -46,6 +46,7 @@ from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
     GradientPlace,
     in_backward,
+    in_nested_backward,
     move_,
     take_context_sums,
     take_partial_gradients,
@@ -59,6 +60,11 @@ _WITHOUT_GRADIENT = (
     " put earlier backward passes of a step into its no_sync(), clip by its clip_grad_norm_(), and train in bfloat16,"
     " which needs no torch.amp.GradScaler; without it call start() before each backward pass; after finish() each"
     " bucket.reduced_shard has this rank's sums"
+)
+_ARRIVED_AGAIN = (
+    "{name} got another gradient, from a checkpoint with use_reentrant=True, which is a backward pass of its own for"
+    " each forward pass: give checkpoints use_reentrant=False (with transformers in gradient_checkpointing_kwargs), or"
+    ' use ZeRO\'s stage 2 or 3 with accumulate="sharded"; earlier backward passes of a step belong in no_sync()'
 )
 
 
@@ -202,7 +208,7 @@ class GradientBuckets(MicroBatches):
             raise ValueError(f"{name} has a sparse gradient: expected a dense one (sparse=False)")
         reduces = self._passes is not _Passes.LOCAL
         if not self.accumulating or (reduces and not bucket.awaits(index)):
-            raise ValueError(_WITHOUT_GRADIENT.format(name=name))
+            raise ValueError((_ARRIVED_AGAIN if in_nested_backward() else _WITHOUT_GRADIENT).format(name=name))
         bucket.take(index, gradient, reduces=reduces)
         self._places[name].leave(taken=not bucket.awaits(index))  # several backward passes may come before a reduction
         if not reduces:

@@ -5,11 +5,13 @@ A list, an optimizer or a hook that holds a parameter still holds it. The gradie
 or for one that is zero.
 """
 
+import traceback
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -114,6 +116,14 @@ def writes(parameter: Tensor) -> int:
 def in_backward() -> bool:
     """Return whether a backward pass of autograd is running on this thread."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def in_nested_backward() -> bool:
+    """Return whether the backward pass that runs is one that a function's own backward, such as a checkpoint's, runs.
+
+    It looks for that in the stack of Python, which takes long: for errors alone.
+    """
+    return any(frame.f_code is BackwardCFunction.apply.__code__ for frame, _ in traceback.walk_stack(None))
 
 
 class TakenGradient(Tensor):
