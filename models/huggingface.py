@@ -7,6 +7,7 @@ c_attn is [C, 3C] there and [3, C, C] here. Each rank reads only the slices that
 
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.collectives import anywhere
 from tpfuse.comm.layout import gather_whole, load_part_
-from tpfuse.comm.stored_tensors import StoredTensor, stored_tensors
+from tpfuse.comm.stored_tensors import StoredTensor, check_names, check_tensor, stored_tensors, twice
 from tpfuse.models.gpt import GPT, GPTConfig
 
 _PREFIX = "transformer."
@@ -42,9 +43,10 @@ _FIXED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A GPT-2 in Hugging Face's form."""
+    """A GPT-2 in Hugging Face's form. left_out: a line about tensors in its files that are not a GPT-2's, or ""."""
 
     config: GPTConfig
+    left_out: str
     _tensors: dict[str, StoredTensor]  # by name without the prefix
 
     def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Tensor:
@@ -60,8 +62,7 @@ def open_pretrained(folder_or_file: str | Path) -> Pretrained:
     path = Path(folder_or_file)
     config = read_config(path)
     tensors = _find_tensors(path)
-    _check_tensors(config, tensors, path)
-    return Pretrained(config, tensors)
+    return Pretrained(config, _check_tensors(config, tensors, path), tensors)
 
 
 def load_pretrained(
@@ -75,11 +76,14 @@ def load_pretrained(
 
     device_mesh: the tensor-parallel mesh, on all of whose ranks this is called, without communication; None for one
     rank. Tensor names may begin with "transformer.", and lm_head.weight is accepted if it equals the embedding. Tensors
-    of any float dtype are converted to `dtype`. Raise ValueError for files that are missing or damaged, for tensors
-    that are missing, unexpected or of another shape, for a configuration that is not GPT-2's or has settings that `GPT`
-    does not support, and if the mesh cannot hold the model.
+    of any float dtype are converted to `dtype`. Tensors of layers that the model lacks are left out with a warning.
+    Raise ValueError for files that are missing or damaged, for tensors that are missing, unexpected in a layer of the
+    model, or of another shape or kind, for a configuration that is not GPT-2's or has settings that `GPT` does not
+    support, and if the mesh cannot hold the model.
     """
     pretrained = open_pretrained(folder_or_file)
+    if pretrained.left_out and not any(device_mesh.get_coordinate() or () if device_mesh else ()):
+        warnings.warn(pretrained.left_out, stacklevel=2)
     model = GPT(pretrained.config, device_mesh=device_mesh, device=device, dtype=dtype)
     for name, parameter in model.named_parameters():
         load_part_(parameter, partial(pretrained.read, name))
@@ -198,23 +202,23 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     for stored_name, tensor in stored_tensors(path).items():
         name = stored_name.removeprefix(_PREFIX)
         if name in tensors:
-            raise ValueError(f"{tensor.file}: {name} appears twice")
+            raise ValueError(twice(tensor, tensors[name]))
         if not _BUFFERS.fullmatch(name):
             tensors[name] = tensor
     return tensors
 
 
-def _check_tensors(config: GPTConfig, tensors: dict[str, StoredTensor], path: Path) -> None:
+def _check_tensors(config: GPTConfig, tensors: dict[str, StoredTensor], path: Path) -> str:
+    """Return a line about tensors that are not a GPT-2's, or "". Raise ValueError as `load_pretrained` does."""
     expected = _shapes(config)
-    if missing := [name for name in expected if name not in tensors]:
-        raise ValueError(f"{path}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
-    if extra := [name for name in tensors if name not in expected and name != _HEAD]:
-        raise ValueError(f"{path}: {len(extra)} tensors are not GPT-2's: {', '.join(extra[:5])}")
+    missing = [name for name in expected if name not in tensors]
+    extra = {name: tensors[name] for name in tensors if name not in expected and name != _HEAD}
+    left_out = check_names(path, missing, extra, expected)
     for name, shape in expected.items():
-        if list(tensors[name].shape) != shape:
-            raise ValueError(f"{path}: {name} has shape {list(tensors[name].shape)}, expected {shape}")
+        check_tensor(tensors[name], shape)
     if _HEAD in tensors and not _equal(tensors[_HEAD], tensors["wte.weight"]):
         raise ValueError(f"{path}: {_HEAD} is not wte.weight: the output embedding must be tied to the input's")
+    return left_out
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:

@@ -6,6 +6,7 @@ import json
 import operator
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,9 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert x.dtype == whole.dtype and torch.equal(x, whole), name
 
 
-def _load(folder: Path) -> None:
-    theirs = _whole(folder)
+def _load(folder: Path, same: Path | None = None) -> None:
+    """Compare a model with transformers' of the same folder, or of one with the `same` tensors."""
+    theirs = _whole(same or folder)
     model = _empty(folder)
     assert all(parameter.is_meta for parameter in model.parameters())
     with _counted() as reads:
@@ -228,21 +230,105 @@ def test_names_without_the_prefix_and_buffers_in_the_file(folders: Any, tmp_path
     tensors = {name.removeprefix("transformer."): x for name, x in _tensors(folders("gpt2")).items()}
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.1.attn.bias": torch.ones(1, 1, 64, 64)}
     save_file(tensors, tmp_path / "model.safetensors")
-    found = find_weights(_empty(folders("gpt2")), tmp_path)
-    assert found["transformer.wte.weight"] == found["lm_head.weight"]
+    found, said = find_weights(_empty(folders("gpt2")), tmp_path)
+    assert found["transformer.wte.weight"] == found["lm_head.weight"] and not said
     assert [x.name for x in found["transformer.h.1.ln_1.bias"]] == ["h.1.ln_1.bias"]
     tensors["transformer.ln_f.bias"] = tensors["ln_f.bias"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"ln_f\.bias appears twice, also as"):
+    with pytest.raises(ValueError, match=r"ln_f\.bias appears twice, also in"):
         find_weights(_empty(folders("gpt2")), tmp_path)
+
+
+def _load_all(folders: list[tuple[Path, Path]]) -> list[list[str]]:
+    """Load folders as `_load` does, and return what this rank is warned of with each."""
+    said = []
+    for folder, same in folders:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _load(folder, same)
+        said.append([str(warning.message) for warning in caught if "tensors" in str(warning.message)])
+    return said
+
+
+def _in_two_files(folder: Path, tensors: dict[str, Tensor], named: str | None) -> None:
+    """Write a folder with a tensor in two files, `named` in the index, in the other one as another tensor."""
+    name, (first, second) = "model.layers.0.mlp.up_proj.weight", ("a.safetensors", "b.safetensors")
+    wrong = {name: tensors[name] + 9}
+    save_file(tensors | (wrong if named == second else {}), folder / first)
+    save_file(
+        {name: tensors[name], "mtp.norm.weight": torch.ones(48)} | (wrong if named == first else {}), folder / second
+    )
+    files = {**dict.fromkeys(tensors, first), "mtp.norm.weight": second, name: named}
+    index = {"metadata": {}, "weight_map": {name: file for name, file in files.items() if file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_files_of_wrapped_older_and_larger_models_are_read(folders: Any, tmp_path: Path) -> None:
+    """transformers reads most of them; it gives random weights to wrapped names, and obeys no index."""
+    source = folders("llama_one_kv_head")
+    tensors = _tensors(source)
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(2) for layer in (0, 1)}
+    layer = {name.replace("layers.1", "layers.2"): x for name, x in tensors.items() if "layers.1" in name}
+    more = {"mtp.norm.weight": torch.ones(48), "vision_tower.layers.0.weight": torch.ones(3), **layer}
+    cases = [
+        (tensors | frequencies, True),
+        (tensors | more, True),
+        ({f"module._orig_mod.{name}": x for name, x in tensors.items()}, False),
+        ({name.replace("layers.1.", "layers.1._orig_mod."): x for name, x in tensors.items()}, False),
+    ]
+    made: list[tuple[Path, Path]] = []
+    for index in range(len(cases) + 2):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        shutil.copy(source / "config.json", folder)
+        if index < len(cases):
+            save_file({name: x.clone() for name, x in cases[index][0].items()}, folder / "model.safetensors")
+        else:
+            _in_two_files(folder, tensors, "ab"[index - len(cases)] + ".safetensors")
+        made.append((folder, folder if folder.name == "5" or (index < 4 and cases[index][1]) else source))
+    said, nothing = pool(2).run(_load_all, made)
+    assert nothing == [[]] * 6 and [len(lines) for lines in said] == [0, 1, 0, 0, 1, 1]
+    names = ", ".join(sorted(more)[:5])
+    assert said[1] == [f"{tmp_path / '1'}: {len(more)} tensors are not the model's: {names}: they are left out"]
 
 
 def test_wrong_tensors_and_files_are_refused_with_their_names(folders: Any, tmp_path: Path) -> None:
     source = folders("llama_one_kv_head")
+    one = torch.ones(48)
+    quantized = {f"model.layers.{layer}.self_attn.q_proj.weight": None for layer in (0, 1)}
     cases: list[tuple[dict[str, Tensor | None], str]] = [
         ({"model.norm.weight": None}, "1 tensors are missing: model.norm.weight: expected all files of the model"),
         ({"lm_head.weight": None}, 'missing: lm_head.weight: expected them, or "tie_word_embeddings": true in config'),
-        ({"model.layers.2.mlp.up_proj.weight": torch.ones(96, 48)}, "1 tensors are not the model's: model.layers.2"),
+        (
+            {"lm_head.weight": None, "mtp.a": one},
+            'missing: lm_head.weight; 1 tensors are not the model\'s: mtp.a: expected them, or "tie_word_embeddings"',
+        ),
+        (
+            {"model.norm.weight": None, "mtp.a": one, "model.last.weight": one},
+            "1 tensors are missing: model.norm.weight; 2 tensors are not the model's: model.last.weight, mtp.a:"
+            " expected the config.json that belongs to these files",
+        ),
+        (
+            {"model.layers.0.mlp.up_proj.bias": one, "model.layers.0.mlp.norm.weight": one, "mtp.a": one},
+            "2 tensors are not the model's: model.layers.0.mlp.norm.weight, model.layers.0.mlp.up_proj.bias: expected",
+        ),
+        (
+            {name.replace("weight", "qweight"): torch.ones(6, 48, dtype=torch.int32) for name in quantized} | quantized,
+            "2 tensors are missing: .*q_proj.qweight: for quantized weights, get those that they were made from, or",
+        ),
+        (
+            {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)},
+            "up_proj.weight_scale: for quantized weights, get",
+        ),
+        (
+            {"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2, 48)},
+            r"lora_A.default.weight: for a model with adapters of PEFT, call its merge_and_unload\(\), and save_pretr",
+        ),
+        ({"model.norm.weight": torch.ones(6, 1, dtype=torch.uint8)}, r"norm.weight is U8: .* for quantized weights"),
+        (
+            {"_orig_mod.model.norm.weight": one},
+            r"_orig_mod.model.norm.weight appears twice, also in \S+model.safetensors as model.norm.weight: expected",
+        ),
         ({"lm_head.weight": torch.ones(100, 48)}, r"lm_head.weight has shape \[100, 48\]: the model has \[101, 48\]"),
         ({"model.norm.weight": torch.ones(48, dtype=torch.int8)}, r"is I8: .* BF16; for quantized weights, get those"),
     ]
@@ -251,7 +337,7 @@ def test_wrong_tensors_and_files_are_refused_with_their_names(folders: Any, tmp_
         copy = tmp_path / str(index)
         copy.mkdir()
         kept = {name: x for name, x in (_tensors(source) | change).items() if x is not None}
-        save_file(kept, copy / "model.safetensors")
+        save_file({name: x.clone() for name, x in kept.items()}, copy / "model.safetensors")
         with pytest.raises(ValueError, match=message) as refused:
             find_weights(model, copy)
         assert "\n" not in str(refused.value) and str(copy) in str(refused.value)
@@ -262,6 +348,20 @@ def test_wrong_tensors_and_files_are_refused_with_their_names(folders: Any, tmp_
         find_weights(model, copy)
     last.unlink()
     with pytest.raises(ValueError, match=f"{last.name}: cannot be read as a safetensors file"):
+        find_weights(model, copy)
+    twice = tmp_path / "twice"
+    twice.mkdir()
+    _in_two_files(twice, _tensors(source), None)
+    with pytest.raises(
+        ValueError, match=r"a.safetensors: \S+ appears twice, also in \S+b.safetensors as model.layers.0"
+    ):
+        find_weights(model, twice)
+    model.config.quantization_config = {"quant_method": "aqlm"}
+    with pytest.raises(ValueError, match=r"missing: model.norm.weight: for quantized weights, get those that they"):
+        find_weights(model, tmp_path / "0")
+    (copy / "model.safetensors.index.json").unlink()
+    (copy / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"model.safetensors: cannot be read .* adapters of PEFT, call its merge_and"):
         find_weights(model, copy)
 
 

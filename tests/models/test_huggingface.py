@@ -126,6 +126,11 @@ def test_names_without_prefix_tied_heads_and_buffers(theirs: "GPT2LMHeadModel", 
     expected = theirs(IDS).logits
     assert (load_pretrained(folder)(IDS) - expected).abs().max() < 1e-5
     assert (load_pretrained(folder / "model.safetensors")(IDS) - expected).abs().max() < 1e-5
+    _rewrite(folder, {"h.2.ln_1.bias": torch.ones(48)}, lambda name: f"_orig_mod.transformer.{name}")
+    with pytest.warns(
+        UserWarning, match=r"1 tensors are not the model's: _orig_mod.transformer.h.2.ln_1.bias: they are"
+    ):
+        assert (load_pretrained(folder)(IDS) - expected).abs().max() < 1e-5
 
 
 def test_weights_in_several_files_are_read(theirs: "GPT2LMHeadModel", tmp_path: Path) -> None:
@@ -134,6 +139,10 @@ def test_weights_in_several_files_are_read(theirs: "GPT2LMHeadModel", tmp_path: 
     logits = pool(2).run(_logits, tmp_path, torch.float32)[0]
     assert (logits - theirs(IDS).logits).abs().max() < 1e-5
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    first, *_, last = sorted(tmp_path.glob("*.safetensors"))
+    wrong = {name: x + 9 for name, x in load_file(first).items() if index["weight_map"][name] == first.name}
+    save_file(load_file(last) | wrong, last, metadata={"format": "pt"})
+    assert wrong and (load_pretrained(tmp_path)(IDS) - theirs(IDS).logits).abs().max() < 1e-5
     index["weight_map"]["transformer.wte.weight"] = "../elsewhere.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="is not the name of a file beside it"):
@@ -145,13 +154,14 @@ def test_weights_in_several_files_are_read(theirs: "GPT2LMHeadModel", tmp_path: 
 
 def test_wrong_tensors_are_refused(folder: Path, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Tensor | None], str]] = [
-        ({"transformer.ln_f.bias": None}, "1 tensors are missing: ln_f.bias"),
-        ({"transformer.h.2.ln_1.bias": torch.ones(48)}, "1 tensors are not GPT-2's: h.2.ln_1.bias"),
-        ({"transformer.wpe.weight": torch.ones(15, 48)}, r"wpe.weight has shape \[15, 48\], expected \[16, 48\]"),
-        ({"transformer.h.0.mlp.c_fc.weight": torch.ones(192, 48)}, r"expected \[48, 192\]"),
+        ({"transformer.ln_f.bias": None}, "1 tensors are missing: ln_f.bias: expected all files"),
+        ({"transformer.h.1.ln_3.bias": torch.ones(48)}, "1 tensors are not the model's: transformer.h.1.ln_3.bias"),
+        ({"transformer.wpe.weight": torch.ones(15, 48)}, r"wpe.weight has shape \[15, 48\]: the model has \[16, 48\]"),
+        ({"transformer.h.0.mlp.c_fc.weight": torch.ones(192, 48)}, r"the model has \[48, 192\]"),
+        ({"transformer.h.0.mlp.c_fc.weight": torch.ones(48, 192).char()}, r"c_fc.weight is I8: expected F64"),
         ({"lm_head.weight": torch.ones(101, 48)}, "the output embedding must be tied"),
         ({"lm_head.weight": torch.ones(100, 48)}, "the output embedding must be tied"),
-        ({"ln_f.bias": torch.ones(48)}, "ln_f.bias appears twice"),
+        ({"ln_f.bias": torch.ones(48)}, "ln_f.bias appears twice, also in"),
     ]
     for index, (change, message) in enumerate(cases):
         copy = shutil.copytree(folder, tmp_path / str(index))
@@ -174,7 +184,7 @@ def test_wrong_tensors_are_refused(folder: Path, tmp_path: Path) -> None:
         ({"embd_pdrop": 0.1}, "differ, expected one for all"),
         ({"resid_pdrop": None}, "resid_pdrop is None, expected a number"),
         ({"n_head": 7}, "n_embd 48 is not a multiple of n_head 7"),
-        ({"vocab_size": 102}, r"wte.weight has shape \[101, 48\], expected \[102, 48\]"),
+        ({"vocab_size": 102}, r"wte.weight has shape \[101, 48\]: the model has \[102, 48\]"),
     ],
 )
 def test_wrong_configurations_are_refused(folder: Path, change: dict[str, object], message: str) -> None:

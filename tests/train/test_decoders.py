@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.command import Commands, full_disk, printed_loss
@@ -210,6 +210,14 @@ def test_a_pretrained_folder_is_the_baseline_of_a_run(
         commands.do("sample", folder, "--prompt", "the ", "--tokens", "5") for folder in (tmp_path / "run", llama)
     ]
     assert sample[0] == sample[1]
+    larger = shutil.copytree(llama, tmp_path / "larger")
+    tensors = {f"_orig_mod.{name}": x for name, x in load_file(llama / "model.safetensors").items()}
+    save_file(tensors | {"mtp.norm.weight": torch.ones(3)}, larger / "model.safetensors")
+    assert commands.do("evaluate", larger, *data).split(": ")[1] == baseline
+    commands.printed.readouterr()
+    assert run(["sample", str(larger), "--prompt", "the ", "--tokens", "1"]) == 0
+    warning = f"{larger}: 1 tensors are not the model's: mtp.norm.weight: they are left out"
+    assert commands.printed.readouterr().err == f"tpfuse: warning: {warning}\n"
     assert "is no run, which would name its validation text: give --data.path" in commands.fail("evaluate", llama)
     bare = tmp_path / "bare"
     shutil.copytree(llama, bare, ignore=shutil.ignore_patterns("*.safetensors"))

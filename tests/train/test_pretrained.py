@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.command import Commands, full_disk
@@ -232,7 +232,12 @@ def test_an_exported_model_can_be_loaded_again(worded: Path, text: Path, tmp_pat
     assert their_tokenizer(words)["input_ids"] == tokenizer.encode(words).tolist()
     assert their_tokenizer.eos_token_id == their_tokenizer.bos_token_id == tokenizer.end_of_text == 0
     assert theirs.config.eos_token_id == theirs.config.bos_token_id == 0
+    more = {"mtp.norm.weight": torch.ones(3)}
+    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors")
+    commands.printed.readouterr()
     assert run(["train", *TRAINING, "--init-from", str(folder), "--data.path", str(text), "--out", str(out)]) == 0
+    warning = f"tpfuse: warning: {folder}: 1 tensors are not the model's: mtp.norm.weight: they are left out\n"
+    assert commands.printed.readouterr().err.count(warning) == 1
     assert _val_losses(out)[0] == pytest.approx(_val_losses(worded)[-1], rel=1e-6)
     assert "exists and is not empty: choose a new folder" in commands.fail("export", worded, folder)
 

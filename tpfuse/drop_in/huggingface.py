@@ -8,9 +8,10 @@ file.
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, wraps
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -103,6 +104,18 @@ def conversions(whole: nn.Module) -> tuple[list[Any], list[Any]]:
     transforms: list[Any] = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     return [each for each in transforms if each not in converters], converters
+
+
+def without_ignored(whole: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names of tensors in files, which the model does not have, without those that transformers ignores.
+
+    It tells nobody of the frequencies and positions that its older releases stored, and of what a model's class names.
+    """
+    model: Any = outermost(whole)
+    loaded = SimpleNamespace(unexpected_keys=set(names), missing_keys=set())
+    if model is not None:
+        model._adjust_missing_and_unexpected_keys(loaded)
+    return sorted(loaded.unexpected_keys)
 
 
 def replace_forward(model: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.Module:

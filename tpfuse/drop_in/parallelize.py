@@ -1,5 +1,6 @@
 """`parallelize`: tensor parallelism for a model that exists, in place, and `restore`, which undoes it."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -116,7 +117,9 @@ def parallelize(
         _check_ties(model, outlined)
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
-            found = find_weights(model, Path(weights))
+            found, left_out = find_weights(model, Path(weights))
+        if left_out and not any(mesh._get_root_mesh().get_coordinate() or ()):
+            warnings.warn(left_out, stacklevel=2)
     else:
         _share_values(model, outlined, mesh, tensor_mesh)
     with undone_on_error(model, outlined) if weights is not None else nullcontext(), recorded(model):

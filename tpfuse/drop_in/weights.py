@@ -8,7 +8,6 @@ No rank ever holds more than its shards and one whole parameter while it loads.
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,13 +25,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import Slices, gather_whole, has_values, local_slices, local_tensor
 from tpfuse.comm.mesh import default_group, groups_of
-from tpfuse.comm.stored_tensors import StoredTensor, stored_tensors
+from tpfuse.comm.stored_tensors import (
+    UNQUANTIZED,
+    StoredTensor,
+    check_names,
+    check_tensor,
+    stored_tensors,
+    twice,
+    unwrapped,
+)
+from tpfuse.drop_in.huggingface import without_ignored
 from tpfuse.drop_in.loaded_tensors import loaded_tensors
 from tpfuse.drop_in.structure import HEADS
 
 _P = ParamSpec("_P")
 _M = TypeVar("_M", bound=nn.Module)
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def empty_model(make: Callable[_P, _M], *args: _P.args, **kwargs: _P.kwargs) -> _M:
@@ -97,25 +104,28 @@ def agreement(what: str, mesh: DeviceMesh | None) -> Iterator[None]:
         raise ValueError(f"{what} failed on another rank: {text}")
 
 
-def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[StoredTensor]]:
+def find_weights(model: nn.Module, folder_or_file: Path) -> tuple[dict[str, list[StoredTensor]], str]:
     """Return the tensors in the files of every parameter and persistent buffer of a whole model, by its name.
 
     They are renamed and merged as transformers does when it loads a model (`loaded_tensors`). A parameter that modules
-    share may have several. Names may lack the model's `base_model_prefix`, or have it where the model does not. Tensors
-    that the model's class ignores, and those of buffers that the model computes, may be in the files too. Raise
-    ValueError for files as `stored_tensors` does, and for tensors that are missing, unexpected, of
-    another shape, or not floats where the model has floats.
+    share may have several. Names may lack the model's `base_model_prefix`, or have it where the model does not, and may
+    have those of torch's wrappers (`unwrapped`). Tensors that transformers drops without a word, and those of buffers
+    that the model computes, may be in the files too; of others the second value tells (`check_names`).
+
+    Raise ValueError for files as `stored_tensors` does, and for tensors that are missing, unexpected in a layer of the
+    model, of another shape, or not floats where the model has floats.
     """
     prefix = getattr(model, "base_model_prefix", "")
 
     def short(name: str) -> str:
-        return name.removeprefix(f"{prefix}.") if prefix else name
+        return unwrapped(name).removeprefix(f"{prefix}." if prefix else "")
 
     stored: dict[str, StoredTensor] = {}
+    others: dict[str, str] = {}  # the tensors that no part of the model was found to be, by their whole names
     for name, tensor in loaded_tensors(model, stored_tensors(folder_or_file)):
         if short(name) in stored:
-            raise ValueError(f"{tensor.file}: {name} appears twice, also as {stored[short(name)].name}")
-        stored[short(name)] = tensor
+            raise ValueError(twice(tensor, stored[short(name)]))
+        stored[short(name)], others[short(name)] = tensor, name
     values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     computed = dict(model.named_buffers(remove_duplicate=False))
     values |= {name: computed.pop(name) for name in list(computed) if is_persistent(model, name)}
@@ -123,41 +133,25 @@ def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[Store
     for name, value in values.items():
         groups.setdefault(id(value), []).append(name)
     found: dict[str, list[StoredTensor]] = {}
-    missing: list[str] = []
     for names in groups.values():
         tensors = [stored[short(name)] for name in names if short(name) in stored]
-        if not tensors:
-            missing.append(names[0])
         for tensor in tensors:
-            _check_tensor(tensor, values[names[0]])
+            check_tensor(tensor, values[names[0]].shape, floating=values[names[0]].is_floating_point())
         found |= dict.fromkeys(names, tensors)
-    if missing:
-        way = "expected all files of the model that config.json describes"
-        if any(name.rpartition(".")[0] in HEADS for name in missing):
-            way = 'expected them, or "tie_word_embeddings": true in config.json if the embedding is the head too'
-        raise ValueError(f"{folder_or_file}: {len(missing)} tensors are missing: {', '.join(missing[:5])}: {way}")
-    expected = {short(name) for name in (*values, *computed)}
-    ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ("(?!)",)))
-    extra = [tensor.name for name, tensor in stored.items() if name not in expected and not ignored.search(tensor.name)]
-    if extra:
-        raise ValueError(f"{folder_or_file}: {len(extra)} tensors are not the model's: {', '.join(extra[:5])}")
-    return found
+    missing = [names[0] for names in groups.values() if not found[names[0]]]
+    for name in (*values, *computed):
+        others.pop(short(name), None)
+    extra = {short(name): stored[short(name)] for name in without_ignored(model, others.values())}
+    way = UNQUANTIZED if getattr(getattr(model, "config", None), "quantization_config", None) else ""
+    if not way and missing and all(name.rpartition(".")[0] in HEADS for name in missing):
+        way = 'expected them, or "tie_word_embeddings": true in config.json if the embedding is the head too'
+    return found, check_names(folder_or_file, missing, extra, map(short, values), way)
 
 
 def is_persistent(model: nn.Module, buffer: str) -> bool:
     """Return whether a buffer is in the model's files."""
     module, _, name = buffer.rpartition(".")
     return name not in model.get_submodule(module)._non_persistent_buffers_set
-
-
-def _check_tensor(tensor: StoredTensor, value: Tensor) -> None:
-    if tensor.shape != value.shape:
-        raise ValueError(
-            f"{tensor.file}: {tensor.name} has shape {list(tensor.shape)}: the model has {list(value.shape)}"
-        )
-    if value.dtype.is_floating_point and tensor.dtype not in _FLOATS:
-        expected = f"expected {', '.join(_FLOATS)}; for quantized weights, get those that they were made from"
-        raise ValueError(f"{tensor.file}: {tensor.name} is {tensor.dtype}: {expected}")
 
 
 @torch.no_grad()

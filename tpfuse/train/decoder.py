@@ -202,8 +202,11 @@ class DecoderConfig:
         """Raise ValueError if context-parallel ranks cannot share the model's sequences."""
         check_context(self.empty(torch.float32), ONE_RANK, tp)
 
-    def find_weights(self, folder: Path) -> dict[str, list[StoredTensor]]:
-        """Return the tensors in a folder's files for each parameter, by its name. Raise ValueError."""
+    def find_weights(self, folder: Path) -> tuple[dict[str, list[StoredTensor]], str]:
+        """Return the tensors in a folder's files for each parameter, by its name, and a line about others, or "".
+
+        Raise ValueError.
+        """
         return find_weights(self.empty(torch.float32), folder)
 
 

@@ -19,6 +19,7 @@ from tpfuse.train.checkpoint import Checkpoint, Shards
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.errors import UserError, instead_of, refusing
 from tpfuse.train.language_model import ModelConfig
+from tpfuse.train.messages import warn
 from tpfuse.train.options import ModelOptions, TrainCommand
 from tpfuse.train.saved_state import fits, open_run, saved_state
 from tpfuse.train.tokenizer import Tokenizer
@@ -105,6 +106,8 @@ def _is_huggingface(folder: Path) -> bool:
 def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
     """Check the files of the source that an option names, and return it; None if no option was given.
 
+    Warn of tensors in them that the model does not have.
+
     config: the model of the options. Raise UserError if it is not the source's, and CheckpointError if all checkpoints
     are damaged.
     """
@@ -113,14 +116,19 @@ def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
         weighted = any((*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")))
         if weighted:
             with refusing("--model.from "):
-                config.find_weights(folder)
+                _, left_out = config.find_weights(folder)
+            if left_out:
+                warn(left_out)
         return Source(f"--model.from {folder}", folder if weighted else None, config, None)
     name = options.init_from
     if name is None:
         return None
     if _is_huggingface(name):
         with refusing("--init-from "):
-            source = Source(f"--init-from {name}", name, open_pretrained(name).config, None)
+            pretrained = open_pretrained(name)
+        if pretrained.left_out:
+            warn(pretrained.left_out)
+        source = Source(f"--init-from {name}", name, pretrained.config, None)
     else:
         saved, state, theirs, tokenizer = open_run(name)
         source = Source(f"--init-from {name}", saved.folder, theirs, tokenizer)
@@ -164,7 +172,7 @@ def load_weights(folder: Path, config: ModelConfig, shards: Shards) -> None:
     held = {name: shards[name] for name in shards if name.startswith("model.")}
     if isinstance(config, DecoderConfig):
         with refusing("--model.from "):
-            found = config.find_weights(folder)
+            found, _ = config.find_weights(folder)
             for name, each in held.items():
                 for shard in each:
                     read_shard(shard.tensor.detach(), shard.slices, shard.shape, found[name.removeprefix("model.")])
