@@ -82,8 +82,9 @@ def parallelize(
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
     dimension or with ranks that are not in ascending order along it, a pattern that matches no module, parameters that
     have hooks (register them after the call), and for modules that a style cannot convert: sizes that the ranks do not
-    divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected or of
-    another shape, or that cannot be read. The model is then as it was.
+    divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected in a layer
+    of the model, or of another shape, or that cannot be read. The model is then as it was. The first rank warns of
+    tensors that the model has no layer for.
     """
     tensor_mesh, context = _meshes(mesh, context_parallel)
     check_order(tensor_mesh)
