@@ -36,7 +36,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings, settings
-from tpfuse.comm.stored_tensors import StoredTensor
+from tpfuse.comm.stored_tensors import StoredTensor, check_names
 from tpfuse.drop_in.parallelize import parallelize, restore
 from tpfuse.drop_in.styles import FusedColwiseParallel
 from tpfuse.drop_in.weights import agreement, empty_model, find_weights
@@ -359,6 +359,8 @@ def test_wrong_tensors_and_files_are_refused_with_their_names(folders: Any, tmp_
     model.config.quantization_config = {"quant_method": "aqlm"}
     with pytest.raises(ValueError, match=r"missing: model.norm.weight: for quantized weights, get those that they"):
         find_weights(model, tmp_path / "0")
+    head = StoredTensor(copy, "model.mtp.a", torch.Size(), "F32")  # a parameter of the whole model makes it no layer
+    assert "left out" in check_names(copy, [], {head.name: head}, ["model.scale", "model.norm.weight"])
     (copy / "model.safetensors.index.json").unlink()
     (copy / "adapter_model.safetensors").touch()
     with pytest.raises(ValueError, match=r"model.safetensors: cannot be read .* adapters of PEFT, call its merge_and"):
