@@ -27,7 +27,7 @@ from tpfuse.drop_in.parallelize import parallelize, replacements, restore
 from tpfuse.drop_in.styles import FusedRowwiseParallel
 from tpfuse.layers.explain import plans
 from tpfuse.parallel.context import ContextParallel
-from tpfuse.testing.inputs import integers
+from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
 
 IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
@@ -168,6 +168,21 @@ def test_losses_of_routers_and_labels_after_padding_are_those_of_one_rank(family
 
 def _gradients(model: nn.Module, like: nn.Module) -> list[Tensor]:
     return [_gradient(mine, theirs) for mine, theirs in zip(model.parameters(), like.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
+@on_ranks(2)
+def test_a_trained_bias_of_attention_has_the_gradient_of_all_heads(sequence_parallel: bool) -> None:
+    causal, biases = torch.full((13, 13), -1e9, dtype=torch.float64).triu(1), []
+    plain, model = decoder("llama"), decoder("llama")
+    parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel)
+    with exact(plain):
+        for each in (plain, model):
+            biases.append(normal(4, 2, 1, 13, 13, dtype=torch.float64).requires_grad_())
+            each(IDS, attention_mask=biases[-1] + causal, labels=IDS).loss.backward()
+    assert biases[0].grad is not None and biases[1].grad is not None
+    assert biases[0].grad.abs().max() > 1e-3
+    _close(biases[1].grad, biases[0].grad)
 
 
 @pytest.mark.exhaustive

@@ -537,7 +537,8 @@ def _hooked(module: nn.Module, own: Any = None) -> bool:
 class PreparedInput:
     """A hook that prepares the first input of a module (`first_argument`).
 
-    If the module or a projection has hooks of somebody else, all get the true input, and nothing is fused.
+    If the module or a projection has hooks of somebody else, all get the true input, and nothing is fused. A module
+    with projections uses its other inputs, such as masks, for this rank's features alone: their gradients are summed.
     """
 
     mesh: DeviceMesh
@@ -552,7 +553,17 @@ class PreparedInput:
         name, x = first_argument(module, args, kwargs)
         given = (kwargs.get(each) for each in self.length_arguments)
         length = next((each.shape[-1] for each in given if isinstance(each, Tensor)), None)
-        return with_first_argument(args, kwargs, name, self._prepared(module, x, length))
+        prepared = self._prepared(module, x, length)
+        if self.projections and self.mesh.size() > 1:
+            args = (*args[:1], *map(self._shared, args[1:]))
+            kwargs = {key: value if key == name else self._shared(value) for key, value in kwargs.items()}
+        return with_first_argument(args, kwargs, name, prepared)
+
+    def _shared(self, x: Any) -> Any:
+        """Return an input whose gradient, if it is wanted, is the sum over the ranks."""
+        if type(x) is tuple:
+            return tuple(map(self._shared, x))
+        return replicate(x, self.mesh.get_group()) if isinstance(x, Tensor) and x.requires_grad else x
 
     def _prepared(self, module: nn.Module, x: Tensor, length: int | None) -> Tensor:
         group = self.mesh.get_group() if self.mesh.size() > 1 else None
