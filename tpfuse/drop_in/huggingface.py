@@ -25,7 +25,7 @@ from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.loss_proof import prove_loss
 from tpfuse.drop_in.parallel_forward import (
-    ContextSum,
+    ContextMean,
     ParallelForward,
     ShardedTokens,
     append_last_position,
@@ -182,13 +182,6 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
             f"context parallelism: the model is a {type(whole).__name__}: expected a decoder of transformers;"
             " other models call tpfuse.ring_attention themselves"
         )
-    inside = set(model.parameters())
-    outside = [name for name, x in whole.named_parameters() if x.requires_grad and x not in inside]
-    if outside:
-        raise ValueError(
-            f"context parallelism: {', '.join(outside[:3])}{', …' if outside[3:] else ''}: trained outside of the"
-            f" {type(model).__name__}, whose gradients alone are summed: freeze them, or use a mesh without cp"
-        )
     config: Any = model.config
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"context parallelism: {type(model).__name__} does not use transformers' AttentionInterface")
@@ -275,7 +268,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
         their.base_model.register_forward_hook(partial(give_all_heads, tensor_mesh))
     if not context.groups:
         return
-    model.__dict__["sum_over_context"] = context
+    model.__dict__["mean_over_context"] = context
     their.set_attn_implementation(ATTENTION)
     if their.base_model is not model:
         their.base_model.register_forward_pre_hook(take_mask, with_kwargs=True)
@@ -294,7 +287,7 @@ def release(whole: nn.Module) -> None:
     model.set_attn_implementation(forward.attention)
     for parameter in model.parameters():
         hooks = parameter._backward_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, ContextSum)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, ContextMean)]:
             del hooks[key]
 
 

@@ -14,9 +14,13 @@ start again, the batch becomes one sequence of documents that do not see each ot
 as in the original, whose attention is zero there (but for "eager"): a label may follow it. The outputs at padding after
 a text are not those of the original, which has no use for them either.
 
-The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank. A hook on every
-parameter sums its gradients over the ranks of the context in each backward pass, unless an engine of `tpfuse.zero`
-takes this sum over. With a key/value cache (generate()), every rank computes everything, without gradients.
+The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank. With a
+key/value cache (generate()), every rank computes everything.
+
+**Gradients over a context.** All code outside of the sharded pass runs on every rank, on whole tensors, and its
+gradients are whole and equal on all. So those of the pass are made such that their mean over the ranks is the gradient:
+its results `leave` the context, and the tensors that it is given `enter` it. A hook on every parameter takes the mean
+in each backward pass, unless an engine of `tpfuse.zero` does.
 """
 
 import inspect
@@ -34,6 +38,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
@@ -88,6 +93,24 @@ class ForwardPass:
     items: Tensor | int | None = None  # the number of labels of all ranks
 
 
+class _NoCache:
+    """Stands for the key/value cache of a sharded pass, which keeps none. Whoever reads it gets a ValueError."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __getitem__(self, name: Any) -> Any:
+        raise ValueError(
+            "context parallelism: a pass over shards of the tokens keeps no key/value cache: call the model with"
+            " use_cache=True for one; every rank then computes all tokens"
+        )
+
+
+_NO_CACHE = _NoCache()
+
+
 class _Running(threading.local):
     """The pass that runs in a thread, None outside of all; torch.compile traces no ContextVar."""
 
@@ -117,11 +140,11 @@ class ParallelForward:
     agreed: dict[str, bool] | None = None  # which parameters get gradients in it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `_register_sums` register.
+        """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `_register_means` register.
 
         The mark is set here, since it imports the compiler, which takes seconds; transformers has imported it by now.
         """
-        torch.compiler.assume_constant_result(_register_sums)  # type: ignore[no-untyped-call]
+        torch.compiler.assume_constant_result(_register_means)  # type: ignore[no-untyped-call]
         return super().__new__(cls)
 
     def __init__(
@@ -149,24 +172,30 @@ class ParallelForward:
         if len(args) > len(self.names) or any(name in kwargs for name in given):
             raise TypeError(f"forward() got an argument twice, or more than {len(self.names)} positional ones")
         kwargs = given | kwargs
-        cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache")) or kwargs.get("use_cache")
         if self.context is None:
             return self._run(kwargs, None)
-        if not cached:
-            self.sum_gradients()
-            return self._run(kwargs, self.context)
-        with torch.no_grad():  # the ranks' gradients would be whole, and not parts of a sum
-            return self._run(kwargs, None)
+        self.average_gradients()
+        cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+        whole = cached or (kwargs.get("use_cache") and self._makes_cache(kwargs))
+        return self._run(kwargs, None if whole else self.context)
+
+    def _makes_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether the model's own forward would make a key/value cache for these arguments."""
+        base: Any = self.model.base_model
+        given = kwargs.get("use_cache")
+        wanted = getattr(base.config, "use_cache", False) if given is None else given
+        recomputes = getattr(base, "gradient_checkpointing", False) and base.training and torch.is_grad_enabled()
+        return bool(wanted) and not recomputes
 
     def _run(self, kwargs: dict[str, Any], context: ContextParallel | None) -> Any:
         with_loss = kwargs.get("labels") is not None
         of_shards = with_loss and self.model.loss_function is causal_loss
         stage, x = kwargs.pop("stage", None), kwargs.pop("stage_input", None)
-        running, keep = ForwardPass(self.head if of_shards else None), 0
+        running, keep, no_cache = ForwardPass(self.head if of_shards else None), 0, False
         if context is not None:
             if with_loss and not of_shards:
                 raise ValueError("context parallelism: the model has a loss of its own: expected that of transformers")
-            keep = kwargs.pop("logits_to_keep", 0)
+            keep, no_cache = kwargs.pop("logits_to_keep", 0), self._makes_cache(kwargs)
             kwargs, running = self._shard(kwargs, running.head, context)
         wanted = kwargs.pop("return_dict", None)
         before, _running.now = _running.now, running
@@ -188,6 +217,8 @@ class ParallelForward:
             _gather(out, running.tokens.sharded, running.shape, keep)
             if self.model.base_model is self.model:
                 _gather_routers(out, running)
+            if no_cache:
+                out["cache"] = _NO_CACHE
         if self.model.base_model is self.model:
             out = give_all_heads(self.tensor_mesh, self.model, (), out)
         if wanted is None:
@@ -218,14 +249,17 @@ class ParallelForward:
         """
         given = _given(kwargs)
         batch, length = given.shape[:2]
+        kwargs = tree_map_only(Tensor, lambda x: context.enter(x) if x.requires_grad else x, kwargs)
         positions = kwargs.get("position_ids")
         for name in ("attention_mask", "position_ids"):
             x = kwargs.get(name)
             if x is not None and (not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != length):
                 described = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise ValueError(f"context parallelism: {name} is {described}: expected a tensor {(batch, length)}")
+        self._check_causal(kwargs)
         mask = kwargs.pop("attention_mask", None)
-        starts = _document_starts(mask, positions, batch, length)
+        packed = positions if self._separates_documents(kwargs, batch) else None
+        starts = _document_starts(mask, packed, batch, length)
         if starts is not None and self.stages is None and not bool(starts[:, 1:].any()):
             starts = None  # each row is one document; the stages of a pipeline send all micro-batches in one shape
         if positions is None:
@@ -263,6 +297,27 @@ class ParallelForward:
         running = ForwardPass(head, tokens, given.shape[:2], mine.get("labels"), items)
         return kwargs | mine | {"use_cache": False}, running
 
+    def _check_causal(self, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError for arguments that change who sees whom in a way that `ring_attention` does not compute."""
+        unpositioned = "flash" in (self.attention or "") and kwargs.get("position_ids") is None
+        for name, refused in (
+            ("encoder_hidden_states", kwargs.get("encoder_hidden_states") is not None),
+            ("is_causal", kwargs.get("is_causal") is False),
+            ("cu_seq_lens_q without position_ids", unpositioned and kwargs.get("cu_seq_lens_q") is not None),
+        ):
+            if refused:
+                raise ValueError(
+                    f"context parallelism: the model is called with {name}: expected causal attention among the tokens"
+                    " alone, whose documents position_ids separate, or a mesh without cp"
+                )
+
+    def _separates_documents(self, kwargs: dict[str, Any], batch: int) -> bool:
+        """Return whether positions that start again separate documents in transformers, without an attention mask.
+
+        Its masks do so where there is no key/value cache, and flash attention for a batch of one sequence.
+        """
+        return batch == 1 if "flash" in (self.attention or "") else not self._makes_cache(kwargs)
+
     def _check_padding(self, mask: Tensor, unseeing: Tensor, shifted: Tensor | None) -> None:
         """Raise ValueError if the output at a token of padding, which is not that of the original, has a label.
 
@@ -296,21 +351,21 @@ class ParallelForward:
             keys = all_gather(keys, group)[: len(keys)]
         return keys
 
-    def sum_gradients(self) -> None:
-        """Let gradients be summed over the context, if they are computed and no engine of `tpfuse.zero` sums them."""
-        if not torch.is_grad_enabled() or not self.model.sum_over_context:
+    def average_gradients(self) -> None:
+        """Let hooks average gradients over the context, if there are any and no engine of `tpfuse.zero` does."""
+        if not torch.is_grad_enabled() or not self.model.mean_over_context:
             return
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ValueError(
-                "context parallelism: torch's fully_shard replaces the parameters whose gradients are summed over the"
-                " context: use tpfuse.ZeroOptimizer with stage=3 and the mesh"
+                "context parallelism: torch's fully_shard replaces the parameters whose gradients are averaged over"
+                " the context: use tpfuse.ZeroOptimizer with stage=3 and the mesh"
             )
-        _register_sums(self)
+        _register_means(self)
 
     def agree_on_gradients(self, device: torch.device) -> None:
         """Raise ValueError if a parameter gets a gradient on some ranks of the context alone.
 
-        The ranks sum gradients in the order of their backward passes, in which one would then stand for another. The
+        The ranks reduce gradients in the order of their backward passes, in which one would then stand for another. The
         first hook of each pass finds out which parameters will get one. On GPUs a rank waits for the answer only if
         they are others than in the pass before; of ranks that disagree, one at least sees others.
         """
@@ -341,8 +396,8 @@ def _gets_gradient(parameter: nn.Parameter) -> bool:
         return True
 
 
-def _register_sums(forward: ParallelForward) -> bool:
-    """Register hooks that sum gradients over the context on all parameters that have none, if they are trained.
+def _register_means(forward: ParallelForward) -> bool:
+    """Register hooks that average gradients over the context on all parameters that have none, if they are trained.
 
     A layer that PEFT has added, a parameter that is trained from now on, and a copy of the model get their hooks in the
     next forward pass. torch.compile does not trace the call, in which it would see no hook and register them again at
@@ -352,13 +407,13 @@ def _register_sums(forward: ParallelForward) -> bool:
     assert forward.context is not None
     for parameter in forward.model.parameters():
         hooks = (parameter._backward_hooks or {}).values()
-        if parameter.requires_grad and not any(isinstance(hook, ContextSum) for hook in hooks):
-            parameter.register_hook(ContextSum(forward, forward.context))  # type: ignore[no-untyped-call]
+        if parameter.requires_grad and not any(isinstance(hook, ContextMean) for hook in hooks):
+            parameter.register_hook(ContextMean(forward, forward.context))  # type: ignore[no-untyped-call]
     return True
 
 
-class ContextSum:
-    """A hook of a parameter that sums its gradient over the ranks of a context, before it is accumulated."""
+class ContextMean:
+    """A hook of a parameter that takes the mean of its gradients on the ranks of a context."""
 
     __torch_unserializable__ = True  # a copy of the model registers hooks of its own
 
@@ -366,13 +421,14 @@ class ContextSum:
         self.forward, self.context = forward, context
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        """Return the sum of the ranks' gradients; None for this rank's own, if an engine has taken the sums over."""
-        if not self.forward.model.sum_over_context:
+        """Return the mean of the ranks' gradients; None for this rank's own, if an engine has taken the means over."""
+        if not self.forward.model.mean_over_context:
             return None
         self.forward.agree_on_gradients(gradient.device)
         total = local_tensor(gradient)
         for group in self.context.groups:
             total = collectives.all_reduce(total, group)
+        total = total / self.context.size
         if isinstance(gradient, DTensor):
             return DTensor(total, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return total
@@ -416,7 +472,7 @@ def _gather(out: Any, sharded: ShardedBatch, shape: tuple[int, ...], keep: int |
         raise ValueError("context parallelism: output_hidden_states is not supported: the states are shards of tokens")
     for name in ("logits", "last_hidden_state"):
         if out.get(name) is not None:
-            whole = sharded.gather(out[name])
+            whole = sharded.context.leave(sharded.gather(out[name]))
             out[name] = whole.reshape(*shape, whole.shape[-1])
     if out.get("logits") is not None and not (isinstance(keep, int) and keep == 0):
         out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
@@ -425,15 +481,7 @@ def _gather(out: Any, sharded: ShardedBatch, shape: tuple[int, ...], keep: int |
 def take_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens.
-
-    Raise ValueError if the decoder is called by itself, with all tokens on each rank, and trained.
-    """
-    if _running.now is None and torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters()):
-        raise ValueError(
-            f"context parallelism: {type(module).__name__} is called by itself, and the ranks would add up gradients"
-            " that each of them has whole: call the whole model, or use torch.no_grad()"
-        )
+    """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens."""
     sharded = sharded_tokens() is not None
     return (args, {**kwargs, "attention_mask": None}) if sharded and "attention_mask" in kwargs else None
 
@@ -466,12 +514,13 @@ def give_whole_routers(module: nn.Module, args: tuple[Any, ...], out: Any) -> No
 
 
 def _gather_routers(out: Any, running: ForwardPass) -> None:
-    """Replace the logits of routers by those of all tokens; a rank's gradients are those of its own tokens."""
+    """Replace the logits of routers by those of all tokens."""
     assert running.tokens is not None
     sharded = running.tokens.sharded
 
     def whole(x: Tensor) -> Tensor:
         gathered = sharded.gather(x.reshape(sharded.batch, sharded.local_length, x.shape[-1]))
+        gathered = sharded.context.leave(gathered)
         return gathered.reshape(*(running.shape if x.ndim > 2 else (math.prod(running.shape),)), x.shape[-1])
 
     if getattr(out, "router_logits", None) is not None:
@@ -491,7 +540,7 @@ def causal_loss(
 
     It is the sum over all tokens divided by num_items_in_batch (None for the number of labels), in float32, or float64
     for float64. In a forward pass of `ParallelForward` the logits may be of this rank's tokens and of its slice of the
-    vocabulary; a rank's gradients are those of its own tokens.
+    vocabulary.
     """
     running = _running.now or ForwardPass(None)
     if running.targets is not None:
@@ -507,9 +556,12 @@ def causal_loss(
     losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, vocab_size, group)
     items = (~is_ignored(target)).sum() if num_items_in_batch is None else num_items_in_batch
     loss = losses.sum() / (items.to(losses.device) if isinstance(items, Tensor) else items)
-    for context_group in () if running.tokens is None else running.tokens.sharded.context.groups:
+    if running.tokens is None:
+        return loss
+    context = running.tokens.sharded.context
+    for context_group in context.groups:
         loss = all_reduce(loss, context_group)
-    return loss
+    return context.leave(loss)
 
 
 def _counted(labels: Tensor, ignore_index: int) -> Tensor:

@@ -65,8 +65,8 @@ def parallelize(
 
     The forward pass of a model of transformers takes and returns whole sequences on all ranks. With labels, its loss is
     computed without whole logits, and there are no logits in training (`tpfuse.drop_in.parallel_forward`). Gradients
-    are summed over the ranks of context parallelism, but not over data-parallel ranks. With context parallelism the
-    decoder in the model cannot be trained by calls of itself, which give each rank whole gradients: they are refused.
+    are averaged over the ranks of context parallelism, which makes them those of one rank, but not over data-parallel
+    ranks.
 
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.

@@ -8,7 +8,8 @@ on every rank that may hold it. Sequences that the ranks do not divide are padde
 sees it. Sequences whose documents see each other not at all are concatenated to one sequence (`Documents`).
 
 Parameters are the same on all ranks of the group; a rank's gradients are those of its own tokens, and their sum over
-the group is the gradient of the whole sequences.
+the group is the gradient of the whole sequences. A model whose caller computes with whole tensors before and after it
+(`tpfuse.drop_in.parallel_forward`) lets them `enter` and `leave` the group, and then the mean is the gradient.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.choices import Balance as Balance
@@ -24,7 +26,8 @@ from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.mesh import check_order
 from tpfuse.ops.attention import attention
-from tpfuse.ops.collectives import gather_last
+from tpfuse.ops.autograd import apply, no_view
+from tpfuse.ops.collectives import gather_last, replicate
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.ring_attention.schedule import SCHEDULES, schedule_for
@@ -76,6 +79,19 @@ def check_context(length: int, heads: int, ranks: int, schedule: str, balance: s
         )
 
 
+class _Scaled(Function):
+    """The identity, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
 class ContextParallel:
     """The ranks over which sequences are sharded.
 
@@ -111,6 +127,23 @@ class ContextParallel:
         """Return the group, or pair of groups, that `ring_attention` takes."""
         groups = self.groups
         return (groups[0], groups[1]) if len(groups) == 2 else groups[0]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return x, which is equal on all ranks and used by each for its own tokens. Its gradient is the ranks' mean.
+
+        With `leave` at each result, all ranks have the whole gradient of what x was computed from.
+        """
+        for group in self.groups:
+            x = replicate(x, group)
+        return apply(_Scaled, x, 1 / self.size)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return x, which all ranks have from the tokens of all. Each multiplies its gradient by their number.
+
+        So the mean of the ranks' gradients is the gradient of the whole sequences, and what a parameter gets from code
+        that every rank runs on whole tensors is a part of this mean as it is.
+        """
+        return no_view(apply(_Scaled, x, float(self.size)))
 
     def check(self, length: int, heads: int) -> None:
         """Raise ValueError as `check_context` does for this group."""

@@ -323,8 +323,7 @@ class DecoderModel(LanguageModel):
         )
         if weight is not None:
             loss = loss * weight
-        ranks = self.context.size  # each of them returns the whole loss, with the gradients of its own tokens
-        return loss if ranks == 1 else loss - (1 - 1 / ranks) * loss.detach()
+        return loss / self.context.size  # the sum over these ranks, which the trainer takes, is the loss of the batch
 
     def modules_of(self, stage: Stage) -> list[nn.Module]:
         return [self.module] if self._cut is None else self._cut.modules_of(stage)

@@ -46,7 +46,7 @@ class RankGroups:
 class MicroBatches(ABC):
     """An engine that takes over the parameters of `model` (`tpfuse.zero.gradient_buckets`, `fully_sharded`)."""
 
-    data_ranks: int  # the number of ranks with different sequences: the ranks of a model's context share one loss
+    data_ranks: int  # the mean gradient is the sum over ranks, divided by this number (`take_context_sums`)
     world_group: dist.ProcessGroup | None  # all ranks that train the model; None for one rank
     stage_group: dist.ProcessGroup | None  # the ranks with the same layers, which share the matrices of Muon
     matrices: Sequence[HiddenMatrix] = ()  # those that Muon updates

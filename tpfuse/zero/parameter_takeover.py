@@ -20,6 +20,8 @@ from torch.utils.dlpack import from_dlpack
 from tpfuse.comm.layout import from_local, is_sharded
 from tpfuse.layers.local_parameter import Borrowed
 
+_CONTEXTS = ("sum_over_context", "mean_over_context")  # attributes of modules (`take_context_sums`)
+
 
 def partial_gradients(model: nn.Module) -> set[str]:
     """Return the names of parameters whose gradients the model's modules sum over tensor-parallel ranks.
@@ -50,15 +52,17 @@ def _sums_gradients(module: nn.Module) -> bool:
 
 
 def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) -> int:
-    """Stop a model's own sums of gradients over the ranks of a context; return the number of these ranks, or 1.
+    """Stop a model's own reductions of gradients over the ranks of a context; return how many ranks share a gradient.
 
-    The module with a context has it as `sum_over_context` (`tpfuse.drop_in.parallel_forward`, `tpfuse.models.gpt`).
-    data_group: the ranks over which the engine sums instead. Raise ValueError, before it changes the model, if some
-    rank of the context is not among them: its part of the sum would be lost.
+    The module with a context has it as `sum_over_context` if its gradients on these ranks are parts of a sum
+    (`tpfuse.models.gpt`), which they share, or as `mean_over_context` if their mean is the gradient
+    (`tpfuse.drop_in.parallel_forward`), which counts the ranks as data-parallel ones. data_group: the ranks over which
+    the engine sums instead. Raise ValueError, before it changes the model, if some rank of the context is not among
+    them: its part would be lost.
     """
     size = 1
-    for module in model.modules():
-        context = getattr(module, "sum_over_context", None)
+    for module, name in ((module, name) for module in model.modules() for name in _CONTEXTS):
+        context = getattr(module, name, None)
         context = context.own if isinstance(context, Borrowed) else context
         if context is None:
             continue
@@ -69,8 +73,8 @@ def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) ->
                 f"the data-parallel ranks are {sorted(ranks)}: expected the ranks {sorted(shared)} of the model's"
                 ' context too: pass a mesh with the dimension "cp"'
             )
-        setattr(module, "sum_over_context", Borrowed(None, own=context))  # noqa: B010 (see above)
-        size = context.size
+        setattr(module, name, Borrowed(None, own=context))
+        size = context.size if name == "sum_over_context" else 1
     return size
 
 
