@@ -23,7 +23,7 @@ from tpfuse.comm.layout import gather_whole
 from tpfuse.drop_in.converted import ConvertedColumnLinear, ConvertedRowLinear
 from tpfuse.drop_in.parallelize import replacements
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.optimizer import ZeroOptimizer
@@ -277,6 +277,30 @@ def _lora(case: str, sequence_parallel: bool, cp: int) -> dict[str, str]:
 def test_lora_computes_as_in_the_untouched_model(world: int, case: str, sequence_parallel: bool, cp: int) -> None:
     for reasons in pool(world).run(_lora, case, sequence_parallel, cp):
         assert all("expected" in reasons[name] for name in ADAPTED[case][2])
+
+
+def _prompted(kind: str) -> Any:
+    import peft
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return peft.get_peft_model(decoder("llama"), config).double()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+@on_ranks(2)
+def test_prompts_have_the_gradients_of_one_rank_over_a_context(kind: str) -> None:
+    whole, model = _prompted(kind), _prompted(kind)
+    tpfuse.parallelize(model, mesh_of(1, 1, 2))
+    with exact(whole, whole.base_model):
+        for each in (whole, model):
+            each(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS).loss.backward()
+    trained = [(p, q) for p, q in zip(whole.parameters(), model.parameters(), strict=True) if p.requires_grad]
+    assert trained
+    for p, q in trained:
+        assert p.grad.abs().max() > 1e-6 and (p.grad - gather_whole(q.grad)).abs().max() < 1e-10
 
 
 def _save_adapters(folder: Path) -> None:
