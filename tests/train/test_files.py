@@ -10,7 +10,10 @@ import lzma
 import os
 import pickle
 import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -65,6 +68,7 @@ CONTENTS: dict[str, bytes] = {
     "texts.json": json.dumps(DOCUMENTS).encode(),
     "table.csv": _table(","),
     "table.tsv": _table("\t"),
+    "semicolons.csv": _table(";"),
     "rows.parquet": _parquet(),
     "rows": _parquet(),
     "categories.parquet": _parquet(text=pyarrow.array(DOCUMENTS).dictionary_encode()),
@@ -148,16 +152,19 @@ def test_text_is_decompressed_and_decoded(tmp_path: Path, monkeypatch: pytest.Mo
         ("a.txt.zst", _zstd(b"text" * 100)[:-3], "damaged or cut off: Truncated compressed stream: get it"),
         ("a.jsonl", b'{"content": "x", "n": 1}\n', r"line 1 has no field 'text': .*by --data.field: content"),
         ("a.jsonl", b'{"n": 1}\n', "no field 'text': none of its fields holds text"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: 'text' is 3: expected text, as jq"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: 'text' is 3: expected text, as jq -c '.text |= tost"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"line 2: expected JSON \(.*\): .*jq -cR 'fromjson\?' leaves out"),
-        ("a.jsonl", b'{"data": {"text": "x"}}\n', r"none of its fields holds text: .*jq -c '{text: .data.text}'"),
-        ("a.jsonl", b'{"text": "x \\ud83d y"}\n', "line 1: the text has half of a surrogate pair.*: jq -c .* writes"),
+        (
+            "a.jsonl",
+            b'{"text": "x \\ud83d y"}\n',
+            r"line 1: the text has half of a surrogate pair.*: complete or delete its escape \\ud83d",
+        ),
         ("a.json", b'["x", "\\udd00 y"]', "entry 1: the text has half of a surrogate pair"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS: .* git lfs pull"),
         ("a.jsonl", b'["x"]\n', r"line 1: expected a record with a field 'text', found \['x'\]"),
         ("a.json", b'{\n"text": "x"\n}', "line 1: expected JSON"),
         ("a.csv", b"a,b\nx,y\n", "first line names no columns 'text' between ',': choose .* by --data.field: a, b"),
-        ("a.csv", b"id;text\n1;x\n", "names no columns 'text' between ',': choose .*: id;text"),
+        ("a.csv", b"id;body\n1;x\n", "names no columns 'text' between ';': choose .*: id, body"),
         ("a.csv", b"text,text\na,b\n", "first line names 2 columns 'text' between ',': rename all but one"),
         ("a.csv", b"id,text\n1,to be, or not\n", "line 2: expected 2 values between ',', in quotes if they contain it"),
         ("a.csv", b"id,text\n1,x\n2\n", "line 3: expected 2 values"),
@@ -174,6 +181,57 @@ def test_what_cannot_be_read_says_what_to_do(tmp_path: Path, name: str, data: by
     with pytest.raises(UserError, match=message) as caught:
         documents(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize(
+    ("name", "data", "texts"),
+    [
+        ("a.json", '{"data": [{"text": "x"}, {"text": "y"}]}', ["x", "y"]),
+        ("a.json", '{"id": "1", "data": {"title": "t", "text": "x"}}', ["x"]),
+        ("a b.jsonl", '{"my data": [[{"it\'s": "x"}]]}\n{"my data": [[{"it\'s": "y"}], []]}\n', ["x", "y"]),
+        ("a.json", '[{"data": {"text": "x"}}, {"data": {"text": "y"}}]', ["x", "y"]),
+        ("a.jsonl", '{"text": ["x", "y"]}\n{"text": ["z"]}\n', ["x", "y", "z"]),
+        ("a.jsonl", '{"text": {"de": "x"}}\n', ["x"]),
+        ("a.jsonl", '{"text": "x"}\n{"text": 3}\n', ["x", "3"]),
+        ("a.json", '[{"text": 3}]', ["3"]),
+    ],
+)
+def test_the_command_of_a_hint_makes_a_file_that_is_read_right(
+    tmp_path: Path, name: str, data: str, texts: list[str]
+) -> None:
+    (tmp_path / name).write_text(data)
+    with pytest.raises(UserError) as caught:
+        documents(tmp_path / name)
+    (command, target) = re.findall(r"(jq -c .* > ('[^']+'|\S+))", str(caught.value))[0]
+    subprocess.run(["sh", "-c", command], check=True)
+    assert documents(Path(shlex.split(target)[0])) == texts
+
+
+CHATS: dict[str, bytes] = {
+    "messages.jsonl": b'{"id": "1", "messages": [{"role": "user", "content": "x"}]}\n',
+    "conversations.json": b'[{"conversations": [{"from": "human", "value": "x", "weight": null}]}]',
+    "chosen.jsonl": b'{"prompt": "x", "chosen": [{"role": "user", "content": "x"}]}\n',
+    "list.jsonl": b'[{"role": "user", "content": "x"}]\n',
+    "rows.parquet": _parquet(id=["1"], messages=[[{"role": "user", "content": "x"}]]),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(CHATS[name])
+    holds = "the record" if name == "list.jsonl" else r"field '(messages|conversations|chosen)'"
+    said = f"{holds} holds a chat, .* chat template by transformers, and train by ParallelTrainer, as examples/chat.py"
+    with pytest.raises(UserError, match=said):
+        documents(tmp_path / name)
+
+
+def test_a_column_that_a_hint_names_is_read_right(tmp_path: Path) -> None:
+    """Between semicolons, in a file with commas in its texts."""
+    (tmp_path / "a.csv").write_text('id;body\n1;one, two\n2;"a; b"\n')
+    with pytest.raises(UserError, match=r"--data\.field: id, body"):
+        documents(tmp_path / "a.csv")
+    assert documents(tmp_path / "a.csv", "body") == ["one, two", "a; b"]
 
 
 @pytest.mark.parametrize(("name", "data"), [("a.parquet", _parquet()), ("a.txt.zst", _zstd(b"text"))])

@@ -13,10 +13,11 @@ import itertools
 import json
 import lzma
 import re
+import shlex
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -38,6 +39,8 @@ _BINARY = {
 }
 
 _TEXTS = re.compile(r"(dictionary<values=)?(large_)?string")  # Arrow's names of its types of text
+_CHATS = (("role", "content"), ("from", "value"))  # the fields of messages
+_DELIMITERS = (",", ";", "\t", "|")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -117,8 +120,8 @@ class TextFile:
             if even == odd:
                 return f"{found}: expected text, records, or tokens in .bin or .npy"
             encoding = "UTF-16BE" if even else "UTF-16LE"
-        target = self.path.with_name(f"utf8-{self.name}")
-        command = f"iconv -f {encoding} -t UTF-8 {self.path} > {target}"
+        paths = [shlex.quote(str(path)) for path in (self.path, self.path.with_name(f"utf8-{self.name}"))]
+        command = f"iconv -f {encoding} -t UTF-8 {paths[0]} > {paths[1]}"
         if self.is_compressed:
             command = f"decompress it, then iconv -f {encoding} -t UTF-8"
         return f"{found}; if it is {encoding.replace('LATIN1', 'Latin-1')}, convert it: {command}"
@@ -142,35 +145,94 @@ def _text(file: TextFile) -> Iterator[Piece]:
             part = following
 
 
-def _document(file: TextFile, place: str, record: object) -> Piece:
-    """Return the document of a record. Raise UserError if the record has no text in the field."""
-    where, field = f"{file.path}, {place}", file.field
+def _document(file: TextFile, place: str, record: object, records: str = "") -> Piece:
+    """Return the document of a record. Raise UserError if the record has no text in the field.
+
+    records: the program of jq that makes records of the file, if its lines are none.
+    """
+    where, field, before = f"{file.path}, {place}", file.field, f"{records} | " if records else ""
+    values = record if isinstance(record, dict) else {"": record}
+    if field in values and isinstance(values[field], str | None):
+        return _checked(where, values[field] or "")
+    if chats := [name for name, value in values.items() if _is_chat(value)]:
+        raise UserError(f"{where}: {_of_chat(chats[0])}")
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a record with a field {field!r}, found {quoted(record)}")
-    if field not in record:
-        texts = [str(name) for name, value in record.items() if isinstance(value, str)]
-        raise UserError(f"{where} has no field {field!r}: {_choice(file, texts)}")
-    value = record[field]
-    if not isinstance(value, str | None):
-        raise UserError(f"{where}: {field!r} is {quoted(value)}: expected text{_example(file)}")
-    return _checked(file, where, value or "")
+    if field in record:
+        way = _selected(_texts(record[field], _step(field)), field)
+        way = way or (f"{_step(field)} |= tostring" if isinstance(record[field], int | float) else "")
+        hint = f", as {_jq(file, before + way)} writes it" if way else ""
+        raise UserError(f"{where}: {field!r} is {quoted(record[field])}: expected text{hint}")
+    found = [*_texts(record)]
+    below = [text for text in found if text[1] == _step(field) or all(holder != "." for holder, _ in found)]
+    if below:
+        raise UserError(f"{where} has no field {field!r} but text below: {_jq(file, before + _selected(below, field))}")
+    raise UserError(
+        f"{where} has no field {field!r}: {_choice([str(x) for x in record if isinstance(record[x], str)])}"
+    )
 
 
-def _checked(file: TextFile, where: str, text: str) -> Piece:
+def _is_chat(value: object) -> bool:
+    """Return whether a value is a list of messages, as OpenAI or ShareGPT write them."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and any(first.keys() >= set(names) for names in _CHATS)
+
+
+def _of_chat(field: str) -> str:
+    return (
+        f"{f'field {field!r}' if field else 'the record'} holds a chat, and this is for plain text: apply the model's"
+        " chat template by transformers, and train by ParallelTrainer, as examples/chat.py does"
+    )
+
+
+def _step(name: str) -> str:
+    """Return the program of jq for the value of a field."""
+    return f".{name}" if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) else f".{json.dumps(name)}"
+
+
+def _texts(value: object, path: str = ".") -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value as programs of jq: what holds a text, and the text in that; the outer ones first.
+
+    path: the program of the value. The entries of a list are taken to be alike.
+    """
+    level = [(path, value)]
+    while level:
+        below: list[tuple[str, object]] = []
+        for path, holder in level:
+            if isinstance(holder, list):
+                inner = [(f"{path}[]", ".", f"{path}[]", entry) for entry in holder[:1]]
+            else:
+                fields = holder.items() if isinstance(holder, dict) else ()
+                inner = [(path, _step(name), path.rstrip(".") + _step(name), entry) for name, entry in fields]
+            yield from ((place, step) for place, step, _, entry in inner if isinstance(entry, str))
+            below += [(program, entry) for _, _, program, entry in inner]
+        level = below
+
+
+def _selected(texts: Iterable[tuple[str, str]], field: str) -> str:
+    """Return the program of jq that makes records of texts: of those in fields of this name, if there are some."""
+    found = sorted(texts, key=lambda text: text[1] != _step(field))
+    return f"{found[0][0]} | {{{_step(field)[1:]}: {found[0][1]}}}" if found else ""
+
+
+def _jq(file: TextFile, program: str) -> str:
+    """Return the command that writes what a program of jq makes of the file."""
+    target = file.path.with_name(f"text-{Path(file.name).stem}.jsonl")
+    command = f"jq -c {shlex.quote(program)} {shlex.quote(str(file.path))} > {shlex.quote(str(target))}"
+    return f"decompress it, then jq -c {shlex.quote(program)}" if file.is_compressed else command
+
+
+def _checked(where: str, text: str) -> Piece:
     """Return a document of text that UTF-8 can express. JSON can escape half of a surrogate pair."""
-    if not text.isascii() and _SURROGATE.search(text):
-        way = f"jq -c . {file.path} writes U+FFFD for it"
+    if not text.isascii() and (half := _SURROGATE.search(text)):
+        way = f"complete or delete its escape \\u{ord(half[0]):04x}"
         raise UserError(f"{where}: the text has half of a surrogate pair, which is no character: {way}")
     return Piece(text, True)
 
 
-def _example(file: TextFile) -> str:
-    return ", as jq -c '{text: .data.text}' writes it" if "json" in file.name else ""
-
-
-def _choice(file: TextFile, names: list[str]) -> str:
+def _choice(names: list[str]) -> str:
     if not names:
-        return f"none of its fields holds text: write one that does{_example(file)}"
+        return "none of its fields holds text: write one that does"
     return f"choose one that holds text by --data.field: {', '.join(quoted(name)[1:-1] for name in names[:9])}"
 
 
@@ -202,29 +264,42 @@ def _json(file: TextFile) -> Iterator[Piece]:
             return
     with file.text() as opened:
         text = opened.read(MOST)
+    is_text = text.lstrip()[1:].lstrip().startswith('"')
+    program = f".[] | {{{_step(file.field)[1:]}: .}}" if is_text else ".[]"
     if len(text) == MOST:
-        command = f"jq -c '.[]' {file.path} > {file.path.with_suffix('.jsonl')}"
-        raise UserError(f"{file.path} is too long for one JSON array: write a record a line: {command}")
+        raise UserError(f"{file.path} is too long for one JSON array: write a record a line: {_jq(file, program)}")
     records = _parsed(file, "an array", text)
     assert isinstance(records, list)
     for number, record in enumerate(records):
         where = f"entry {number}"
         if isinstance(record, str):
-            yield _checked(file, f"{file.path}, {where}", record)
+            yield _checked(f"{file.path}, {where}", record)
         else:
-            yield _document(file, where, record)
+            yield _document(file, where, record, program)
+
+
+def _delimiter(file: TextFile) -> str:
+    """Return the delimiter of a table: one with which the first line names the field, or else the most columns.
+
+    Spreadsheets of many languages write semicolons into .csv.
+    """
+    with file.text() as lines:
+        first = lines.readline(MOST)
+    usual = "\t" if file.name.endswith(".tsv") else ","
+    names = {each: next(csv.reader([first], delimiter=each), []) for each in dict.fromkeys((usual, *_DELIMITERS))}
+    return max(names, key=lambda each: (file.field in names[each], len(names[each])))
 
 
 def _table(file: TextFile) -> Iterator[Piece]:
     csv.field_size_limit(MOST)
-    delimiter = "\t" if file.name.endswith(".tsv") else ","
+    delimiter = _delimiter(file)
     with file.text() as lines:
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
             names = rows.fieldnames or []
             count = names.count(file.field)
             if names and count != 1:
-                way = "rename all but one" if count else _choice(file, [*names])
+                way = "rename all but one" if count else _choice([*names])
                 found = f"{count or 'no'} columns {file.field!r} between {delimiter!r}"
                 raise UserError(f"{file.path}: its first line names {found}: {way}")
             for row in rows:
@@ -247,9 +322,12 @@ def _parquet(file: TextFile) -> Iterator[Piece]:
             table = parquet.ParquetFile(whole if file.is_compressed else opened)
             kinds = {column.name: str(column.type) for column in table.schema_arrow}
             texts = [name for name, kind in kinds.items() if _TEXTS.match(kind)]
+            chats = [n for n, kind in kinds.items() if any(all(f"{x}: " in kind for x in names) for names in _CHATS)]
+            if file.field not in texts and chats:
+                raise UserError(f"{file.path}: {_of_chat(chats[0])}")
             if file.field not in texts:
                 found = f" ({file.field!r} is {kinds[file.field]})" if file.field in kinds else ""
-                raise UserError(f"{file.path} has no column {file.field!r} of text{found}: {_choice(file, texts)}")
+                raise UserError(f"{file.path} has no column {file.field!r} of text{found}: {_choice(texts)}")
             for batch in table.iter_batches(_ROWS, columns=[file.field]):
                 for value in batch.column(0):
                     yield Piece(value.as_py() or "", True)
