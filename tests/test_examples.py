@@ -89,7 +89,7 @@ def _ranks(example: Path) -> int:
     return int(found[1]) if found else int(first == f"# python {run}")
 
 
-_ELSEWHERE = ("pipeline", "missing_barrier")  # the tests below run them
+_ELSEWHERE = ("pipeline", "missing_barrier", "chat")  # the tests below run them
 
 
 @pytest.mark.processes
@@ -116,6 +116,13 @@ def _printed(example: Path, world: int, server: "subprocess.Popen[str]", folder:
     printed = (folder / "printed").read_text()
     assert statuses == [0] * world, printed
     return printed
+
+
+@pytest.mark.processes
+def test_a_chat_is_learnt_from_the_tokens_of_the_assistant(server: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    printed = _printed(ROOT / "examples" / "chat.py", 2, server, tmp_path)
+    assert printed.endswith("\ntrained on Lima<|end|>\nCapital of Peru? Lima\n"), printed
+    assert "`Capital of Peru? Lima`" in (ROOT / "docs" / "training.md").read_text()
 
 
 @pytest.mark.processes
