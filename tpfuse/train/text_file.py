@@ -151,9 +151,10 @@ def _document(file: TextFile, place: str, record: object, records: str = "") -> 
     records: the program of jq that makes records of the file, if its lines are none.
     """
     where, field, before = f"{file.path}, {place}", file.field, f"{records} | " if records else ""
-    values = record if isinstance(record, dict) else {"": record}
-    if field in values and isinstance(values[field], str | None):
-        return _checked(where, values[field] or "")
+    values: dict[str, object] = record if isinstance(record, dict) else {"": record}
+    value: object = values.get(field, 0)
+    if isinstance(value, str | None):
+        return _checked(where, value or "")
     if chats := [name for name, value in values.items() if _is_chat(value)]:
         raise UserError(f"{where}: {_of_chat(chats[0])}")
     if not isinstance(record, dict):
