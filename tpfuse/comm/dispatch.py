@@ -16,6 +16,7 @@ from tpfuse.choices import Implementation, Kernels
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.limits import keep_to_openmp
+from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
@@ -124,6 +125,21 @@ def connected(group: dist.ProcessGroup | None = None) -> list[SymmetricMemory]:
     families = list(_memories.values()) if group is None else [_memories.get(group, {})]
     memories = (memory for by_device in families for memory in by_device.values())
     return [memory for memory in memories if isinstance(memory, SymmetricMemory)]
+
+
+def meet(op: str, *groups: dist.ProcessGroup) -> None:
+    """Wait until all ranks of each group have come to `op`, by the hosts alone.
+
+    A collective that has a deadline of torch's alone, or that only some ranks may have begun by mistake, comes after
+    this call. Raise PeerTimeout, which names `op` and the missing rank, and Disagreement if a rank is in another
+    operation of the group.
+    """
+    for group in groups:
+        memory = next(iter(connected(group)), None)
+        if memory is None:
+            exchange(group, None, op, settings().timeout)
+        else:
+            memory.barrier(op)
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device | str) -> SymmetricMemory:

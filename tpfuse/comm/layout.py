@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tpfuse.comm.mesh import check_order, shard_range
+from tpfuse.comm.dispatch import meet
+from tpfuse.comm.mesh import check_order, groups_of, shard_range
 
 Slices = tuple[tuple[int, int], ...]
 
@@ -113,9 +114,17 @@ def copy_whole_(x: Tensor, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def gather_whole(parameter: Tensor) -> Tensor:
-    """Return the whole parameter, on its device, on every rank. The call is a collective of the ranks of its mesh."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+def gather_whole(parameter: Tensor, op: str = "") -> Tensor:
+    """Return the whole parameter, on its device, on every rank. The call is a collective of the ranks of its mesh.
+
+    op: the operation by whose name the ranks wait for each other first (`tpfuse.comm.dispatch.meet`), if the parameter
+    is sharded; torch gathers it without the deadline of the settings. Without a name, the ranks have met.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    if op and is_sharded(parameter):
+        meet(op, *groups_of(parameter.device_mesh))
+    return parameter.full_tensor()
 
 
 @torch.no_grad()

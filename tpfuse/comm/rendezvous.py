@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from tpfuse.comm import host
-from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.flight_record import Process, write_record
 from tpfuse.comm.stacks import has_ended
 
@@ -59,18 +59,19 @@ def _process_key(rank: int) -> str:
 def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
     """Return every rank's value, in rank order. Collective. A value is anything that JSON can hold.
 
-    Raise PeerTimeout, which names the first rank that does not come within `timeout` seconds.
+    Raise PeerTimeout, which names the first rank that does not come within `timeout` seconds, and Disagreement, on
+    every rank, if a rank comes to an exchange of another name `op`.
     """
     announce(group)
     _counts[group] = count = _counts.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)
-    store.set(f"tpfuse exchange {count}: {group.rank()}", json.dumps(value))
+    store.set(f"tpfuse exchange {count}: {group.rank()}", json.dumps([op, value]))
     values, ranks = [], dist.get_process_group_ranks(group)
     for rank in range(group.size()):
         key = f"tpfuse exchange {count}: {rank}"
         try:
             store.wait([key], timedelta(seconds=timeout))
-            values.append(json.loads(store.get(key)))
+            entry = store.get(key)
         except RuntimeError as error:
             detail = "it has not come to this exchange of the ranks"
             missing = PeerTimeout(
@@ -78,4 +79,9 @@ def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> l
             )
             write_group_record(group, missing)
             raise missing from error
+        other, found = json.loads(entry)
+        if other != op:
+            own = named(ranks[group.rank()])
+            raise Disagreement(f"{named(ranks[rank])} runs {other}, {own} runs {op}")
+        values.append(found)
     return values

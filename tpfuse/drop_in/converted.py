@@ -48,6 +48,7 @@ from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.rms_norm import rms_norm
 
+_STATE = "state_dict of packed projections, which all ranks of the model call"
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -223,7 +224,7 @@ def outline(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @torch.no_grad()
 def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
-    """Make a module again what it was, with whole parameters. The call is a collective of its mesh.
+    """Make a module again what it was, with whole parameters. The call is a collective of its mesh: its ranks have met.
 
     A module that a style of torch converted has no `Original` but the hooks in it; its parameters become whole too.
 
@@ -266,7 +267,8 @@ class Converted(OnMesh):
             held = destination.get(prefix + name)
             if isinstance(held, DTensor) and held.shape != shape:
                 # No placement that torch.distributed.checkpoint accepts describes this rank's rows of all parts.
-                whole, mesh = gather_whole(held).reshape(shape), held.device_mesh
+                whole = gather_whole(held, _STATE).reshape(shape)
+                mesh = held.device_mesh
                 shards = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
                 destination[prefix + name] = shards.clone()
 

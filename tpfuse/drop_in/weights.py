@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.dispatch import meet
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import Slices, gather_whole, has_values, local_slices, local_tensor
 from tpfuse.comm.mesh import default_group, groups_of
 from tpfuse.comm.stored_tensors import (
@@ -92,6 +94,8 @@ def agreement(what: str, mesh: DeviceMesh | None) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
+    except PeerTimeout:  # the others learn of it by a time-out of theirs
+        raise
     except Exception as own:
         error = own
     text = "" if error is None else f"{type(error).__name__}: {error}"
@@ -239,6 +243,8 @@ def save_pretrained(model: nn.Module, mesh: DeviceMesh, folder: str | Path, **op
     """
     write = cast(Any, type(model)).save_pretrained
     given: dict[str, Any] | None = options.pop("state_dict", None)
+    if given is None:
+        meet("save_pretrained, which all ranks of the model call", *groups_of(mesh))
     state = model.state_dict(keep_vars=True) if given is None else given
     meshes = [value.device_mesh for value in state.values() if isinstance(value, DTensor)]
     if given is not None and not meshes:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm.collectives.collective import share_
-from tpfuse.comm.layout import copy_whole_, from_local, has_values
+from tpfuse.comm.layout import copy_whole_, from_local, gather_whole, has_values
 from tpfuse.comm.mesh import check_order, group_of, rank_and_size, shard_range
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
@@ -68,7 +68,7 @@ def _laid_out(given: Tensor, like: Tensor) -> Tensor:
     if isinstance(given, DTensor):
         if isinstance(like, DTensor) and given.shape == like.shape and given.placements == like.placements:
             return given
-        given = given.full_tensor()
+        given = gather_whole(given, "load_state_dict of other placements, which all ranks of the layer call")
     if not isinstance(like, DTensor):
         return given.reshape(like.shape)
     device = like.device if has_values(like) else given.device  # load_state_dict(assign=True)
