@@ -16,6 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tpfuse.comm.collectives.one_model import compare_inputs
+from tpfuse.comm.layout import model_device
+from tpfuse.comm.mesh import groups_of
 from tpfuse.models.gpt import GPT
 from tpfuse.models.key_value_cache import KeyValueCache
 
@@ -57,6 +60,9 @@ def generate(
     ):
         if not fits:
             raise ValueError(message)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "eos": eos, "seed": seed}
+    inputs = {"ids": ids_BT, "tokens": tokens} | options
+    compare_inputs("generate", inputs, groups_of(model.device_mesh), model_device(model))
     batch, length = ids_BT.shape
     window = model.config.n_positions
     ids_BT = ids_BT.long()

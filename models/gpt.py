@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.comm.collectives.one_model import InputComparison
+from tpfuse.comm.mesh import groups_of
 from tpfuse.layers.dropout import Dropout, DropoutState
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.position_embedding import PositionEmbedding
@@ -122,6 +124,7 @@ class GPT(nn.Module):
             self._recomputed = partial(OffloadedInputs(torch.device(device)), recomputed_whole)
         self.context = ContextParallel(context_mesh, context_schedule, context_balance)
         self.context.check(config.n_positions, config.n_head // self.tp)
+        self._compare_inputs = InputComparison("GPT")
         self.sum_over_context = self.context if self.context.groups else None  # for the engines of `tpfuse.zero`
         self.stages = [whole_model(config.n_layer)] if stages is None else list(stages)
         with torch.device("meta"):
@@ -190,13 +193,19 @@ class GPT(nn.Module):
         ranks, if the context is too short, or if an id is not in the vocabulary.
         """
         stage = stage or self.stages[0]
+        given = {"ids": ids_BT, "targets": targets_BT, "loss_weight": loss_weight, "dropout_at": dropout_at}
+        context = self.context if cache is None else ONE_RANK
+        if not torch.compiler.is_compiling():
+            given |= {"sequences": sequences_B, "starts": starts_BT}
+            sizes = self.tp, context.size
+            self._compare_inputs(given, self, sizes, lambda: [*groups_of(self.device_mesh), *context.groups])
         self._check(ids_BT, targets_BT, starts_BT, loss_weight, cache, stage)
         past = 0 if cache is None else cache.length
         shape = batch, length = ids_BT.shape
         documents = None if starts_BT is None else Documents(starts_BT)
         if documents is not None:
             ids_BT, targets_BT = ids_BT.reshape(1, -1), None if targets_BT is None else targets_BT.reshape(1, -1)
-        sharded = (self.context if cache is None else ONE_RANK).sharded_batch(ids_BT, documents)
+        sharded = context.sharded_batch(ids_BT, documents)
         share = -(-sharded.tokens // self.tp)
         padding = share * self.tp - sharded.tokens
         ids_M = F.pad(sharded.shard(ids_BT).reshape(-1), (0, padding))

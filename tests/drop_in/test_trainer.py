@@ -312,7 +312,10 @@ def test_it_refuses_what_would_be_wrong(tmp_path: Path) -> None:
         assert "a loss other than that of causal language models over data-parallel ranks" in loss
         assert nothing.startswith(f"{tmp_path} has no whole optimizer state of ParallelTrainer")
         assert damaged.startswith(f"resuming from {tmp_path}: the checkpoint is damaged: ") and "manifest" in damaged
-        assert different.startswith("the ranks [0, 1] of one model have different batches")
+        versions = "int64 [2, 13] on rank 0, int64 [2, 13] on rank 1, with different values"
+        assert different.startswith(
+            f"step 1: the ranks of one model have different inputs: input_ids of micro-batch 0 is {versions}; "
+        )
 
 
 def _together(folder: Path) -> tuple[int, list[str]]:

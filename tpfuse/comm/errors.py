@@ -49,7 +49,7 @@ class PeerTimeout(RuntimeError):
 
 
 class Disagreement(ValueError):
-    """Ranks came to the same operation of a group with a different name, shape, dtype or key.
+    """Ranks came to the same operation of a group with a different name, shape, dtype or key, or with other inputs.
 
     It is raised on every rank, the next time that the rank uses the group's memory. The operation after that works.
     """

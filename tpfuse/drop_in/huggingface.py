@@ -262,6 +262,8 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
         model, head if sharded else None, context if context.groups else None, tensor_mesh, attention
     )
     model.__dict__["forward"] = forward
+    if callable(getattr(model, "generate", None)):
+        model.__dict__["generate"] = forward.generate
     if causal:
         model.__dict__["_loss_function"] = causal_loss  # what transformers' setter of loss_function sets
     if tensor_mesh is not None and their.base_model is not model:

@@ -28,10 +28,12 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -41,8 +43,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.comm.collectives.one_model import InputComparison, compare_inputs, share_generators
+from tpfuse.comm.dispatch import meet
+from tpfuse.comm.layout import local_tensor, model_device
+from tpfuse.comm.mesh import group_of, groups_of, rank_and_size
 from tpfuse.drop_in.converted import ConvertedColumnLinear, gather_sequence
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.ops.collectives import all_gather, all_reduce
@@ -157,6 +161,8 @@ class ParallelForward:
     ) -> None:
         self.model, self.head, self.context, self.tensor_mesh = model, head, context, tensor_mesh
         self.attention = attention
+        self.tensor_ranks = 1 if tensor_mesh is None else tensor_mesh.size()
+        self.compare_inputs = InputComparison(type(model).__name__)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
         parameters = inspect.signature(model.forward).parameters.values()
         self.names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -172,12 +178,13 @@ class ParallelForward:
         if len(args) > len(self.names) or any(name in kwargs for name in given):
             raise TypeError(f"forward() got an argument twice, or more than {len(self.names)} positional ones")
         kwargs = given | kwargs
-        if self.context is None:
-            return self._run(kwargs, None)
-        self.average_gradients()
         cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
-        whole = cached or (kwargs.get("use_cache") and self._makes_cache(kwargs))
-        return self._run(kwargs, None if whole else self.context)
+        cached = cached or (kwargs.get("use_cache") and self._makes_cache(kwargs))
+        context = None if cached else self.context
+        self._compare_inputs(kwargs, context)
+        if self.context is not None:
+            self.average_gradients()
+        return self._run(kwargs, context)
 
     def _makes_cache(self, kwargs: dict[str, Any]) -> bool:
         """Return whether the model's own forward would make a key/value cache for these arguments."""
@@ -186,6 +193,31 @@ class ParallelForward:
         wanted = getattr(base.config, "use_cache", False) if given is None else given
         recomputes = getattr(base, "gradient_checkpointing", False) and base.training and torch.is_grad_enabled()
         return bool(wanted) and not recomputes
+
+    def _compare_inputs(self, kwargs: dict[str, Any], context: ContextParallel | None) -> None:
+        """Compare the arguments among the ranks that compute this call together, if that is due."""
+        if not torch.compiler.is_compiling():
+            given = {name: x for name, x in kwargs.items() if name != "stage_input"}
+            sizes = self.tensor_ranks, 1 if context is None else context.size
+            self.compare_inputs(given, self.model, sizes, partial(self._groups, context))
+
+    def _groups(self, context: ContextParallel | None) -> list[dist.ProcessGroup]:
+        return [*groups_of(self.tensor_mesh), *(() if context is None else context.groups)]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's own `generate` does; ranks that compute it together draw as the first one would.
+
+        Their random numbers are equal from then on. Raise Disagreement, on every rank, for different arguments.
+        """
+        generate, device = type(self.model).generate, model_device(self.model)
+        given = dict(zip(list(inspect.signature(generate).parameters)[1:], args, strict=False)) | kwargs
+        config = given.get("generation_config") or self.model.generation_config
+        cached = given.get("use_cache", getattr(config, "use_cache", True)) is not False
+        groups = self._groups(None if cached else self.context)
+        meet("generate", *groups)
+        compare_inputs("generate", given, groups, device)
+        share_generators(groups, device.type)
+        return generate(self.model, *args, **kwargs)
 
     def _run(self, kwargs: dict[str, Any], context: ContextParallel | None) -> Any:
         with_loss = kwargs.get("labels") is not None

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.comm.collectives.collective import broadcast_, gather_objects, share_
-from tpfuse.comm.layout import has_values
+from tpfuse.comm.collectives.collective import broadcast_, gather_objects
+from tpfuse.comm.collectives.one_model import share_generators
+from tpfuse.comm.dispatch import meet
+from tpfuse.comm.layout import has_values, is_sharded
 from tpfuse.comm.mesh import check_order, context_mesh, groups_of
 from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in import huggingface
@@ -71,9 +73,12 @@ def parallelize(
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.
 
-    The ranks of the mesh must draw equal random numbers, for dropout and for sampled tokens. So the call sets the
-    states of torch's default generators to those of the mesh's first rank; whoever seeds them later must seed them
-    equally. Where attention drops probabilities, the first heads of all ranks draw the same mask, and so on.
+    All ranks are given equal arguments, the whole batch of their model. The first calls and then one in so many compare
+    them, and raise Disagreement on every rank (`tpfuse.comm.collectives.one_model`).
+
+    The ranks of the mesh must draw equal random numbers, for dropout. So the call sets the states of torch's default
+    generators to those of the mesh's first rank; whoever seeds them later must seed them equally. `generate` does so
+    itself, along tp. Where attention drops probabilities, the first heads of all ranks draw the same mask, and so on.
     So do the ranks' shards of the sequence where a layer calls torch's dropout as a function, as OPT's do.
 
     With sequence_parallel the outputs of layers are shards of the sequence, also those that hooks and transformers'
@@ -138,8 +143,7 @@ def parallelize(
             huggingface.refuse_changes(model)
         offer_save_pretrained(model, mesh)
         model.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP(model)
-    share_generators(tensor_mesh)
-    share_generators(context_mesh(mesh))
+    share_generators([*groups_of(tensor_mesh), *context.groups], mesh.device_type)
     if check:
         try:
             compare(before, small_step(model, batch), mesh)
@@ -180,25 +184,13 @@ def restore(model: nn.Module) -> nn.Module:
         hooks = [*(x._backward_hooks or {}).values(), *(x._post_accumulate_grad_hooks or {}).values()]
         if isinstance(x, DTensor) and any(not type(hook).__module__.startswith("tpfuse.") for hook in hooks):
             raise ValueError(f"restore: {name} has hooks, which would be lost: remove them, and register them after it")
+    for mesh in {x.device_mesh: None for x in model.parameters() if is_sharded(x)}:
+        meet("restore, which all ranks of the model call", *groups_of(mesh))
     huggingface.release(model)
     memo: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         restore_module(module, memo)
     return model
-
-
-def share_generators(mesh: DeviceMesh | None) -> None:
-    """Set the states of torch's default generators, of the CPU and of the devices, to those of the first rank."""
-    for group in groups_of(mesh):
-        assert mesh is not None
-        state = torch.get_rng_state().to(mesh.device_type)
-        share_(state, group)
-        torch.set_rng_state(state.cpu())
-        if mesh.device_type != "cpu":
-            devices = torch.get_device_module(mesh.device_type)
-            state = devices.get_rng_state().to(mesh.device_type)
-            share_(state, group)
-            devices.set_rng_state(state.cpu())
 
 
 @torch.no_grad()

@@ -32,9 +32,10 @@ from transformers import Trainer, TrainingArguments
 
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects
-from tpfuse.comm.mesh import default_group, rank_and_size, shown
+from tpfuse.comm.collectives.one_model import compare_inputs, share_generators
+from tpfuse.comm.mesh import default_group, groups_of, rank_and_size, shown
 from tpfuse.drop_in.huggingface import check_release, outermost, takes_labels
-from tpfuse.drop_in.parallelize import parallelize, share_generators
+from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.drop_in.weights import agreement, is_persistent, offer_save_pretrained
 from tpfuse.train.checkpoint import Checkpoint, CheckpointError, Shard, save
@@ -208,26 +209,14 @@ class ParallelTrainer(Trainer):
         """Raise ValueError on all ranks if some have fewer batches, or ranks of one model have others. Collective."""
         if self.mesh is None:
             return
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        for name, x in ((name, x) for batch in batches for name, x in sorted(batch.items()) if isinstance(x, Tensor)):
-            bits = (x.double().view(torch.int64) if x.is_floating_point() else x.long()).to(device).flatten()
-            places = torch.arange(1, 2 * len(bits), 2, device=device)
-            total = total * 31 + (bits * places).sum() + len(bits) + sum(name.encode())
-        own = torch.stack([torch.full_like(total, len(batches)), total])
-        world = self.args.world_size
-        counts, sums = collectives.all_gather(own, default_group()).view(world, 2).T.tolist()
+        counts = collectives.all_gather(torch.tensor([len(batches)], device=device), default_group()).tolist()
         if len(set(counts)) > 1:
             raise ValueError(
                 f"the ranks have {counts} micro-batches in step {self.state.global_step + 1}: expected as many on each"
             )
-        names = self.mesh.mesh_dim_names or ()
-        ranks = self.mesh.mesh.movedim(names.index("dp"), 0) if "dp" in names else self.mesh.mesh[None]
-        for group in ranks.reshape(self._data_ranks, -1).tolist():
-            if len({sums[rank] for rank in group}) > 1:
-                raise ValueError(
-                    f"the ranks {group} of one model have different batches: expected a data set and a collator that"
-                    " draw no random numbers of their own"
-                )
+        inputs = {f"{name} of micro-batch {i}": x for i, batch in enumerate(batches) for name, x in batch.items()}
+        groups = [group for mesh in self._model_meshes for group in groups_of(mesh)]
+        compare_inputs(f"step {self.state.global_step + 1}", inputs, groups, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return the operations of a batch, of which each rank of a model does a part."""
@@ -439,7 +428,7 @@ class ParallelTrainer(Trainer):
         with self._agreed(f"resuming from {checkpoint}"), self._as_data_parallel():
             super()._load_rng_state(checkpoint)
         for mesh in self._model_meshes:  # a file has the states of the devices of one rank alone
-            share_generators(mesh)
+            share_generators(groups_of(mesh), mesh.device_type)
 
 
 def _check_mesh(mesh: DeviceMesh | None) -> None:

@@ -8,7 +8,6 @@ A received tensor stays in its slot until the stage's backward pass for the micr
 there, without a copy.
 """
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,16 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.checkpoint import GraphExecGroup
 
 from tpfuse.choices import Accumulate
-from tpfuse.comm import collectives
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.collectives.one_model import compare_inputs
 from tpfuse.comm.dispatch import Choice, choose_implementation
-from tpfuse.comm.errors import named
-from tpfuse.comm.layout import has_values, local_tensor
+from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages import Message, Messages, Route, open_messages, reason_of
 from tpfuse.comm.trace import span
 from tpfuse.parallel.pipeline.cut import Cost, Stage
@@ -38,8 +36,6 @@ from tpfuse.parallel.pipeline.order import Action, Kind, Order
 from tpfuse.parallel.pipeline.plan import PipelinePlan
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.parallel.pipeline.timeline import Interval, Timeline, slots, timeline
-
-_MOST_COMPARED = 2**16  # elements of a micro-batch's tensor that ranks compare
 
 Compute = Callable[[int, Tensor | None, Any], Tensor]
 
@@ -409,16 +405,9 @@ class Runner:
         self._choose_messages()
 
     def _compare(self, batches: Sequence[Any], group: dist.ProcessGroup) -> None:
-        """Raise ValueError on every rank of the pipeline if ranks have begun with different micro-batches."""
-        own = torch.tensor([_digest(batches)], device=self.device)
-        digests = collectives.all_gather(own, group).tolist()
-        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if other is not None:
-            ranks = dist.get_process_group_ranks(group)
-            raise ValueError(
-                f"{named(ranks[0])} and {named(ranks[other])} pass different micro-batches: expected the same on all"
-                " ranks of a pipeline, from a sampler that knows only the data-parallel ranks"
-            )
+        """Raise Disagreement on every rank of the pipeline if ranks have begun with different micro-batches."""
+        inputs = {f"batches{keystr(path)}": leaf for path, leaf in tree_flatten_with_path(list(batches))[0]}
+        compare_inputs("pipeline", inputs, [group], self.device)
 
     def _choose_messages(self) -> None:
         assert self.group is not None
@@ -433,23 +422,6 @@ class Runner:
     def _finish(self) -> None:
         if self.group is not None:
             self._messages.finish()
-
-
-def _digest(batches: Sequence[Any]) -> int:
-    """Return a number that tells micro-batches with other values, shapes or dtypes apart.
-
-    Of a large tensor it covers elements at equal distances. The host copies what it covers from each device at once.
-    """
-    digest = zlib.crc32(repr(list(_described(list(batches)))).encode())
-    leaves = [local_tensor(leaf).detach() for leaf in tree_leaves(batches) if isinstance(leaf, Tensor)]
-    values: dict[torch.device, list[Tensor]] = {}
-    for x in leaves:
-        if has_values(x) and x.layout is torch.strided:
-            covered = x.reshape(-1)[:: 1 + x.numel() // _MOST_COMPARED].contiguous()
-            values.setdefault(x.device, []).append(covered.view(torch.uint8))
-    for pieces in values.values():
-        digest = zlib.crc32(torch.cat(pieces).cpu().numpy().tobytes(), digest)
-    return digest
 
 
 def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
