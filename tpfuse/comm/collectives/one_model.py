@@ -125,7 +125,7 @@ def _inputs(given: Mapping[str, Any], *, sampled: bool = False) -> dict[str, _In
     for device in {x.device for x in pieces.values()}:
         here = [name for name, x in pieces.items() if x.device == device]
         on_host = torch.cat([pieces[name].view(torch.uint8) for name in here]).cpu()
-        values |= zip(here, on_host.split([pieces[name].nbytes for name in here]), strict=True)
+        values |= zip(here, on_host.split_with_sizes([pieces[name].nbytes for name in here]), strict=True)
     return plain | {name: _described(x, values[name], sampled) for name, x in tensors.items()}
 
 
@@ -144,7 +144,7 @@ def _described(x: Tensor, data: Tensor, sampled: bool) -> _Input:
         elements = data.clone().view(x.dtype)  # `data` need not begin where an element may
         sample = elements[:: 1 + len(elements) // _MOST_SENT].double().nan_to_num(0.0, 1e30, -1e30)
     described = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-    return _Input(described, zlib.crc32(data.numpy()), sample)
+    return _Input(described, zlib.crc32(data.numpy().tobytes()), sample)
 
 
 def _refuse(called: str, of_ranks: Mapping[int, Mapping[str, _Input]]) -> None:
