@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -209,7 +209,8 @@ class ParallelForward:
 
         Their random numbers are equal from then on. Raise Disagreement, on every rank, for different arguments.
         """
-        generate, device = type(self.model).generate, model_device(self.model)
+        generate: Callable[..., Any] = cast(Any, type(self.model)).generate
+        device = model_device(self.model)
         given = dict(zip(list(inspect.signature(generate).parameters)[1:], args, strict=False)) | kwargs
         config = given.get("generation_config") or self.model.generation_config
         cached = given.get("use_cache", getattr(config, "use_cache", True)) is not False

@@ -184,7 +184,8 @@ def restore(model: nn.Module) -> nn.Module:
         hooks = [*(x._backward_hooks or {}).values(), *(x._post_accumulate_grad_hooks or {}).values()]
         if isinstance(x, DTensor) and any(not type(hook).__module__.startswith("tpfuse.") for hook in hooks):
             raise ValueError(f"restore: {name} has hooks, which would be lost: remove them, and register them after it")
-    for mesh in {x.device_mesh: None for x in model.parameters() if is_sharded(x)}:
+    sharded = (x for x in model.parameters() if isinstance(x, DTensor) and is_sharded(x))
+    for mesh in dict.fromkeys(x.device_mesh for x in sharded):
         meet("restore, which all ranks of the model call", *groups_of(mesh))
     huggingface.release(model)
     memo: dict[int, torch.nn.Parameter] = {}
