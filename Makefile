@@ -21,9 +21,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # What pyproject.toml's markers leave to `make test-all`.
 FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
-.PHONY: help install train other-compilers test test-all verify long offload compiled compiled-matrix docs lint types format clean
+.PHONY: help install train other-compilers check test test-all ci verify long offload compiled compiled-matrix docs lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (2 to 4 minutes on 2 CPU cores)"
+	@echo "make check   install, then check four of the main parts in 15 seconds: between two edits"
 	@echo "make test    install, then run the tests that find most faults (6 to 12 minutes on 2 CPU cores)"
 	@echo "make test-all  install, then run every test (55 minutes on 2 fast CPU cores)"
 	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
@@ -31,6 +32,7 @@ help:
 	@echo "make offload install, then take a training step of GPT-2 1558M with its optimizer state on disk (19 GB)"
 	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels"
 	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
+	@echo "make ci      what must pass before a change lands: lint, types, check, docs, test"
 	@echo "make docs    write build/docs: the pages of docs/ and the reference of the public modules, as HTML"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
 
@@ -57,11 +59,22 @@ other-compilers: install
 		[ $$version = $$here ] || $(MAKE) --no-print-directory build/triton-$$version || exit 1; \
 	done
 
+check: install
+	$(BIN)/python -m tests.check
+
 test: other-compilers
 	$(BIN)/python -m pytest $(PROCESSES) -m "$(FIRST_TIER)"
 
 test-all: other-compilers
 	$(BIN)/python -m pytest $(PROCESSES)
+
+# What must pass before a change lands; .ci/run and .github/workflows/ci.yml run it. The compilers that the tests need
+# are fetched while mypy runs.
+TESTS := test
+ci:
+	$(MAKE) lint
+	$(MAKE) --jobs=2 types other-compilers
+	$(MAKE) check docs $(TESTS)
 
 verify: install
 	$(BIN)/tpfuse verify --operators training

@@ -13,6 +13,7 @@ from tpfuse.train.flags import flags_of
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, *sorted((ROOT / ".github").glob("*.md"))]
+FIGURES = sorted((ROOT / "benchmarks").rglob("*.md"))  # they name what existed when they were written
 FOLDERS = {"tpfuse.kernels": ROOT / "kernels", "tpfuse.models": ROOT / "models"}
 
 
@@ -28,13 +29,26 @@ def _anchors(page: Path) -> set[str]:
 
 
 def _broken_links(page: Path) -> Iterator[str]:
-    for target in re.findall(r"\]\(([^)]+)\)", _prose(page)):
+    """Yield the targets that do not exist, in the repository or, for links between pages, in the HTML of docs/."""
+    prose = _prose(page)
+    inline, named = re.findall(r"\]\(([^)\s]+)", prose), re.findall(r"^\[[^\]]+\]: *(\S+)", prose, re.M)
+    for target in [*inline, *named, *re.findall(r"""(?:href|src)=["']([^"']+)""", prose)]:
         path, _, anchor = target.partition("#")
         if re.match(r"\w+:", path):
             continue
         file = (page.parent / path).resolve() if path else page
-        if not file.is_file() or (anchor and anchor not in _anchors(file)):
+        outside = page in DOCS and file.suffix == ".md" and file not in DOCS
+        if outside or not file.is_file() or (anchor and anchor not in _anchors(file)):
             yield target
+
+
+def _skipped_levels(page: Path) -> Iterator[str]:
+    """Yield the headings that are more than one level below the heading before them."""
+    level = 0
+    for signs, text in re.findall(r"^(#+) (.*)$", _prose(page), re.M):
+        if len(signs) > level + 1:
+            yield f"{signs} {text}"
+        level = len(signs)
 
 
 def _exists(name: str) -> bool:
@@ -109,4 +123,30 @@ def test_the_glossary_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_exists(page: Path) -> None:
-    assert [*_broken_links(page), *_missing(page)] == []
+    assert [*_broken_links(page), *_skipped_levels(page), *_missing(page)] == []
+
+
+@pytest.mark.parametrize("page", FIGURES, ids=lambda page: page.name)
+def test_links_of_measured_figures_lead_somewhere(page: Path) -> None:
+    assert [*_broken_links(page), *_skipped_levels(page)] == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    right = '[a](page.md#a-page) [a](#a-page) <img src="page.md"> [a](https://a.b/c)\n[a]: page.md\n```\n[a](b)\n```\n'
+    page.write_text(f"# A page\n\n{right}")
+    assert [*_broken_links(page), *_skipped_levels(page)] == []
+    page.write_text('# A page\n### Part\n[a](#b) [a](c.md) ![a](d.png "title") <a href="e">\n[f]: g\n')
+    assert [*_broken_links(page), *_skipped_levels(page)] == ["#b", "c.md", "d.png", "g", "e", "### Part"]
+
+
+def test_changes_pass_here_what_they_pass_in_public() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (here,) = re.findall(r"^make .*$", (ROOT / ".ci" / "run").read_text(), re.M)
+    in_public, nightly = re.findall(r"^ +- run: (make .*)$", workflow, re.M)
+    assert here == "make ci" and in_public.startswith('make ci TORCH="$TORCH" TESTS=')
+    assert nightly.startswith("make compiled-matrix ")
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"\nversion: {tpfuse.__version__}\n" in (ROOT / "CITATION.cff").read_text()
