@@ -32,7 +32,7 @@ try:
 except ModuleNotFoundError:  # Then nobody reads a command line by these classes, but `tpfuse verify` trains with them.
     Positional = Annotated[T, None]  # type: ignore[misc]
 
-    def arg(**settings: object) -> None:  # type: ignore[misc]
+    def arg(**settings: object) -> None:  # type: ignore[no-redef]
         """Return no settings."""
 
 
