@@ -21,6 +21,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # What pyproject.toml's markers leave to `make test-all`.
 FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
+# Folders of tests whose results depend on the instructions of the CPU and on the number of threads.
+OF_PRODUCTS := $(addprefix tests/,layers ops models zero parallel drop_in train)
+
 .PHONY: help install train other-compilers check test test-all ci verify long offload compiled compiled-matrix docs lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (2 to 4 minutes on 2 CPU cores)"
@@ -65,8 +68,11 @@ check: install
 test: other-compilers
 	$(BIN)/python -m pytest $(PROCESSES) -m "$(FIRST_TIER)"
 
+# The second run has the instructions of the oldest CPUs, and more threads than most machines of tests have cores.
 test-all: other-compilers
 	$(BIN)/python -m pytest $(PROCESSES)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=3 OMP_WAIT_POLICY=passive \
+		$(BIN)/python -m pytest $(PROCESSES) -m "$(FIRST_TIER)" $(OF_PRODUCTS)
 
 # What must pass before a change lands; .ci/run and .github/workflows/ci.yml run it. The compilers that the tests need
 # are fetched while mypy runs.

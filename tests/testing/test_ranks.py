@@ -22,7 +22,8 @@ def _sum(value: int) -> tuple[int, int, int]:
 
 
 def _process() -> int:
-    assert torch.are_deterministic_algorithms_enabled() and torch.get_num_threads() == 1
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == int(os.environ.get("OMP_NUM_THREADS", "1"))
     return os.getpid()
 
 
@@ -40,7 +41,10 @@ def _stopped(ranks: list[int]) -> bool:
 def test_ranks_at_rest_are_stopped_and_end_with_the_process_of_their_pool() -> None:
     program = "import tests.testing.test_ranks as t; print(*t.pool(2).run(t._process), flush=True); input()"
     command = [sys.executable, "-c", "import torch; torch.use_deterministic_algorithms(True); " + program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         ranks = [int(rank) for rank in process.stdout.readline().split()]
         assert len(ranks) == 2
