@@ -23,7 +23,9 @@ from torch.distributed.tensor import Replicate
 from tpfuse.drop_in import context_proof, kept_activations
 from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class
 from tpfuse.drop_in.decoder_stages import DecoderStages
+from tpfuse.drop_in.layer_hooks import show_shards, show_whole
 from tpfuse.drop_in.loss_proof import prove_loss
+from tpfuse.drop_in.outputs import whole_states
 from tpfuse.drop_in.parallel_forward import (
     ContextMean,
     ParallelForward,
@@ -33,10 +35,11 @@ from tpfuse.drop_in.parallel_forward import (
     drop_last_position,
     frequencies_depend_on_length,
     give_all_heads,
-    give_whole_routers,
+    give_whole_layers,
     sharded_tokens,
     take_mask,
 )
+from tpfuse.drop_in.structure import decoders
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.pipeline.cut import Stage
@@ -249,7 +252,13 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     context: the ranks that share each sequence; those of one rank share nothing. sliced: whether the loss is computed
     from slices of the logits.
     """
-    model = outermost(whole)
+    model, states = outermost(whole), whole_states(whole)
+    for decoder, hook in states.items():
+        if decoder is not model:
+            decoder.register_forward_hook(hook)
+    for _, decoder, layers in decoders(whole):
+        for layer in decoder.get_submodule(layers).children() if decoder in states or context.groups else ():
+            show_whole(layer, states.get(decoder))
     if model is None:
         return
     refuse_plain_trainers()
@@ -261,6 +270,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     forward = ParallelForward(
         model, head if sharded else None, context if context.groups else None, tensor_mesh, attention
     )
+    forward.states = states.get(model)
     model.__dict__["forward"] = forward
     if callable(getattr(model, "generate", None)):
         model.__dict__["generate"] = forward.generate
@@ -274,7 +284,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     their.set_attn_implementation(ATTENTION)
     if their.base_model is not model:
         their.base_model.register_forward_pre_hook(take_mask, with_kwargs=True)
-        their.base_model.register_forward_hook(give_whole_routers)
+        their.base_model.register_forward_hook(give_whole_layers)
     for module in filter(frequencies_depend_on_length, model.modules()):
         module.register_forward_pre_hook(append_last_position, with_kwargs=True)
         module.register_forward_hook(drop_last_position)
@@ -282,6 +292,9 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
 
 def release(whole: nn.Module) -> None:
     """Undo what `adapt` and forward passes over a context have changed besides modules' attributes and hooks."""
+    for _, decoder, layers in decoders(whole):
+        for layer in decoder.get_submodule(layers).children():
+            show_shards(layer)
     model: Any = outermost(whole)
     forward = None if model is None else model.__dict__.get("forward")
     if not isinstance(forward, ParallelForward) or forward.context is None:

@@ -2,10 +2,10 @@
 
 `tpfuse.drop_in.huggingface.adapt` replaces the forward of a model by a `ParallelForward`; transformers, PEFT and
 accelerate call it in several ways, and all of them find it there. Its arguments and its result are those of the
-original, with whole sequences on every rank. With labels in training it returns no logits, since no rank computes whole
-ones: the loss of causal language models is `tpfuse.ops.cross_entropy` on each rank's slice of the vocabulary and its
-tokens. A model with another loss keeps it, and computes it from whole logits; so does one whose code before the loss
-reads whole ones (`tpfuse.drop_in.loss_proof`).
+original, with whole sequences on every rank. With labels in training there are no logits to read, since no rank
+computes whole ones: the loss of causal language models is `tpfuse.ops.cross_entropy` on each rank's slice of the
+vocabulary and its tokens. A model with another loss keeps it, and computes it from whole logits; so does one whose code
+before the loss reads whole ones (`tpfuse.drop_in.loss_proof`).
 
 **Context parallelism.** The ranks of a context are given the same whole ids, labels, attention mask and positions, and
 take their shards (`tpfuse.parallel.context`). The attention of every layer is `ring_attention`, under the name
@@ -24,7 +24,6 @@ in each backward pass, unless an engine of `tpfuse.zero` does.
 """
 
 import inspect
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +48,8 @@ from tpfuse.comm.layout import local_tensor, model_device
 from tpfuse.comm.mesh import group_of, groups_of, rank_and_size
 from tpfuse.drop_in.converted import ConvertedColumnLinear, gather_sequence
 from tpfuse.drop_in.decoder_stages import DecoderStages
+from tpfuse.drop_in.outputs import NO_LOGITS, WholeStates
+from tpfuse.drop_in.sketch import mapped
 from tpfuse.ops.collectives import all_gather, all_reduce
 from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored
 from tpfuse.ops.dropout import drawn_keys
@@ -61,6 +62,7 @@ class ShardedTokens:
     """The tokens of a forward pass, sharded over the ranks of a context. Layers get them as their attention mask."""
 
     sharded: ShardedBatch
+    shape: tuple[int, ...]  # (batch, length) of the whole sequences
     unseeing: Tensor | None  # [1, local_length] bool: padding before a text, which sees no key; None if there is none
     last_position: Tensor  # [1, 1]: the largest position of all tokens
     dropout_keys: Tensor | None  # [layers] int64: for the dropout of attention, if there is one
@@ -75,6 +77,16 @@ class ShardedTokens:
             f"context parallelism: the model reads {name} of its attention mask: expected attention that transformers'"
             " AttentionInterface computes"
         )
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return all tokens [batch, length, ...] of which x [..., local_length, ...] are this rank's, as a result."""
+        whole = self.sharded.gather(x.reshape(self.sharded.batch, self.sharded.local_length, x.shape[-1]))
+        return self.sharded.context.leave(whole).reshape(*self.shape, x.shape[-1])
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of x [batch, length, width], which every rank has computed of results."""
+        x = self.sharded.context.enter(x)
+        return self.sharded.shard(x.reshape(self.sharded.batch, self.sharded.length, x.shape[-1]))
 
     def dropout(self, layer: int, p: float, query: Tensor) -> dict[str, Any]:
         """Return the options of attention that drop probabilities; query: [batch, heads, tokens, size]."""
@@ -92,7 +104,6 @@ class ForwardPass:
 
     head: ConvertedColumnLinear | None  # the projection to the vocabulary if it keeps its output sharded
     tokens: ShardedTokens | None = None  # None if every rank has all tokens
-    shape: tuple[int, ...] = ()  # (batch, length) of the whole sequences
     targets: Tensor | None = None  # this rank's labels, shifted, if tokens are sharded
     items: Tensor | int | None = None  # the number of labels of all ranks
 
@@ -140,6 +151,7 @@ class ParallelForward:
     """
 
     stages: DecoderStages | None = None
+    states: WholeStates | None = None  # if the model itself is the decoder whose layers pass shards of the sequence
     agreed_pass = -1  # the backward pass for which `agree_on_gradients` has returned
     agreed: dict[str, bool] | None = None  # which parameters get gradients in it
 
@@ -243,13 +255,15 @@ class ParallelForward:
         if isinstance(out, Tensor):
             return out
         if of_shards and self.model.training and (running.head is not None or running.tokens is not None):
-            out = type(out)(**{name: value for name, value in out.items() if name != "logits"})
+            out["logits"] = NO_LOGITS
         elif running.head is not None:
             out["logits"] = running.head.finish(out["logits"])
+        if self.states is not None:
+            out = self.states(self.model, (), out)
         if running.tokens is not None:
-            _gather(out, running.tokens.sharded, running.shape, keep)
+            _gather(out, running.tokens, keep)
             if self.model.base_model is self.model:
-                _gather_routers(out, running)
+                _gather_layers(out, running.tokens)
             if no_cache:
                 out["cache"] = _NO_CACHE
         if self.model.base_model is self.model:
@@ -322,12 +336,13 @@ class ParallelForward:
             mine["attention_mask"] = mask  # for the losses of routers, which are computed from all tokens
         tokens = ShardedTokens(
             sharded,
+            tuple(given.shape[:2]),
             mine.pop("unseeing", None),
             positions.max().view(1, 1),
             self._dropout_keys(context, given),
             *rank_and_size(group_of(self.tensor_mesh)),
         )
-        running = ForwardPass(head, tokens, given.shape[:2], mine.get("labels"), items)
+        running = ForwardPass(head, tokens, mine.get("labels"), items)
         return kwargs | mine | {"use_cache": False}, running
 
     def _check_causal(self, kwargs: dict[str, Any]) -> None:
@@ -499,15 +514,12 @@ def _document_starts(mask: Tensor | None, positions: Tensor | None, batch: int, 
     return starts
 
 
-def _gather(out: Any, sharded: ShardedBatch, shape: tuple[int, ...], keep: int | Tensor) -> None:
-    """Replace the tensors of a model's output by those of all tokens. shape: (batch, length) of the whole sequences."""
-    if out.get("hidden_states") is not None:
-        raise ValueError("context parallelism: output_hidden_states is not supported: the states are shards of tokens")
+def _gather(out: Any, tokens: ShardedTokens, keep: int | Tensor) -> None:
+    """Replace the tensors of a model's output by those of all tokens."""
     for name in ("logits", "last_hidden_state"):
-        if out.get(name) is not None:
-            whole = sharded.context.leave(sharded.gather(out[name]))
-            out[name] = whole.reshape(*shape, whole.shape[-1])
-    if out.get("logits") is not None and not (isinstance(keep, int) and keep == 0):
+        if isinstance(out.get(name), Tensor):
+            out[name] = tokens.gather(out[name])
+    if isinstance(out.get("logits"), Tensor) and not (isinstance(keep, int) and keep == 0):
         out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
 
 
@@ -539,25 +551,23 @@ def give_all_heads(mesh: DeviceMesh | None, module: Any, args: tuple[Any, ...], 
     return out
 
 
-def give_whole_routers(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-    """Replace the logits of routers in a decoder's output by those of all tokens, from which their loss follows."""
+def give_whole_layers(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    """Replace what a decoder's output has of its layers by that of all tokens; the losses of routers follow from it."""
     running = _running.now
     if running is not None and running.tokens is not None:
-        _gather_routers(out, running)
+        _gather_layers(out, running.tokens)
 
 
-def _gather_routers(out: Any, running: ForwardPass) -> None:
-    """Replace the logits of routers by those of all tokens."""
-    assert running.tokens is not None
-    sharded = running.tokens.sharded
+def _gather_layers(out: Any, tokens: ShardedTokens) -> None:
+    """Replace hidden states and logits of routers by those of all tokens."""
 
     def whole(x: Tensor) -> Tensor:
-        gathered = sharded.gather(x.reshape(sharded.batch, sharded.local_length, x.shape[-1]))
-        gathered = sharded.context.leave(gathered)
-        return gathered.reshape(*(running.shape if x.ndim > 2 else (math.prod(running.shape),)), x.shape[-1])
+        gathered = tokens.gather(x)
+        return gathered if x.ndim > 2 else gathered.flatten(0, 1)
 
-    if getattr(out, "router_logits", None) is not None:
-        out["router_logits"] = tuple(whole(x) for x in out.router_logits)
+    for name in ("hidden_states", "router_logits"):
+        if getattr(out, name, None) is not None:
+            out[name] = mapped(whole, out[name])
 
 
 def causal_loss(

@@ -66,9 +66,9 @@ def parallelize(
     for the gradients of the whole model.
 
     The forward pass of a model of transformers takes and returns whole sequences on all ranks. With labels, its loss is
-    computed without whole logits, and there are no logits in training (`tpfuse.drop_in.parallel_forward`). Gradients
-    are averaged over the ranks of context parallelism, which makes them those of one rank, but not over data-parallel
-    ranks.
+    computed without whole logits, and reading those of a training step is an error that names the way out
+    (`tpfuse.drop_in.outputs`). Gradients are averaged over the ranks of context parallelism, which makes them those of
+    one rank, but not over data-parallel ranks.
 
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.
@@ -81,8 +81,8 @@ def parallelize(
     itself, along tp. Where attention drops probabilities, the first heads of all ranks draw the same mask, and so on.
     So do the ranks' shards of the sequence where a layer calls torch's dropout as a function, as OPT's do.
 
-    With sequence_parallel the outputs of layers are shards of the sequence, also those that hooks and transformers'
-    output_hidden_states show.
+    Hidden states in a model's output, and what hooks of its layers see, are whole sequences with the gradients of one
+    rank. With sequence_parallel, and over a context, hooks of modules in a layer see this rank's shard of the sequence.
 
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
     dimension or with ranks that are not in ascending order along it, a pattern that matches no module, parameters that

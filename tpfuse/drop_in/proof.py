@@ -44,6 +44,7 @@ from tpfuse.drop_in.sketch import (
     refuse_set_forward,
     set_forwards,
     sketch,
+    tensors_in,
     width_of,
     with_first_input,
     with_first_tensor,
@@ -146,7 +147,7 @@ class Proof:
             if name.rpartition(".")[0] == path and (kinds & {FusedPrepareModuleInput, WholeSequences} or alone):
                 known[name] = _KnownModule(self._tokens, self._tokens)
         self._refuse_replaced(path, known)
-        self._prove(path, styles, known, self._tokens, self._tokens, {})
+        self._prove(path, styles, known, self._tokens, self._tokens, {}, lambda x: _whole)
 
     def decoder(self, name: str, layers: Sequence[str], norm: str) -> None:
         """Prove the forward that calls these layers and then the norm, with shards of the sequence between them."""
@@ -163,7 +164,7 @@ class Proof:
             inside = other.startswith(f"{name}." if name else "") and other in self._calls
             if inside and width_of(module) is not None and not other.startswith(parts):
                 known[other] = _KnownModule(_whole, _whole)
-        self._prove(name, {}, known, _whole, _whole, {})
+        self._prove(name, {}, known, _whole, _whole, {}, self._of_state)
 
     def calls(self, path: str) -> bool:
         """Return whether the model calls the module in a layer as a module, not only its methods or its weights."""
@@ -187,6 +188,10 @@ class Proof:
         if x.ndim == 2 and len(x) == _SEQUENCES * length:
             return x.view(_SEQUENCES, length, -1).chunk(self.ranks, 1)[rank].flatten(0, 1)
         raise NotImplementedError(f"{_SEQUENCES} sequences of {length} tokens are a tensor {tuple(x.shape)} in it")
+
+    def _of_state(self, x: Tensor) -> Part:
+        """Return the part that x is of a tensor in a decoder's output: `WholeStates` gathers hidden states."""
+        return self._tokens if x.ndim == 3 and x.shape[1] == _TOKENS else _whole
 
     def _record(self) -> None:
         """Run the model once, and keep the calls of all modules. Layers alike to another one return their input."""
@@ -254,16 +259,18 @@ class Proof:
         enters: Part,
         leaves: Part,
         attributes: Mapping[str, Any],
+        others: Callable[[Tensor], Part] | None = None,
     ) -> None:
         """Compare the block as it is with what each rank computes of it. enters, leaves: a rank's part of its tensors.
 
-        attributes: those that the block has on a rank.
+        attributes: those that the block has on a rank. others: gives the part of a rank's tensor in the output that is
+        not the first; None if these are not compared.
         """
         module = self._modules[path]
         key = kind_of(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
         if key not in self._reasons:
             heads = partial(_chunk, self.ranks, 0)
-            block = _TriedBlock(self._modules, path, styles, known, enters, leaves, heads, self._calls)
+            block = _TriedBlock(self._modules, path, styles, known, enters, leaves, heads, self._calls, others)
             try:
                 if path not in self._calls or any(name not in self._calls for name in known):
                     raise NotImplementedError(self._failure)
@@ -287,6 +294,7 @@ class _TriedBlock:
     leaves: Part
     of_heads: Part  # a rank's part of parameters with an entry for each head
     calls: Mapping[str, list[_ModuleCall]]  # of all modules when the model ran
+    others: Callable[[Tensor], Part] | None  # as in `Proof._prove`
     seeds: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, rank: int | None, attributes: Mapping[str, Any]) -> _Computed:
@@ -309,7 +317,8 @@ class _TriedBlock:
             module.__dict__.update(attributes)
             for name, forward in forwards.items():
                 self.modules[name].__dict__["forward"] = forward
-            out = first_tensor(module(*args, **kwargs))
+            out = module(*args, **kwargs)
+            first = first_tensor(out)
         except NotImplementedError:
             raise
         except Exception as error:  # any code may raise anything
@@ -320,7 +329,10 @@ class _TriedBlock:
             module.__dict__.update(before)
             for name in forwards:
                 self.modules[name].__dict__.pop("forward", None)
-        run.leaving["its output"] = out, self.leaves
+        run.leaving["its output"] = first, self.leaves
+        for index, x in enumerate(tensors_in(out)):
+            if self.others is not None and x is not first:
+                run.leaving[f"tensor {index} of its output"] = x, self.others(x)
         for name, parameter in module.named_parameters(prefix=self.path):
             owned = any(name.startswith(f"{one}.") for one in self.known)
             owned = owned or name.removeprefix(f"{self.path}.") in own
@@ -395,8 +407,9 @@ def _compare(whole: _Computed, ranks: Iterable[_Computed]) -> None:
         missing = [key for key in (*whole.leaving, *whole.entering) if key not in {*run.leaving, *run.entering}]
         if missing:
             raise NotImplementedError(f"{missing[0]} is not there on a rank")
-        for key, (expected, part) in whole.leaving.items():
-            agree(key, run.leaving[key][0], _part(expected, part, rank), largest_value(expected))
+        for key, (expected, _) in whole.leaving.items():
+            x, part = run.leaving[key]
+            agree(key, x, _part(expected, part, rank), largest_value(expected))
         for key, gradient in run.gradients.items():
             if key in totals:
                 totals[key] += gradient

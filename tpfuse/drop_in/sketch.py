@@ -1,7 +1,7 @@
 """Copies of models without values, which run on the CPU in float64 to try what the model's code does."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -128,6 +128,26 @@ def first_tensor(out: Any) -> Tensor:
     if not isinstance(first, Tensor):
         raise NotImplementedError(f"a module in it returns a {type(out).__name__}: expected a tensor in it")
     return first
+
+
+def tensors_in(out: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a module's output, in order."""
+    if isinstance(out, Tensor):
+        yield out
+    for entry in out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple | list) else ():
+        yield from tensors_in(entry)
+
+
+def mapped(function: Callable[[Tensor], Tensor], out: Any) -> Any:
+    """Return a module's output with function(x) in the place of each tensor x in it."""
+    if isinstance(out, Tensor):
+        return function(out)
+    if isinstance(out, Mapping):
+        return type(out)({name: mapped(function, entry) for name, entry in out.items()})  # type: ignore[call-arg]
+    if isinstance(out, tuple | list):
+        entries = [mapped(function, entry) for entry in out]
+        return type(out)(*entries) if hasattr(out, "_fields") else type(out)(entries)
+    return out
 
 
 def with_first_tensor(out: Any, x: Tensor) -> Any:

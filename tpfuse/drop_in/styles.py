@@ -119,7 +119,7 @@ def _named(apply: Apply) -> Apply:
     return named
 
 
-def _called(module: nn.Module) -> str:
+def called(module: nn.Module) -> str:
     return str(module.__dict__.get("module_name", type(module).__name__))
 
 
@@ -133,7 +133,7 @@ def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         value = args[0] if name is None else kwargs.get(name)
         if isinstance(value, Tensor):
             return name, value
-    raise ValueError(f"{_called(module)}: its input is no tensor: expected one as its first argument, or by keyword")
+    raise ValueError(f"{called(module)}: its input is no tensor: expected one as its first argument, or by keyword")
 
 
 def with_first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, new: Tensor) -> Arguments:
@@ -344,6 +344,21 @@ class SequenceLength:
             )
         return fitting[0] if fitting else None
 
+    def of_pass(self, called: str, tokens: int, ranks: int) -> int | None:
+        """Return the length of the pass that runs, or is recomputed, from the tokens of a tensor: a share or all.
+
+        Raise ValueError, with the name of the module, if it may be any of several.
+        """
+        if not _recomputes() or len(self.waiting) < 2:
+            return self.value if not _recomputes() or not self.waiting else next(iter(self.waiting))
+        fitting = [length for length in self.waiting if tokens in (length, -(-length // ranks))]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"{called}: its hooks run again after forward passes of several lengths: call backward before a forward"
+                " pass of another length, or remove them"
+            )
+        return fitting[0]
+
 
 @dataclass(eq=False)
 class SequenceShards:
@@ -520,7 +535,7 @@ class SplitOutput:
         flat = out.shape[:-1] == (tokens.numel(),) and len(tokens) > 1
         if not flat and out.shape[:-1] != tokens:
             raise ValueError(
-                f"{_called(module)}: it returns {tuple(out.shape)} for tokens {tuple(tokens)}: expected the same"
+                f"{called(module)}: it returns {tuple(out.shape)} for tokens {tuple(tokens)}: expected the same"
                 " tokens, or sequence_parallel=False"
             )
         out = split_sequence(out.view(*tokens, -1), self.dim, self.mesh.get_group())
@@ -576,7 +591,7 @@ class PreparedInput:
             if x.shape[self.held] != share:
                 whole = f", not all {length}" if x.shape[self.held] == length else ""
                 raise ValueError(
-                    f"{_called(module)}: the input has {x.shape[self.held]} tokens: expected the {share} of this"
+                    f"{called(module)}: the input has {x.shape[self.held]} tokens: expected the {share} of this"
                     f" rank{whole}"
                 )
         if self.wanted is not None and self.length is not None:
@@ -592,7 +607,7 @@ class PreparedInput:
                 if again:
                     self.length.waiting.clear()  # modules that follow in the layer have this length too
             elif again:
-                length = self.length.of_recomputed(_called(module), x.shape[self.held], group.size())
+                length = self.length.of_recomputed(called(module), x.shape[self.held], group.size())
             else:
                 length = self.length.value
                 self.length.wait(x)
