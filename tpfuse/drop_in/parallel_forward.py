@@ -191,8 +191,8 @@ class ParallelForward:
             raise TypeError(f"forward() got an argument twice, or more than {len(self.names)} positional ones")
         kwargs = given | kwargs
         cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
-        cached = cached or (kwargs.get("use_cache") and self._makes_cache(kwargs))
-        context = None if cached else self.context
+        whole = cached or (kwargs.get("use_cache") and self._makes_cache(kwargs))
+        context = None if whole else self.context
         self._compare_inputs(kwargs, context)
         if self.context is not None:
             self.average_gradients()
