@@ -172,8 +172,10 @@ def test_ranks_that_disagree_end_with_both_sides_named(known: bool, tmp_path: Pa
     group = dist.new_group()
     rank = group.rank()
     case, before = ("one case", {"one case": Decision("ab"[rank])}) if known else (f"case {rank}", {})
-    both = ("'one case with a'", "'one case with b'") if known else ("'case 0'", "'case 1'")
-    candidates, message = {"a": _nothing, "b": _nothing}, f"^rank 0 measures {both[0]}, rank 1 {both[1]}$"
+    message = "^rank 0 measures 'one case with a', rank 1 'one case with b'$"
+    if not known:
+        message = f"^rank {1 - rank} runs measuring case {1 - rank}, rank {rank} runs measuring case {rank}$"
+    candidates = {"a": _nothing, "b": _nothing}
     with autotune(600, known=before, file=tmp_path / "file"), pytest.raises(Disagreement, match=message):
         decide(group, CPU, case, candidates, "a", _nothing)
 

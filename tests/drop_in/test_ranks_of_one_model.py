@@ -19,7 +19,7 @@ from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.collectives import anywhere, one_model
 from tpfuse.comm.collectives.one_model import FIRST, ONE_IN, compare_inputs
-from tpfuse.comm.dispatch import symmetric_memory
+from tpfuse.comm.dispatch import connected, symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.drop_in.parallelize import parallelize, restore
@@ -164,6 +164,8 @@ def _save_alone(folder: Path) -> list[str]:
         with pytest.raises(Disagreement) as caught:
             model.save_pretrained(folder) if rank == 0 else model(input_ids=IDS)
         messages.append(str(caught.value))
+        for memory in connected(mesh.get_group()):
+            memory.reset()
     return messages
 
 

@@ -173,7 +173,7 @@ class _Case:
         return exchange(self.group, value, f"measuring {self.name}", 3 * settings().timeout)
 
     def agree(self, known: Decision | None) -> None:
-        """Raise Disagreement if ranks come with different cases, or with different decisions of earlier runs."""
+        """Raise Disagreement if ranks come with different decisions of earlier runs, or with different cases."""
         text = self.name if known is None else f"{self.name} with {known.taken}"
         texts, ranks = self._exchange(text), dist.get_process_group_ranks(self.group)
         for rank, other in zip(ranks, texts, strict=True):
