@@ -20,7 +20,7 @@ from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.collectives import anywhere, one_model
 from tpfuse.comm.collectives.one_model import FIRST, ONE_IN, compare_inputs
 from tpfuse.comm.dispatch import connected, symmetric_memory
-from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.drop_in.parallelize import parallelize, restore
 from tpfuse.drop_in.weights import agreement
@@ -75,8 +75,8 @@ def test_every_rank_of_a_mesh_learns_which_rank_differs() -> None:
     model = parallelize(decoder("llama"), mesh["cp", "tp"])
     ids = OTHER if dist.get_rank() == 3 else IDS
     text = _refused(lambda: model(input_ids=ids))
-    first = ", ".join(f"rank {rank} (cp {rank // 2}, tp {rank % 2})" for rank in range(3))
-    assert text.endswith(f"on {first}, int64 [2, 7] on rank 3 (cp 1, tp 1), with different values")
+    first, other = ", ".join(map(named, range(3))), named(3)
+    assert text.endswith(f"on {first}, int64 [2, 7] on {other}, with different values")
 
 
 @on_ranks(2)

@@ -548,12 +548,16 @@ def _hooked(module: nn.Module, own: Any = None) -> bool:
     return any(hook is not own for each in hooks for hook in each.values())
 
 
+# The arguments of attentions that each head uses. Others, such as Bloom's residual, meet the sum over the ranks.
+_OF_HEADS = ("attention_mask", "position_embeddings")
+
+
 @dataclass(eq=False)
 class PreparedInput:
     """A hook that prepares the first input of a module (`first_argument`).
 
-    If the module or a projection has hooks of somebody else, all get the true input, and nothing is fused. A module
-    with projections uses its other inputs, such as masks, for this rank's features alone: their gradients are summed.
+    If the module or a projection has hooks of somebody else, all get the true input, and nothing is fused. An attention
+    uses masks and embeddings of positions for this rank's heads alone: their gradients are summed.
     """
 
     mesh: DeviceMesh
@@ -570,8 +574,7 @@ class PreparedInput:
         length = next((each.shape[-1] for each in given if isinstance(each, Tensor)), None)
         prepared = self._prepared(module, x, length)
         if self.projections and self.mesh.size() > 1:
-            args = (*args[:1], *map(self._shared, args[1:]))
-            kwargs = {key: value if key == name else self._shared(value) for key, value in kwargs.items()}
+            kwargs = kwargs | {each: self._shared(kwargs[each]) for each in _OF_HEADS if each in kwargs}
         return with_first_argument(args, kwargs, name, prepared)
 
     def _shared(self, x: Any) -> Any:
