@@ -80,8 +80,7 @@ def test_hidden_states_and_their_gradients_are_those_of_one_rank(family: str, tp
         for each in (model, plain):
             each.config.output_hidden_states = True
         _check_step(model, _states(model), plain, _states(plain))
-        if cp == 1:  # over a context, a decoder that is called itself trains nothing
-            _check_step(model.base_model, _states(model.base_model), plain.base_model, _states(plain.base_model))
+        _check_step(model.base_model, _states(model.base_model), plain.base_model, _states(plain.base_model))
         for each in (model, plain):
             each.gradient_checkpointing_enable()
         _check_step(model, _states(model), plain, _states(plain))
@@ -90,6 +89,14 @@ def test_hidden_states_and_their_gradients_are_those_of_one_rank(family: str, tp
         for mine, theirs in zip(made[0].hidden_states, made[1].hidden_states, strict=True):
             for one, other in zip(mine, theirs, strict=True):
                 _close(one, other)
+
+
+@on_ranks(2)
+def test_a_decoder_without_a_head_returns_whole_states() -> None:
+    plain, model = decoder("llama").base_model, decoder("llama").base_model
+    parallelize(model, tensor_mesh())
+    with exact(plain):
+        _check_step(model, _states(model, output_hidden_states=True), plain, _states(plain, output_hidden_states=True))
 
 
 def _rows(out: Any) -> Tensor:
