@@ -189,6 +189,7 @@ def test_what_cannot_be_read_says_what_to_do(tmp_path: Path, name: str, data: by
     [
         ("a.json", '{"data": [{"text": "x"}, {"text": "y"}]}', ["x", "y"]),
         ("a.json", '{"id": "1", "data": {"title": "t", "text": "x"}}', ["x"]),
+        ("a.json", '{"data": {"title": "t", "text": "x"}}', ["x"]),
         ("a b.jsonl", '{"my data": [[{"it\'s": "x"}]]}\n{"my data": [[{"it\'s": "y"}], []]}\n', ["x", "y"]),
         ("a.json", '[{"data": {"text": "x"}}, {"data": {"text": "y"}}]', ["x", "y"]),
         ("a.jsonl", '{"text": ["x", "y"]}\n{"text": ["z"]}\n', ["x", "y", "z"]),
