@@ -6,6 +6,7 @@ It runs on CPUs alone, and interprets Triton's kernels. The tests know far more:
 import contextlib
 import importlib.util
 import io
+import multiprocessing.forkserver
 import os
 import runpy
 import sys
@@ -16,6 +17,12 @@ from time import perf_counter
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+if __name__ == "__main__":  # the server of ranks imports its modules while this process imports its own
+    multiprocessing.set_forkserver_preload([
+        "tpfuse.testing.ranks", "tests.support.training", "tpfuse.drop_in.parallelize",
+        "transformers.models.llama.modeling_llama",
+    ])  # fmt: skip
+    multiprocessing.forkserver.ensure_running()
 
 import torch
 import torch.distributed as dist
@@ -28,8 +35,6 @@ from tpfuse.testing import ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 WORLD = 2
-# The ranks are forked from a process that has imported these.
-ranks.PRELOADED += ["tests.support.training", "tpfuse.drop_in.parallelize", "transformers.models.llama.modeling_llama"]
 
 
 def explorer() -> None:
