@@ -6,6 +6,7 @@ family of GPUs at a time, since they compile for most of their time, and each co
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,8 +71,33 @@ def test_a_kernel_of_each_family_is_right() -> None:
             ("program", name, 2, "bfloat16", 1)
             for name in ("gemm_reduce_scatter", "collectives", "messages", "ring_attention", "sharded_adamw")
         ),
+        ("gluon", "", None),
+        ("gluon", "", 0),
     ]
     assert results(*works) == [""] * len(works)
+    assert "another warp read" in results(("gluon", "a stage is released one product early", None))[0]
+
+
+# The last fence is needed under Triton 3.6 alone, which makes tensor maps in shared memory that it gives to the rings.
+GLUON_FAULTS = {
+    "no proxy fence before a TMA store": "SharedRace: .* no fence.proxy.async comes between",
+    "a store's buffer is used too early": "SharedRace: .* a wgmma or TMA store that nobody has waited for reads it",
+    "sums are not waited for": "WgmmaHazard: a register is accessed while",
+    "a stage is released one product early": "SharedRace: .* (which another warp read|a wgmma or TMA store)",
+    "a turn is not given": "Stuck: .* threads at an mbarrier that still needs 1 arrivals and 0 bytes",
+    "too few bytes are expected": "Stuck: .* threads at an mbarrier that still needs 0 arrivals and -8192 bytes",
+    "no fence after tensor maps": "SharedRace: .* no fence.proxy.async comes between",
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("version", [HERE, *OTHER_TRITONS])
+def test_faults_of_specialized_warps_are_found(version: str) -> None:
+    works = [("gluon", fault, seed) for fault in ["", *GLUON_FAULTS] for seed in (None, 0)]
+    found = dict(zip(works, results(*works, version=version), strict=True))
+    for (_, fault, seed), line in found.items():
+        harmless = not fault or (fault == "no fence after tensor maps" and not version.startswith("3.6"))
+        assert re.match("$" if harmless else GLUON_FAULTS[fault], line), (fault, seed, line)
 
 
 HANDED_OVER = "programs of one rank hand chunks over in memory that is not symmetric, whose order is not checked"

@@ -110,7 +110,8 @@ class GlobalOrder:
 
     def _keep(self, access: Access) -> None:
         self._refuse_stores(access)
-        self._kept.append(access)
+        if access.high:  # a tile may be outside its tensor
+            self._kept.append(access)
 
     def _refuse_stores(self, access: Access) -> None:
         """Raise GlobalRace if an access meets the target of a bulk store that runs."""
