@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tpfuse.explore.ptx import launches
 from tpfuse.kernels import launch
 from tpfuse.kernels.configurations import TABLE, Configuration, override, read_table
 from tpfuse.kernels.launch import Launch
@@ -53,14 +54,14 @@ def target(family: str) -> GPUTarget:
 
 
 def source_of(recorded: Launch, family: str) -> Any:
-    """Return the ASTSource of a launch, specialised for its arguments."""
+    """Return what Triton compiles for a launch, specialised for its arguments."""
     kernel = recorded.kernel
     backend = make_backend(target(family))
     options = {"num_warps": recorded.num_warps, "num_stages": recorded.num_stages}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, rest = bind(**recorded.arguments, **options)
     _, signature, constants, attributes = kernel._pack_args(backend, dict(options), bound, specialization, rest)
-    return ASTSource(kernel, signature, constants, attributes)
+    return launches.source_of(kernel, signature, constants, attributes)
 
 
 @dataclass

@@ -14,6 +14,12 @@ from tpfuse.explore.ptx.slots import Slots
 from tpfuse.explore.ptx.wgmma import WARPGROUP, Multiplicand, Product, chunk_addresses
 
 _DEPTHS = {"bf16": 16, "f16": 16, "tf32": 8}
+# The forms of fence.proxy.async -> whether they are for shared, and for global memory
+_FENCES = {
+    "fence.proxy.async": (True, True),
+    "fence.proxy.async.shared::cta": (True, False),
+    "fence.proxy.async.global": (False, True),
+}
 # The forms of mbarrier -> the numbers of their targets and of the operands after the address
 _MBARRIER_FORMS = {
     "init.shared::cta.b64": (0, 1),
@@ -108,14 +114,22 @@ def elect(slots: Slots, instruction: PtxInstruction) -> Step:
 
 def fence(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return fence.proxy."""
-    if instruction.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
-        return for_threads(slots, instruction, lambda p, threads: p.shared.proxy_fence(np.unique(p.warp_of[threads])))
+    if instruction.opcode in _FENCES:
+        inside, outside = _FENCES[instruction.opcode]
+
+        def between(p: Program, threads: Array) -> None:
+            warps = np.unique(p.warp_of[threads])
+            p.shared.proxy_fence(warps, inside=inside, outside=outside)
+            if outside:
+                p.memory.proxy_fence(warps.tolist())
+
+        return for_threads(slots, instruction, between)
     source, size = instruction.operands
     if instruction.opcode != "fence.proxy.tensormap::generic.acquire.gpu" or size.value != tensor_maps.SIZE:
         raise ValueError
 
     def step(p: Program, threads: Array, places: Array) -> None:
-        maps = p.memory.load(places, np.uint32, 32)
+        maps = p.memory.load(places, p.warp_of[threads], np.uint32, 32)
         for warp, place, words in zip(p.warp_of[threads].tolist(), places.tolist(), maps, strict=True):
             p.maps[place] = words, p.shared.release(warp)
 
@@ -151,7 +165,8 @@ def _copy_map(slots: Slots, instruction: PtxInstruction) -> Step:
         raise ValueError
 
     def step(p: Program, threads: Array, targets: Array, sources: Array) -> None:
-        p.memory.store(targets, p.shared.load(sources, p.warp_of[threads], np.uint32, 32))
+        warps = p.warp_of[threads]
+        p.memory.store(targets, warps, p.shared.load(sources, warps, np.uint32, 32))
 
     return for_threads(slots, instruction, step, (target, 64), (source, 64), whole_warps=True)
 
@@ -178,6 +193,7 @@ def memory_barrier(slots: Slots, instruction: PtxInstruction) -> Step:
                 mbarrier_at(p, warp, at)
                 p.mbarriers.invalidate(at)
             else:
+                p.memory.arrive(at, warp)
                 mbarrier_at(p, warp, at).arrive(p.shared.release(warp), value)
         p.moved()
 
@@ -203,6 +219,7 @@ def _try_wait(p: Program, warp: int, address: int, parity: int) -> bool:
         p.moved()
     if ended:
         p.shared.acquire(warp, barrier.seen)
+        p.memory.wait(address, warp)
     return ended
 
 
